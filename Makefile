@@ -1,0 +1,54 @@
+# Everything a person types in this repository. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# Two ranks on a small machine: one thread each is faster than two that fight for the cores.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test check notebooks bench wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(READY) ## make .venv with the tested versions (minutes the first time, then at once)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "nbdist needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "==> making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "==> installing nbdist with torch, accelerate, deepspeed, transformers (a few minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[test,dev]'
+	@touch $@
+
+demo: env ## run notebooks/01_first_cell.ipynb from start to finish and show its output
+	@$(BIN)/python notebooks/run.py notebooks/01_first_cell.ipynb
+
+test: env ## all tests: unit, real ranks, notebooks
+	@echo "==> tests (DeepSpeed compiles its CPU kernels the first time: a few minutes more)"
+	@$(BIN)/python -m pytest
+
+check: env ## lint, formatting, types and unit tests: before each commit
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/unit
+
+notebooks: env ## execute the notebooks as the tests do
+	@$(BIN)/python -m pytest tests/notebooks
+
+bench: env ## nbdist beside ipyparallel, nbdistributed and accelerate launch; writes build/bench.json
+	@$(BIN)/python tests/bench
+
+wheel: env ## build dist/*.whl and list what is in it
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@$(BIN)/python -m zipfile --list dist/nbdist-*.whl
+
+clean: ## remove what was built (.venv too)
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

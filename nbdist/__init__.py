@@ -1,0 +1,97 @@
+"""Run a notebook cell on every GPU, under any of Accelerate's backends.
+
+`%load_ext nbdist`, then `%%distribute --backend fsdp`; a script uses `nbdist.Session`.
+Importing this brings neither torch nor accelerate into the process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbdist.errors import (
+        CellError,
+        CellInterrupted,
+        NbdistError,
+        OptionError,
+        PayloadError,
+        RankDied,
+        SessionBusy,
+        SessionError,
+        StartError,
+    )
+    from nbdist.kernel.cell import CellResult
+    from nbdist.kernel.session import Session
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CellError",
+    "CellInterrupted",
+    "CellResult",
+    "NbdistError",
+    "OptionError",
+    "PayloadError",
+    "RankDied",
+    "Session",
+    "SessionBusy",
+    "SessionError",
+    "StartError",
+    "session",
+    "trainer_arguments",
+]
+
+_HOMES = {"Session": "nbdist.kernel.session", "CellResult": "nbdist.kernel.cell"}
+
+
+def session() -> Session | None:
+    """The current session, or None."""
+    from nbdist.kernel.session import current  # noqa: PLC0415 - ranks never need it
+
+    return current()
+
+
+def trainer_arguments() -> dict[str, Any]:
+    """Arguments that put Hugging Face's Trainer under the session's strategy.
+
+    Called in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`.
+
+    Raises:
+        SessionError: called anywhere else.
+    """
+    import os  # noqa: PLC0415 - two lines of one function
+
+    from nbdist.errors import SessionError  # noqa: PLC0415
+
+    if "NBDIST_RANK" not in os.environ:
+        msg = "trainer_arguments() is for the ranks: call it in a %%distribute cell."
+        raise SessionError(msg)
+    from nbdist.rank.trainer import trainer_arguments as on_rank  # noqa: PLC0415 - torch
+
+    return on_rank()
+
+
+def load_ipython_extension(ipython: InteractiveShell) -> None:
+    """Add `%%distribute` and `%nbdist`; start to warm up a launcher in the background."""
+    from nbdist import magics  # noqa: PLC0415 - a script does not need them
+
+    magics.load(ipython)
+
+
+def unload_ipython_extension(ipython: InteractiveShell) -> None:
+    """Remove the magics; ranks that run are kept: `nbdist.session().stop()` ends them."""
+    from nbdist import magics  # noqa: PLC0415
+
+    magics.unload(ipython)
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562
+    """Import a public name at its first use."""
+    from importlib import import_module  # noqa: PLC0415
+
+    if name not in __all__:
+        msg = f"module 'nbdist' has no attribute {name!r}"
+        raise AttributeError(msg)
+    return getattr(import_module(_HOMES.get(name, "nbdist.errors")), name)

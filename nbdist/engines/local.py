@@ -1,0 +1,166 @@
+"""Launchers on this machine; runs in the kernel, called by `kernel.session`.
+
+A launcher is executed, never forked from the kernel, in a session of its own: Jupyter's
+interrupt signals the kernel's whole process group. It dies with the kernel because only
+the kernel holds the other end of its link.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nbdist import wire
+from nbdist.engines.environment import scrubbed
+from nbdist.engines.run_dir import RunDir
+from nbdist.errors import StartError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CLOSE_S = 5.0
+"""How long a launcher may take to end its ranks before it is killed with them."""
+LOG_TAIL_BYTES = 4000
+LAUNCHER_GONE = -1
+"""Generation of the `Ended` that stands for the launcher's own end."""
+
+
+def _nobody(_message: wire.LinkMessage) -> None:
+    """Listen to a launcher that no session holds yet."""
+
+
+class Launcher:
+    """A launcher process and the kernel's end of its link.
+
+    Starting it costs milliseconds: its imports run in the background. `listener` gets every
+    message of the launcher, on the link's thread; a dead launcher is one last `Ended`.
+    """
+
+    def __init__(self) -> None:
+        """Start the process."""
+        self.run_dir = RunDir.create()
+        self.listener: Callable[[wire.LinkMessage], None] = _nobody
+        self._link, theirs = socket.socketpair()
+        try:
+            self.process = self._spawn(theirs)
+        except OSError as error:
+            self.run_dir.remove()
+            msg = f"The launcher did not start: {error}."
+            raise StartError(msg) from error
+        finally:
+            theirs.close()
+        self.started_at = psutil.Process(self.process.pid).create_time()
+        self._reader = threading.Thread(target=self._read, name="nbdist-link", daemon=True)
+        self._reader.start()
+        atexit.register(self.close)
+
+    def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        fd = theirs.fileno()
+        command = [sys.executable, "-m", "nbdist.launcher", str(fd), str(self.run_dir.path)]
+        env = scrubbed(os.environ) | {"NBDIST_BULK_DIR": str(self.run_dir.bulk)}
+        with self.run_dir.log.open("ab") as log:
+            return subprocess.Popen(  # noqa: S603 - our own module under this interpreter
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[fd],
+                start_new_session=True,
+            )
+
+    def send(self, message: wire.LinkMessage) -> None:
+        """Send one message.
+
+        Raises:
+            StartError: the launcher is gone.
+        """
+        try:
+            self._link.sendall(wire.to_line(message))
+        except OSError as error:
+            msg = f"The launcher is gone. Its log ends: {self.log_tail()}"
+            raise StartError(msg) from error
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs (a zombie does not)."""
+        return self.process.poll() is None
+
+    def log_tail(self) -> str:
+        """The end of what launcher and ranks wrote outside of cells."""
+        with contextlib.suppress(OSError):
+            return self.run_dir.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        return ""
+
+    def close(self) -> None:
+        """End the launcher with everything it started; leave nothing behind."""
+        self.listener = _nobody
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        try:
+            self.process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._kill_session()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(CLOSE_S)
+        self._link.close()
+        self.run_dir.remove()
+        atexit.unregister(self.close)
+
+    def _kill_session(self) -> None:
+        """Kill what is left of the launcher's own session, never anything else.
+
+        The session id is the launcher's pid; a process older than the launcher cannot
+        belong to it, so a reused pid is never touched.
+        """
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                in_session = os.getsid(process.pid) == self.process.pid
+                if in_session and process.create_time() >= self.started_at:
+                    process.send_signal(signal.SIGKILL)
+
+    def _read(self) -> None:
+        with self._link.makefile("rb") as lines:
+            for line in lines:
+                self.listener(wire.from_line(line))
+        self.listener(wire.Ended(LAUNCHER_GONE, error="the launcher ended"))
+
+
+class LocalEngine:
+    """Gives launchers on this machine and keeps one warm ahead of need."""
+
+    def __init__(self) -> None:
+        """Hold no launcher yet."""
+        self._warm: Launcher | None = None
+
+    def warm_up(self) -> None:
+        """Start a launcher in the background, if none waits."""
+        if self._warm is None or not self._warm.alive:
+            self.close()
+            self._warm = Launcher()
+
+    def take(self) -> Launcher:
+        """Hand over the warm launcher, or a new one; the caller closes it."""
+        self.warm_up()
+        launcher, self._warm = self._warm, None
+        if launcher is None:  # pragma: no cover - warm_up just set it
+            msg = "No launcher."
+            raise StartError(msg)
+        return launcher
+
+    def close(self) -> None:
+        """End a launcher that nobody took."""
+        if self._warm is not None:
+            self._warm.close()
+            self._warm = None

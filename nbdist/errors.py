@@ -1,0 +1,81 @@
+"""The error family; pure, used by every process.
+
+    NbdistError
+    |-- OptionError          an option, name or value that is not allowed (also ValueError)
+    |-- SessionError         the session cannot do this now
+    |   |-- SessionBusy      a cell is still running on the ranks
+    |   |-- StartError       launcher or ranks did not come up
+    |   `-- RankDied         a rank or the launcher ended; the ranks' variables are gone
+    |-- PayloadError         a value that cannot be moved between kernel and ranks (also TypeError)
+    `-- CellError            the cell raised on at least one rank
+
+`CellInterrupted` is a KeyboardInterrupt: Stop was pressed, the ranks keep their variables.
+
+Each message says what was given, what is allowed and what to do. In a notebook it is
+shown alone, without our own frames.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nbdist.wire import RankError
+
+
+class NbdistError(Exception):
+    """Base of all errors that nbdist raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show one sentence in IPython: our own frames say nothing to a user."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class OptionError(NbdistError, ValueError):
+    """An option, a name or a value that is not allowed."""
+
+
+class SessionError(NbdistError):
+    """The session cannot do this in its present state."""
+
+
+class SessionBusy(SessionError):  # noqa: N818 - reads as the state it names
+    """A cell is still running on the ranks."""
+
+
+class StartError(SessionError):
+    """The launcher or the ranks did not come up."""
+
+
+class RankDied(SessionError):  # noqa: N818 - reads as the event it names
+    """A rank or the launcher ended; the variables of the ranks are gone."""
+
+
+class PayloadError(NbdistError, TypeError):
+    """A value that cannot be moved between the kernel and the ranks."""
+
+
+class CellError(NbdistError):
+    """A cell raised on at least one rank.
+
+    Attributes:
+        errors: the error of each rank that failed, by rank.
+    """
+
+    def __init__(self, message: str, *, errors: dict[int, RankError], rendered: list[str]) -> None:
+        """Keep the errors by rank and the text a notebook shows."""
+        super().__init__(message)
+        self.errors = errors
+        self._rendered = rendered
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the ranks' own tracebacks, grouped, root cause first."""
+        return self._rendered
+
+
+class CellInterrupted(KeyboardInterrupt):  # noqa: N818 - a KeyboardInterrupt, not an error
+    """Stop was pressed; the cell ended on all ranks and their variables are kept."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show one line in IPython."""
+        return [f"KeyboardInterrupt: {self}"]

@@ -1,0 +1,348 @@
+"""One cell on some ranks: what was sent, what came back, when it is over.
+
+Messages arrive on the reader thread and are rendered by whoever pumps: the main thread
+while the cell blocks, the reader thread for background cells and for output that comes
+after a cell's end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from nbdist import payload, wire
+from nbdist.errors import CellError, RankDied
+from nbdist.kernel import tracebacks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbdist.kernel.channel import Channel, Message
+    from nbdist.kernel.render import Renderer
+
+IDLE_DEADLINE_S = 2.0
+"""After a rank's reply its output may still be on the way; its `idle` ends the wait."""
+TICK_S = 0.05
+KEPT_TEXT = 1_000_000
+"""Characters of each rank's streams kept in `CellResult.outputs`."""
+KEPT_OUTPUTS = 1_000
+QUIET_S = 1.0
+"""Late output may be held this long before it is shown."""
+PROMPT_ERROR_S = 1.0
+"""A rank that failed while others run on is shown after this time."""
+
+
+@dataclass
+class RankState:
+    """How far one rank is with the cell."""
+
+    replied_at: float | None = None
+    idle: bool = False
+    status: str = ""
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    kept_text: int = 0
+    value: object = None
+    error: wire.RankError | None = None
+
+    def done(self, now: float) -> bool:
+        """Whether reply and output are here, or the output is overdue."""
+        if self.replied_at is None:
+            return False
+        return self.idle or now - self.replied_at > IDLE_DEADLINE_S
+
+    def keep(self, output: dict[str, Any]) -> None:
+        """Keep an output as nbformat has it; consecutive text is joined, all is bounded."""
+        if output["output_type"] == "stream":
+            self._keep_text(output)
+        elif len(self.outputs) < KEPT_OUTPUTS:
+            self.outputs.append(output)
+
+    def _keep_text(self, output: dict[str, Any]) -> None:
+        text = output["text"][: max(0, KEPT_TEXT - self.kept_text)]
+        self.kept_text += len(text)
+        last = self.outputs[-1] if self.outputs else {}
+        if last.get("output_type") == "stream" and last["name"] == output["name"]:
+            last["text"] += text
+        elif text:
+            self.outputs.append({"output_type": "stream", "name": output["name"], "text": text})
+
+
+class Cell:
+    """A cell that was sent to `ranks`."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        renderer: Renderer,
+        *,
+        on_send: Callable[[str, str], None],
+        on_done: Callable[[Cell], None],
+    ) -> None:
+        """Wait for the messages of `ranks`; `on_send` takes the values of send()."""
+        self.ranks = tuple(ranks)
+        self.renderer = renderer
+        self.states = {rank: RankState() for rank in ranks}
+        self.detached = False
+        self.interrupted = False
+        self.death: RankDied | None = None
+        self.finished = threading.Event()
+        self._on_send = on_send
+        self._on_done = on_done
+        self._inbox: SimpleQueue[tuple[int, Channel, Message] | RankDied] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._told_of_failure = False
+        self._heard_at = time.monotonic()
+
+    def deliver(self, rank: int, channel: Channel, message: Message) -> None:
+        """Take a message; called on the reader thread."""
+        self._heard_at = time.monotonic()
+        self._inbox.put((rank, channel, message))
+
+    def die(self, death: RankDied) -> None:
+        """End the cell because its ranks are gone."""
+        self._inbox.put(death)
+
+    def detach(self, renderer: Renderer) -> None:
+        """Let the reader thread show what comes from now on, with `renderer`."""
+        with self._lock:
+            if renderer is not self.renderer:
+                self.renderer.close()
+                self.renderer = renderer
+            self.detached = True
+
+    @property
+    def quiet(self) -> bool:
+        """Whether there is nothing to show now."""
+        idle_s = time.monotonic() - self._heard_at
+        return self.finished.is_set() and self._inbox.empty() and idle_s > QUIET_S
+
+    def pump(self, timeout_s: float = TICK_S) -> None:
+        """Render what arrived; wait up to `timeout_s` for the first message."""
+        with self._lock:
+            try:
+                item = self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()
+                while True:
+                    self._take(item)
+                    if self._over():
+                        break
+                    item = self._inbox.get_nowait()
+            except Empty:
+                self._tell_of_failure()
+            self.renderer.tick()
+            if self._over() and not self.finished.is_set():
+                self._finish()
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Ranks that have not answered yet."""
+        return tuple(rank for rank, state in self.states.items() if state.replied_at is None)
+
+    @property
+    def errors(self) -> dict[int, wire.RankError]:
+        """The error of each rank that failed."""
+        return {rank: state.error for rank, state in self.states.items() if state.error}
+
+    def raise_errors(self) -> None:
+        """Raise what ended the cell, as a cell of the notebook would.
+
+        Raises:
+            RankDied: a rank ended during the cell.
+            CellError: the code raised on a rank.
+        """
+        if self.death is not None:
+            raise self.death
+        if self.errors:
+            groups = tracebacks.grouped(list(self.errors.values()))
+            raise CellError(
+                tracebacks.summary(groups),
+                errors=self.errors,
+                rendered=tracebacks.render(groups, ranks=self.ranks),
+            )
+
+    def _over(self) -> bool:
+        now = time.monotonic()
+        return self.death is not None or all(state.done(now) for state in self.states.values())
+
+    def _finish(self) -> None:
+        self.renderer.close()
+        self.finished.set()
+        self._on_done(self)
+
+    def _tell_of_failure(self) -> None:
+        """Show an error at once while other ranks run on, perhaps waiting for the failed one."""
+        failed = [error for error in self.errors.values() if error.ename != "KeyboardInterrupt"]
+        if self._told_of_failure or not failed or not self.pending or self.interrupted:
+            return
+        if time.time() - min(error.at for error in failed) > PROMPT_ERROR_S:
+            self._told_of_failure = True
+            self.renderer.failure(failed, waiting=self.pending)
+
+    def _take(self, item: tuple[int, Channel, Message] | RankDied) -> None:
+        if isinstance(item, RankDied):
+            self.death = item
+            return
+        rank, channel, message = item
+        kind = message["header"]["msg_type"]
+        take = _TAKERS.get((channel, kind))
+        if take is not None:
+            take(self, rank, message)
+
+    def _reply(self, rank: int, message: Message) -> None:
+        state, content = self.states[rank], message["content"]
+        state.replied_at = time.monotonic()
+        state.status = content["status"]
+        if state.status == "error" and state.error is None:
+            state.error = _rank_error(rank, message)
+
+    def _error(self, rank: int, message: Message) -> None:
+        self.states[rank].error = error = _rank_error(rank, message)
+        self.states[rank].keep(
+            {
+                "output_type": "error",
+                "ename": error.ename,
+                "evalue": error.evalue,
+                "traceback": error.traceback,
+            }
+        )
+
+    def _status(self, rank: int, message: Message) -> None:
+        if message["content"]["execution_state"] == "idle":
+            self.states[rank].idle = True
+
+    def _stream(self, rank: int, message: Message) -> None:
+        content = message["content"]
+        self.states[rank].keep({"output_type": "stream", **content})
+        self.renderer.stream(rank, content["name"], content["text"])
+
+    def _display(self, rank: int, message: Message) -> None:
+        content = message["content"]
+        bundle, metadata = content["data"], content["metadata"]
+        update = message["header"]["msg_type"] == "update_display_data"
+        if not update:
+            self.states[rank].keep(
+                {"output_type": "display_data", "data": bundle, "metadata": metadata}
+            )
+        self.renderer.display(
+            rank,
+            bundle,
+            metadata,
+            display_id=content.get("transient", {}).get("display_id"),
+            update=update,
+        )
+
+    def _result(self, rank: int, message: Message) -> None:
+        content = message["content"]
+        metadata = dict(content["metadata"])
+        note = metadata.pop(wire.NOTE, None)
+        text = content["data"].get("text/plain", "")
+        self.states[rank].value = text if note is None else payload.from_inline(note)
+        self.states[rank].keep(
+            {
+                "output_type": "execute_result",
+                "execution_count": content["execution_count"],
+                "data": content["data"],
+                "metadata": metadata,
+            }
+        )
+        self.renderer.result(rank, content["data"], metadata)
+
+    def _clear(self, rank: int, message: Message) -> None:
+        self.renderer.clear(rank, wait=message["content"].get("wait", False))
+
+    def _comm(self, rank: int, message: Message) -> None:
+        self.renderer.relay(
+            rank,
+            message["header"]["msg_type"],
+            message["content"],
+            message["metadata"],
+            message["buffers"],
+        )
+
+    def _send(self, _rank: int, message: Message) -> None:
+        content = message["content"]
+        self._on_send(content["name"], content["path"])
+
+
+_TAKERS: dict[tuple[str, str], Callable[[Cell, int, Message], None]] = {
+    ("shell", "execute_reply"): Cell._reply,
+    ("iopub", "status"): Cell._status,
+    ("iopub", "stream"): Cell._stream,
+    ("iopub", "display_data"): Cell._display,
+    ("iopub", "update_display_data"): Cell._display,
+    ("iopub", "execute_result"): Cell._result,
+    ("iopub", "error"): Cell._error,
+    ("iopub", "clear_output"): Cell._clear,
+    ("iopub", "comm_open"): Cell._comm,
+    ("iopub", "comm_msg"): Cell._comm,
+    ("iopub", "comm_close"): Cell._comm,
+    ("iopub", wire.SEND): Cell._send,
+}
+
+
+def _rank_error(rank: int, message: Message) -> wire.RankError:
+    content = message["content"]
+    return wire.RankError(
+        rank=rank,
+        ename=content["ename"],
+        evalue=content["evalue"],
+        traceback=content["traceback"],
+        at=message["header"]["date"].timestamp(),
+    )
+
+
+class CellResult:
+    """What a cell gave, by rank; fills while a background cell runs.
+
+    Attributes by rank: `values` (of the last expression: the value itself where it is a
+    plain Python value of at most 64 kB, else its text; None without one), `outputs` (as
+    nbformat has them, streams bounded to 1,000,000 characters), `errors`.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        """Show the state of `cell`."""
+        self._cell = cell
+
+    @property
+    def done(self) -> bool:
+        """Whether all ranks have ended the cell."""
+        return self._cell.finished.is_set()
+
+    @property
+    def ok(self) -> bool:
+        """Whether all ranks have ended the cell without an error."""
+        return self.done and not self._cell.errors and self._cell.death is None
+
+    @property
+    def values(self) -> dict[int, object]:
+        """Value of the last expression, by rank."""
+        return {rank: state.value for rank, state in self._cell.states.items()}
+
+    @property
+    def outputs(self) -> dict[int, list[dict[str, Any]]]:
+        """Outputs as nbformat has them, by rank."""
+        return {rank: state.outputs for rank, state in self._cell.states.items()}
+
+    @property
+    def errors(self) -> dict[int, wire.RankError]:
+        """Errors of the ranks that failed."""
+        return self._cell.errors
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end of a background cell; False when the time is up.
+
+        Raises:
+            CellError: the code raised on a rank.
+            RankDied: a rank ended during the cell.
+        """
+        if not self._cell.finished.wait(timeout_s):
+            return False
+        self._cell.raise_errors()
+        return True
+
+    def __repr__(self) -> str:
+        """Say how it stands."""
+        state = "ok" if self.ok else "failed" if self.done else "running"
+        return f"CellResult({state}, ranks={list(self._cell.ranks)})"

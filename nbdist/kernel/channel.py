@@ -1,0 +1,173 @@
+"""Sockets to the ranks, all owned by one reader thread of the kernel.
+
+ZMQ sockets belong to one thread: others hand over finished frames through a queue and a
+wake-up. Messages are signed and checked by jupyter_client; iopub is read without a
+high-water mark, because ZMQ would drop what exceeds it, unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import zmq
+from jupyter_client.connect import write_connection_file
+from jupyter_client.session import Session as Signer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Channel = Literal["shell", "control", "iopub"]
+Message = dict[str, Any]
+CHANNELS: dict[Channel, int] = {
+    "shell": zmq.DEALER,
+    "control": zmq.DEALER,
+    "iopub": zmq.SUB,
+}
+RECONNECT_MS = 5  # ZMQ's 100 ms would be most of a restart
+QUIET_POLL_MS = 500
+BUSY_POLL_MS = 40
+CLOSE_S = 5.0
+WAKE = "inproc://wake"
+
+
+class Reader(Protocol):
+    """Who gets what the ranks send; called on the reader thread."""
+
+    def receive(self, rank: int, channel: Channel, message: Message) -> None:
+        """Take one message."""
+
+    def idle(self) -> bool:
+        """Do what is due; True asks to be called again soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Where a rank listens; the same text as in its connection file."""
+
+    path: str
+    """Prefix of the socket paths."""
+    ports: dict[Channel, int]
+    key: bytes
+
+    def address(self, channel: Channel) -> str:
+        """ZMQ address of one channel."""
+        return f"ipc://{self.path}-{self.ports[channel]}"
+
+
+def write_connections(folder: Path, *, world_size: int, key: bytes) -> list[Connection]:
+    """Write a connection file (0600) for every rank; `jupyter console --existing` reads them."""
+    connections = []
+    for rank in range(world_size):
+        path = str(folder / f"r{rank}")
+        _, written = write_connection_file(
+            str(folder / f"rank{rank}.json"), ip=path, transport="ipc", key=key
+        )
+        ports = {channel: int(written[f"{channel}_port"]) for channel in CHANNELS}
+        connections.append(Connection(path, ports, key))
+    return connections
+
+
+class Channels:
+    """Signed channels to all ranks of one start."""
+
+    def __init__(self, connections: list[Connection], reader: Reader) -> None:
+        """Connect; ranks that have not bound their sockets yet are reached once they do."""
+        self._reader = reader
+        self._signer = Signer(key=connections[0].key, username="nbdist")
+        self._context = zmq.Context()
+        self._outbox: deque[tuple[int, Channel, list[bytes]]] = deque()
+        self._sockets = {
+            (rank, channel): self._connect(connection, channel)
+            for rank, connection in enumerate(connections)
+            for channel in CHANNELS
+        }
+        self._woken = self._context.socket(zmq.PAIR)
+        self._woken.bind(WAKE)
+        self._wake = self._context.socket(zmq.PAIR)
+        self._wake.connect(WAKE)
+        self._wake_lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
+        self._thread.start()
+
+    def _connect(self, connection: Connection, channel: Channel) -> zmq.Socket[bytes]:
+        socket = self._context.socket(CHANNELS[channel])
+        socket.linger = 0
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        if channel == "iopub":
+            socket.subscribe(b"")
+        socket.connect(connection.address(channel))
+        return socket
+
+    def send(
+        self,
+        rank: int,
+        channel: Channel,
+        kind: str,
+        content: Any = None,  # noqa: ANN401 - the TypedDicts of `wire` and Jupyter's own
+        *,
+        metadata: dict[str, Any] | None = None,
+        message_id: str | None = None,
+    ) -> None:
+        """Send one request from any thread; never blocks."""
+        message = self._signer.msg(kind, content or {}, metadata=metadata)
+        if message_id is not None:
+            message["header"]["msg_id"] = message["msg_id"] = message_id
+        self._outbox.append((rank, channel, self._signer.serialize(message)))
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the reader thread look at its queue and call `Reader.idle`."""
+        with self._wake_lock, contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):
+            # suppressed: the reader thread is closing its sockets and needs no waking
+            self._wake.send(b"", zmq.DONTWAIT)
+
+    def close(self) -> None:
+        """End the reader thread and close every socket."""
+        self._closing = True
+        self.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        places = {socket: place for place, socket in self._sockets.items()}
+        for socket in (*places, self._woken):
+            poller.register(socket, zmq.POLLIN)
+        timeout, idle_due = 0, time.monotonic()
+        while not self._closing:
+            ready = dict(poller.poll(timeout))
+            if self._woken in ready:
+                self._drain_wakes()
+            self._send_queued()
+            for socket in ready.keys() & places.keys():
+                self._read(socket, *places[socket])
+            if not ready or time.monotonic() >= idle_due or self._woken in ready:
+                timeout = BUSY_POLL_MS if self._reader.idle() else QUIET_POLL_MS
+                idle_due = time.monotonic() + timeout / 1000
+        for socket in (*places, self._woken, self._wake):
+            socket.close(0)
+        self._context.term()
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(zmq.Again):  # the queue of wake-ups is empty: wanted
+            while True:
+                self._woken.recv(zmq.DONTWAIT)
+
+    def _send_queued(self) -> None:
+        while self._outbox:
+            rank, channel, frames = self._outbox.popleft()
+            self._sockets[rank, channel].send_multipart(frames)
+
+    def _read(self, socket: zmq.Socket[bytes], rank: int, channel: Channel) -> None:
+        with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
+            while True:
+                frames = socket.recv_multipart(zmq.DONTWAIT)
+                _, frames = self._signer.feed_identities(frames)
+                self._reader.receive(rank, channel, self._signer.deserialize(frames))

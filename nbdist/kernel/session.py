@@ -1,0 +1,449 @@
+"""A session: ranks that live between cells. Runs in the notebook's kernel, without torch.
+
+The magics are a thin skin over `Session`; a script uses it directly. The one global of
+the package is the current session, behind `current()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from nbdist import ranks as rank_names
+from nbdist import strategies, wire
+from nbdist.engines.local import LocalEngine
+from nbdist.errors import CellInterrupted, RankDied, SessionBusy
+from nbdist.kernel import devices as machine
+from nbdist.kernel import source, transfer
+from nbdist.kernel.cell import Cell, CellResult
+from nbdist.kernel.gang import Gang
+from nbdist.kernel.metrics import Metrics
+from nbdist.kernel.ranklog import RankLog
+from nbdist.kernel.render import Renderer
+from nbdist.kernel.screen import LiveScreen, PinnedScreen
+from nbdist.kernel.status_line import StatusLine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from nbdist.kernel.channel import Message
+    from nbdist.kernel.render import Show
+
+State = Literal["new", "ready", "running", "dead", "stopped"]
+Ranks = "str | Sequence[int] | None"
+
+RESEND_INTERRUPT_S = 1.0
+KEPT_CELLS = 64
+"""Late output (a rank's background thread) is shown for this many past cells."""
+
+
+class Session:
+    """Ranks on this machine that run cells and keep their variables.
+
+    A context manager; the first `run()` starts it at the latest.
+
+    Args:
+        nproc: number of ranks. Default: every visible GPU; without a GPU, 2 CPU ranks.
+        backend: ddp, fsdp (= fsdp2), fsdp1, zero1, zero2 or zero3.
+        precision: no, fp16, bf16, fp8. Default: bf16 where the hardware has it, else no.
+        offload: none, cpu or nvme:PATH; of the optimizer state.
+        devices: GPU indices, as "0,2" or a sequence.
+        engine: where launchers come from. Default: this machine.
+        options: what else `strategies.Options` has: offload_params,
+            activation_checkpointing, compile, accumulate, clip, fsdp_config,
+            deepspeed_config.
+
+    Raises:
+        OptionError: a value that is not allowed, or that the backend does not have.
+    """
+
+    def __init__(  # noqa: PLR0913 - the contract of the user's API
+        self,
+        nproc: int | None = None,
+        backend: str = "ddp",
+        precision: str | None = None,
+        offload: str = "none",
+        devices: str | Sequence[int] | None = None,
+        *,
+        engine: LocalEngine | None = None,
+        **options: Any,  # noqa: ANN401 - checked by strategies.Options
+    ) -> None:
+        """Check the options; start nothing yet."""
+        self.state: State = "new"
+        self.received: dict[str, Any] = {}
+        """Values of send(), by name."""
+        self._death: RankDied | None = None
+        self._cells: list[tuple[Cell, list[str]]] = []
+        self._running: Cell | None = None
+        self._counter = itertools.count(1)
+        self._gang = Gang(
+            engine or LocalEngine(),
+            on_message=self._receive,
+            on_idle=self._show_detached,
+            on_death=self._die,
+        )
+        self._configure(
+            {"nproc": nproc, "devices": devices}
+            | {"backend": backend, "precision": precision, "offload": offload}
+            | options
+        )
+
+    # -- options
+
+    def _configure(self, asked: Mapping[str, Any]) -> None:
+        self._asked = dict(asked)
+        self._choice = Choice.of(asked)
+        self.metrics = Metrics(self.world_size)
+        self.logs = {rank: RankLog() for rank in range(self.world_size)}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._choice.placement.nproc
+
+    @property
+    def backend(self) -> str:
+        """Canonical name of the strategy: "fsdp2", never "fsdp"."""
+        return self._choice.options.backend
+
+    @property
+    def options(self) -> strategies.Options:
+        """What the engine was given."""
+        return self._choice.options
+
+    def differing(self, **changes: Any) -> dict[str, tuple[object, object]]:  # noqa: ANN401
+        """Which options would really change: name -> (now, then).
+
+        Raises:
+            OptionError: a value that is not allowed.
+        """
+        now, then = self._choice.flat(), Choice.of({**self._asked, **changes}).flat()
+        return {name: (now[name], then[name]) for name in now if now[name] != then[name]}
+
+    # -- life
+
+    def start(self) -> Self:
+        """Start the ranks; returns once every rank has answered and passed a barrier.
+
+        Raises:
+            StartError: launcher or ranks did not come up; nothing is left running.
+        """
+        if self.state in {"ready", "running"}:
+            return self
+        started, choice = time.monotonic(), self._choice
+        with StatusLine() as line:
+            line.show(f"nbdist: starting {self.describe()}")
+            self._gang.start(
+                world_size=self.world_size,
+                devices=choice.placement.devices,
+                options=choice.options.to_json(),
+                hardware=choice.hardware.to_json(),
+                progress=lambda text: line.show(f"nbdist: {text}"),
+            )
+            line.show(f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s")
+        self.state, self._death = "ready", None
+        _set_current(self)
+        return self
+
+    def stop(self) -> None:
+        """End ranks and launcher; nothing of the session is left on the machine."""
+        self._end_cells(RankDied("The session was stopped; %%distribute starts a new one."))
+        self._gang.close()
+        self.state = "stopped"
+        if current() is self:
+            _set_current(None)
+
+    def restart(self, **changes: Any) -> Self:  # noqa: ANN401 - checked by strategies.Options
+        """Start new ranks, with changed options if given; the old ranks' variables are lost.
+
+        Raises:
+            OptionError: a value that is not allowed; the old ranks are still there.
+            StartError: the new ranks did not come up.
+        """
+        self._configure({**self._asked, **changes})
+        self._end_cells(RankDied("The ranks were restarted; their variables are gone."))
+        self._gang.halt()
+        self.state = "new"
+        return self.start()
+
+    def __enter__(self) -> Self:
+        """Start the ranks."""
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the ranks."""
+        self.stop()
+
+    def _die(self, death: RankDied) -> None:
+        self.state, self._death = "dead", death
+        self._end_cells(death)
+
+    def _end_cells(self, death: RankDied) -> None:
+        for cell, _ in self._cells:
+            if not cell.finished.is_set():
+                cell.die(death)
+                if cell.detached:
+                    cell.pump(0)
+        self._cells.clear()
+
+    # -- cells
+
+    def run(  # noqa: PLR0913 - the contract, and what the magic adds
+        self,
+        code: str,
+        ranks: str | Sequence[int] | None = None,
+        background: bool = False,  # noqa: FBT001, FBT002 - the contract
+        *,
+        output: str | Sequence[int] = "all",
+        count: int | None = None,
+    ) -> CellResult:
+        """Run `code` on the ranks as a notebook cell.
+
+        Blocks until every rank has ended it, unless `background`. Output is shown as it
+        comes, labelled by rank, equal output of several ranks once.
+
+        Args:
+            code: as in a cell: magics, `!shell` and top-level await work.
+            ranks: these ranks only, as "0,2-3" or a sequence. Default: all.
+            background: return at once; `wait()` joins.
+            output: whose output is shown: "all", "none" or ranks.
+            count: number of the cell in tracebacks. Default: counts the session's cells.
+
+        Raises:
+            SyntaxError: of the code, or nothing to run; nothing was sent.
+            CellError: the code raised on a rank.
+            CellInterrupted: Stop was pressed; the ranks keep their variables.
+            RankDied: a rank ended; its message says how.
+            SessionBusy: a background cell is still running.
+        """
+        source.check(code)
+        chosen = rank_names.chosen(ranks, self.world_size)
+        shown = self._shown(output)
+        self._ensure_free()
+        self.start()
+        # for output after the cell's end: this cell of the notebook, also when others run
+        late = Renderer(PinnedScreen(), ranks=chosen, show=shown, logs=self.logs)
+        live = Renderer(LiveScreen(), ranks=chosen, show=shown, logs=self.logs)
+        cell = self._send_cell(code, chosen, late if background else live, count)
+        if background:
+            cell.detach(late)
+        else:
+            self._join(cell, late)
+            cell.raise_errors()
+        return CellResult(cell)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the cell that runs in the background; False when the time is up.
+
+        Raises:
+            CellError: the cell raised on a rank.
+        """
+        cell = self._running
+        return cell is None or CellResult(cell).wait(timeout_s)
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
+        cell = self._running
+        if cell is not None:
+            cell.interrupted = True
+            for rank in cell.pending:
+                self._gang.post(rank, "control", "interrupt_request", {})
+
+    def _shown(self, output: str | Sequence[int]) -> Show:
+        """Whose output is displayed."""
+        if output == "all" or output == "none":  # noqa: PLR1714 - narrows the type
+            return output
+        return frozenset(rank_names.chosen(output, self.world_size))
+
+    def _send_cell(
+        self, code: str, ranks: Sequence[int], renderer: Renderer, count: int | None
+    ) -> Cell:
+        cell = Cell(ranks, renderer, on_send=self._take_sent, on_done=self._cell_done)
+        self._running, self.state = cell, "running"
+        note = wire.CellNote(count=count or next(self._counter))
+        requests = [
+            self._gang.post(
+                rank, "shell", "execute_request", wire.execute(code), cell.deliver, note=note
+            )
+            for rank in ranks
+        ]
+        self._cells.append((cell, requests))
+        for _, old in self._cells[:-KEPT_CELLS]:
+            self._gang.forget(old)
+        self._cells = self._cells[-KEPT_CELLS:]
+        return cell
+
+    def _join(self, cell: Cell, afterwards: Renderer) -> None:
+        """Show the cell's output until it is over; Stop interrupts the ranks."""
+        try:
+            while not cell.finished.is_set():
+                cell.pump()
+        except KeyboardInterrupt:
+            self._join_interrupted(cell)
+        finally:
+            cell.detach(afterwards)
+
+    def _join_interrupted(self, cell: Cell) -> None:
+        """Pass Stop on to the ranks and wait for them; a second Stop gives the prompt back."""
+        asked_at = -RESEND_INTERRUPT_S
+        try:
+            while not cell.finished.is_set():
+                # again and again: a rank that had not begun the cell yet has missed it
+                if time.monotonic() - asked_at > RESEND_INTERRUPT_S:
+                    self.interrupt()
+                    asked_at = time.monotonic()
+                cell.pump()
+        except KeyboardInterrupt:
+            msg = (
+                f"ranks {rank_names.label(cell.pending)} did not stop, probably inside a"
+                " collective; wait for them with %nbdist wait, or take new ranks with"
+                " %nbdist restart."
+            )
+            raise CellInterrupted(msg) from None
+        if all(error.ename == "KeyboardInterrupt" for error in cell.errors.values()):
+            raise CellInterrupted("stopped on all ranks; every variable is kept.") from None
+
+    def _ensure_free(self) -> None:
+        if self._running is not None:
+            msg = (
+                "A cell is still running on the ranks: wait for it with %nbdist wait"
+                " or stop it with %nbdist interrupt."
+            )
+            raise SessionBusy(msg)
+        if self._death is not None:
+            raise self._death
+
+    def _cell_done(self, cell: Cell) -> None:
+        if self._running is cell:
+            self._running = None
+            self.state = "ready" if self.state == "running" else self.state
+
+    # -- what arrives on the reader thread
+
+    def _receive(self, rank: int, message: Message) -> None:
+        if message["header"]["msg_type"] == wire.REPORT:
+            self.metrics.add(rank, message["content"]["rows"])
+
+    def _show_detached(self) -> bool:
+        """Show output of background cells, and what past cells still write."""
+        waiting = [cell for cell, _ in self._cells if cell.detached and not cell.quiet]
+        for cell in waiting:
+            cell.pump(0)
+        return bool(waiting)
+
+    def _take_sent(self, name: str, path: str) -> None:
+        """Bind a value of send() in the notebook, while the cell still runs."""
+        value = transfer.received(path, self._gang.run_dir)[name]
+        self.received[name] = value
+        source.bind(name, value)
+
+    # -- values
+
+    def push(self, *, ranks: str | Sequence[int] | None = None, **values: object) -> int:
+        """Bind values on the ranks; returns the bytes moved through shared memory.
+
+        Tensors keep dtype and shape and arrive on the CPU.
+
+        Raises:
+            PayloadError: a value that cannot be moved; says where and what to do.
+        """
+        chosen = rank_names.chosen(ranks, self.world_size)
+        self._ensure_free()
+        self.start()
+        return transfer.push(values, chosen, self._gang)
+
+    def pull(self, *names: str, rank: int = 0, as_numpy: bool = False) -> Any:  # noqa: ANN401
+        """Fetch variables of one rank: one value for one name, else a list.
+
+        torch tensors come as CPU tensors (torch is imported here, at this moment), or with
+        `as_numpy` as NumPy arrays.
+
+        Raises:
+            PayloadError: no such variable, or one that cannot be moved.
+        """
+        (chosen,) = rank_names.chosen([rank], self.world_size)
+        self._ensure_free()
+        self.start()
+        values = transfer.pull(names, chosen, self._gang, as_numpy=as_numpy)
+        return values[names[0]] if len(names) == 1 else [values[name] for name in names]
+
+    # -- state
+
+    def status(self) -> dict[str, Any]:
+        """State of session and ranks, as plain values."""
+        members = [
+            {"rank": rank, "pid": member.pid, "device": member.device, "alive": member.alive()}
+            for rank, member in enumerate(self._gang.members)
+        ]
+        return {
+            "state": self.state,
+            "world_size": self.world_size,
+            "options": self.options.to_json(),
+            "ranks": members,
+        }
+
+    def describe(self) -> str:
+        """Ranks and strategy in a few words: "2 CPU ranks (no GPU found), ddp"."""
+        return self._choice.describe()
+
+    def log(self, rank: int | None = None, *, lines: int = 100) -> str:
+        """Last lines that a rank wrote; without a rank, the launcher's own log."""
+        if rank is None:
+            return self._gang.log_tail()
+        (chosen,) = rank_names.chosen([rank], self.world_size)
+        return self.logs[chosen].tail(lines)
+
+    def __repr__(self) -> str:
+        """One line: state, ranks, strategy."""
+        return f"Session({self.state}: {self.describe()})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """What the user asked for, checked against this machine."""
+
+    placement: machine.Placement
+    hardware: strategies.Hardware
+    options: strategies.Options
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any]) -> Choice:
+        """Check everything; raises OptionError."""
+        engine_options = dict(asked)
+        nproc, gpus = engine_options.pop("nproc"), engine_options.pop("devices")
+        found = machine.found()
+        placement = machine.placement(nproc, gpus, found)
+        hardware = machine.hardware(placement, found)
+        return cls(placement, hardware, strategies.Options.of(engine_options).checked(hardware))
+
+    def flat(self) -> dict[str, object]:
+        """All options in one table, for comparing."""
+        return {
+            "nproc": self.placement.nproc,
+            "devices": self.placement.devices,
+            **dataclasses.asdict(self.options),
+        }
+
+    def describe(self) -> str:
+        """Ranks and strategy in a few words."""
+        return f"{self.placement.describe()}, {self.options.describe()}"
+
+
+_current: list[Session | None] = [None]
+
+
+def current() -> Session | None:
+    """The session that was started last and not stopped, or None."""
+    return _current[0]
+
+
+def _set_current(session: Session | None) -> None:
+    _current[0] = session

@@ -1,0 +1,42 @@
+"""The code of a cell, and the notebook's own namespace; runs in the kernel."""
+
+from __future__ import annotations
+
+import ast
+import sys
+
+from IPython.core.inputtransformer2 import TransformerManager
+
+from nbdist.errors import OptionError
+
+CELL = "<cell>"
+
+
+def check(code: str) -> None:
+    """Refuse code that no rank could run, before anything is sent.
+
+    Raises:
+        OptionError: nothing to run.
+        SyntaxError: as the notebook would raise it.
+    """
+    lines = [line.strip() for line in code.splitlines()]
+    if all(not line or line.startswith("#") for line in lines):
+        msg = "The cell is empty: write the code for the ranks under the %%distribute line."
+        raise OptionError(msg)
+    if code.lstrip().startswith("%%"):
+        return  # the body belongs to a cell magic, which alone can read it
+    compile(
+        TransformerManager().transform_cell(code),
+        CELL,
+        "exec",
+        flags=ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
+        dont_inherit=True,
+    )
+
+
+def bind(name: str, value: object) -> None:
+    """Bind a variable in the notebook's namespace; a script has none."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is not None:
+        shell.push({name: value})

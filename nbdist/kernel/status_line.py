@@ -1,0 +1,43 @@
+"""One line that changes while something long goes on; runs in the kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+from uuid import uuid4
+
+from nbdist.kernel.screen import LiveScreen
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class StatusLine:
+    """Shows the last text given; where output cannot change, each text on its own line."""
+
+    def __init__(self) -> None:
+        """Show nothing yet."""
+        self._screen = LiveScreen()
+        self._display_id = f"nbdist-{uuid4().hex}"
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if text == self._shown:
+            return
+        self._screen.display(
+            {"text/plain": text}, {}, display_id=self._display_id, update=bool(self._shown)
+        )
+        self._shown = text
+
+    def __enter__(self) -> Self:
+        """Use as a context, so that the line is flushed at its end."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Flush."""
+        self._screen.flush()

@@ -1,0 +1,49 @@
+"""push, pull and send: variables through files in shared memory, never through messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist import payload, wire
+from nbdist.errors import PayloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from nbdist.engines.run_dir import RunDir
+    from nbdist.kernel.gang import Gang
+
+
+def push(values: Mapping[str, object], ranks: Sequence[int], gang: Gang) -> int:
+    """Bind `values` on `ranks`; returns the bytes, written once for all of them."""
+    path = payload.write_where_room(dict(values), _folders(gang.run_dir))
+    try:
+        gang.ask(ranks, wire.PUSH, wire.PushRequest(path=str(path)))
+        return path.stat().st_size
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def pull(names: Sequence[str], rank: int, gang: Gang, *, as_numpy: bool) -> dict[str, Any]:
+    """Fetch variables of one rank, by name."""
+    request = wire.PullRequest(names=list(names), folders=[str(f) for f in _folders(gang.run_dir)])
+    reply: wire.FileReply = gang.ask([rank], wire.PULL, request)[rank]
+    if reply["status"] == "error":
+        raise PayloadError(reply["error"])
+    return received(reply["path"], gang.run_dir, as_numpy=as_numpy)
+
+
+def received(path: str, run_dir: RunDir, *, as_numpy: bool = False) -> dict[str, Any]:
+    """Read a payload file that a rank wrote, and delete it."""
+    file = Path(path)
+    if file.parent not in _folders(run_dir):
+        msg = f"A rank named {path}, which lies outside of this session's own folders."
+        raise PayloadError(msg)
+    values: dict[str, Any] = payload.read(file, as_numpy=as_numpy, delete=True)
+    return values
+
+
+def _folders(run_dir: RunDir) -> list[Path]:
+    """Where payload files may lie, best first: shared memory, then the temp folder."""
+    return [run_dir.bulk, run_dir.path]

@@ -1,0 +1,259 @@
+"""DeepSpeed's compiled ops: built once, kept, loaded before the ranks are forked.
+
+Runs in the launcher, on its main thread. DeepSpeed compiles the ops of an offload at their
+first use (1-4 minutes each), on all ranks at once, and a build killed half-way makes every
+later one wait for ever (torch 2.13 leaves a file `lock`). Here they are built in a process
+of their own, one at a time under a lock that ends with its holder, into a folder of
+nbdist's, and are then loaded, so that forked ranks have them and build nothing.
+
+Plain ZeRO needs no op (`rank.rehearsal` says why it needs none on a CPU either).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from nbdist.errors import StartError
+from nbdist.launcher import family
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
+
+LIMIT_S: Final = 1800.0
+"""For the build of one op; the slowest seen took 262 s on a loaded machine of two cores."""
+TICK_S: Final = 1.0
+"""Between two progress lines."""
+BUILT: Final = "nbdist-built"
+"""File in an op's folder that says its build came to an end."""
+
+_BUILDERS: Final = {
+    "cpu_adam": "CPUAdamBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "async_io": "AsyncIOBuilder",
+}
+
+
+def ensure(
+    ops: Sequence[str],
+    *,
+    progress: Callable[[str], None],
+    limit_s: float = LIMIT_S,
+) -> None:
+    """Build the ops that are missing and load all of them into this process.
+
+    Sets TORCH_EXTENSIONS_DIR and DS_ACCELERATOR for this process and its children, with
+    no ops too. Blocks for minutes when something has to be built.
+
+    Args:
+        ops: names as `Strategy.extensions` gives them, in the order of loading.
+        progress: is given a line of text about once a second during a build.
+        limit_s: for the build of one op.
+
+    Raises:
+        StartError: a tool or library is missing, or a build failed or took too long.
+    """
+    os.environ["DS_ACCELERATOR"] = _accelerator()
+    if not ops:
+        return
+    folder = cache_dir() / "extensions" / _key()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    missing = [op for op in ops if not (folder / op / BUILT).exists()]
+    if missing:
+        _check_tools(missing)
+        with _locked(folder, progress=progress, limit_s=limit_s) as lock:
+            for op in missing:
+                if not (folder / op / BUILT).exists():
+                    _build(op, folder / op, lock=lock, progress=progress, limit_s=limit_s)
+    for op in ops:
+        _load(op, folder / op)
+
+
+def cache_dir() -> Path:
+    """Folder for what nbdist keeps between sessions: NBDIST_CACHE_DIR or ~/.cache/nbdist."""
+    if given := os.environ.get("NBDIST_CACHE_DIR"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbdist"
+
+
+def _accelerator() -> str:
+    """Return the name of DeepSpeed's accelerator for the devices the ranks will see."""
+    return "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
+
+
+def _key() -> str:
+    """Name the folder of builds that fit this Python, torch, DeepSpeed, and processor."""
+    version = f"py{sys.version_info.major}.{sys.version_info.minor}"
+    torch, deepspeed = (importlib.metadata.version(name) for name in ("torch", "deepspeed"))
+    return f"{version}-torch{torch}-deepspeed{deepspeed}-{_accelerator()}-{_processor()}"
+
+
+def _processor() -> str:
+    """Return a short hash of the processor's features: builds use all of them."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("flags", "Features")):
+                return hashlib.sha256(line.encode()).hexdigest()[:8]
+    return platform.machine()
+
+
+def _check_tools(ops: Sequence[str]) -> None:
+    """Put this environment's programs on PATH, and say what a build would miss."""
+    # ninja's console script lies beside the interpreter, whose folder need not be on PATH.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    compiler = os.environ.get("CXX", "c++")
+    names = ", ".join(ops)
+    for tool, package in ((compiler, "g++"), ("ninja", "ninja (`pip install ninja`)")):
+        if shutil.which(tool) is None:
+            message = (
+                f"this offload compiles DeepSpeed's {names} once, and {tool} is not on PATH; "
+                f"install {package}, or leave the offload out."
+            )
+            raise StartError(message)
+    if "async_io" in ops and not _has_header(compiler, "libaio.h"):
+        message = (
+            "offload to NVMe compiles DeepSpeed's async_io, and libaio.h is missing; install it "
+            "(Debian, Ubuntu: apt install libaio-dev; Fedora: dnf install libaio-devel), or use "
+            "offload cpu."
+        )
+        raise StartError(message)
+
+
+def _has_header(compiler: str, header: str) -> bool:
+    """Whether the compiler finds a header."""
+    command = [compiler, "-x", "c++", "-fsyntax-only", "-include", header, os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, *, progress: Callable[[str], None], limit_s: float) -> Iterator[int]:
+    """Hold the folder's lock; the kernel frees it when its last holder ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "nbdist-lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        message = f"cannot write to {str(folder)!r} ({error}); set NBDIST_CACHE_DIR to a folder."
+        raise StartError(message) from error
+    try:
+        _wait_for(lock, progress=progress, limit_s=limit_s)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _wait_for(lock: int, *, progress: Callable[[str], None], limit_s: float) -> None:
+    """Take the lock, or say that another session holds it for too long."""
+    start = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            waited = time.monotonic() - start
+            if waited > limit_s:
+                message = f"another session has been building DeepSpeed's ops for {waited:.0f} s."
+                raise StartError(message) from error
+            progress(f"another session builds DeepSpeed's ops, waiting: {waited:.0f} s")
+            time.sleep(TICK_S)
+        else:
+            return
+
+
+def _build(
+    op: str, folder: Path, *, lock: int, progress: Callable[[str], None], limit_s: float
+) -> None:
+    """Build one op in its own process, which holds the lock too and ends with us."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # We hold the lock, so nobody builds: torch's own lock file is a killed build's.
+    (folder / "lock").unlink(missing_ok=True)
+    log = folder / "build.log"
+    command = [sys.executable, "-m", "nbdist.launcher.extensions", op]
+    start = time.monotonic()
+    with log.open("wb") as out:
+        child = subprocess.Popen(  # noqa: S603
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            pass_fds=(lock,),
+            start_new_session=True,
+        )
+    try:
+        while child.poll() is None:
+            elapsed = time.monotonic() - start
+            if elapsed > limit_s:
+                message = f"building DeepSpeed's {op} took more than {limit_s:.0f} s; see {log}."
+                raise StartError(message)
+            progress(f"building DeepSpeed's {op}, once (1-4 minutes): {elapsed:.0f} s")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(TICK_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    if child.returncode != 0 or not (folder / f"{op}.so").exists():
+        message = f"DeepSpeed's {op} could not be built ({_last_line(log)}); see {log}."
+        raise StartError(message)
+    (folder / BUILT).touch()
+
+
+def _last_line(log: Path) -> str:
+    """Return the line of a build's log that says most."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    said = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in said if "error" in line.lower()]
+    return (errors or said or ["no output"])[-1][:300]
+
+
+def _load(op: str, folder: Path) -> None:
+    """Import a built op and register it with DeepSpeed, so that ranks find it loaded."""
+    from deepspeed.ops.op_builder import builder  # noqa: PLC0415 - a second of import
+
+    loaded = builder.OpBuilder._loaded_ops  # noqa: SLF001
+    if op in loaded:
+        return
+    loaded[op] = _imported(op, folder / f"{op}.so")
+    if op == "pin_memory":
+        # deepspeed 0.19: async_io finds symbols of this one in the global table.
+        from deepspeed.ops.op_builder import PinMemoryBuilder  # noqa: PLC0415
+
+        PinMemoryBuilder().load(verbose=False)
+
+
+def _imported(op: str, library: Path) -> ModuleType:
+    """Import an extension module from its file; initialises no device."""
+    loader = importlib.machinery.ExtensionFileLoader(op, str(library))
+    spec = importlib.util.spec_from_file_location(op, library, loader=loader)
+    try:
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        loader.exec_module(module)
+    except ImportError as error:
+        (library.parent / BUILT).unlink(missing_ok=True)
+        message = f"DeepSpeed's {op} does not load ({error}); start again to build it anew."
+        raise StartError(message) from error
+    return module
+
+
+def _main(op: str) -> None:
+    """Build one op: the whole life of the building process."""
+    family.die_with_parent()
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
+
+    get_accelerator().create_op_builder(_BUILDERS[op]).load(verbose=True)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,83 @@
+"""The launcher's descendants: adopted, ended and reaped; touches no other process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+
+import psutil
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36
+GRACE_S = 1.0
+"""Between SIGTERM and SIGKILL."""
+POLL_S = 0.005
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends.
+
+    DataLoader processes and user subprocesses of a killed rank stay findable.
+    """
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """End this process with SIGKILL when the thread that forked it ends.
+
+    torch's own guard is SIGINT, which an idle ipykernel ignores (ipykernel 7.4).
+    """
+    parent = os.getppid()
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_descendants(*, grace_s: float = GRACE_S) -> None:
+    """SIGTERM every descendant, then SIGKILL; returns when all are gone.
+
+    Never waits for a process in the sense of waitpid: torch elastic's main thread wants
+    the exit codes of the ranks itself.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        # asked anew: what a dead rank left behind now hangs on the launcher
+        living = [process for process in _descendants() if _alive(process)]
+        for process in living:
+            _signal(process, number)
+        deadline = time.monotonic() + grace_s
+        while any(map(_alive, living)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def reap() -> None:
+    """Collect adopted orphans that have ended; call only when torch elastic waits for none."""
+    for process in psutil.Process().children():
+        if not _alive(process):
+            os.waitpid(process.pid, os.WNOHANG)
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return  # gone, which is what was wanted
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}): {os.strerror(error)}")

@@ -1,0 +1,93 @@
+"""Fork the ranks of one start and stay with them until they end.
+
+Runs on the launcher's main thread. A rank's first failure takes its peers within 0.1 s:
+that is torch elastic's gang rule.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+from typing import TYPE_CHECKING
+
+from accelerate import notebook_launcher
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from nbdist import strategies, wire
+from nbdist.launcher import extensions, rendezvous
+from nbdist.rank.main import rank_main
+
+if TYPE_CHECKING:
+    from nbdist.launcher.__main__ import Link
+
+POLL_S = 0.02
+"""How often torch elastic looks at the ranks; its default 0.1 s is felt at a restart."""
+LOOPBACK_INTERFACE = "lo"
+
+rendezvous.register()
+
+
+def run(launch: wire.Launch, link: Link) -> wire.Ended:
+    """Start the ranks, wait for their end, and say how they ended."""
+    take_over(launch)
+    options = strategies.Options.from_json(launch.options)
+    hardware = strategies.Hardware.from_json(launch.hardware)
+    strategy = strategies.STRATEGIES[options.backend]
+    extensions.ensure(
+        strategy.extensions(options, hardware), progress=lambda text: link.send(wire.Progress(text))
+    )
+    gc.collect()
+    gc.freeze()  # a collection on a rank would copy every page it shares with the launcher
+    try:
+        fork(launch, link)
+    except ChildFailedError as error:
+        codes = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
+        return wire.Ended(launch.generation, codes)
+    return wire.Ended(launch.generation)
+
+
+def take_over(launch: wire.Launch) -> None:
+    """Put on the kernel's environment, folder and import path."""
+    os.environ.update(launch.env)
+    os.environ.update(
+        GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE,
+        NCCL_SOCKET_IFNAME=LOOPBACK_INTERFACE,
+        PYTORCH_NVML_BASED_CUDA_CHECK="1",  # is_available() without cuInit, which breaks forks
+        CUDA_VISIBLE_DEVICES=",".join(map(str, launch.devices or [])),
+    )
+    os.chdir(launch.cwd)
+    sys.path[:] = launch.path
+    # torch elastic makes log folders and error files; ranks reset this (rank.main)
+    tempfile.tempdir = launch.run_dir
+
+
+def fork(launch: wire.Launch, link: Link) -> None:
+    """Fork `world_size` ranks and wait for them."""
+    if launch.world_size > 1:
+        notebook_launcher(
+            rank_main,
+            (launch, link.close_in_rank),
+            num_processes=launch.world_size,
+            rdzv_backend=rendezvous.NAME,
+            rdzv_endpoint=f"{rendezvous.LOOPBACK}:0",
+            rdzv_id=f"nbdist-{launch.generation}",
+            monitor_interval=POLL_S,
+        )
+        return
+    # accelerate 1.15: notebook_launcher(num_processes=1) calls the function in this very
+    # process and sets no RANK; this is what it does for more
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=1,
+        run_id=f"nbdist-{launch.generation}",
+        rdzv_backend=rendezvous.NAME,
+        rdzv_endpoint=f"{rendezvous.LOOPBACK}:0",
+        max_restarts=0,
+        monitor_interval=POLL_S,
+        start_method="fork",
+    )
+    elastic_launch(config, rank_main)(launch, link.close_in_rank)

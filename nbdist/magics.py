@@ -1,0 +1,317 @@
+"""`%%distribute` and `%nbdist`: parse a line, call the session, show what it says."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from traitlets import Enum, Int, TraitError, Unicode
+
+import nbdist
+from nbdist import completion, doctor, strategies
+from nbdist.engines.local import LocalEngine
+from nbdist.errors import OptionError, SessionError
+from nbdist.kernel import devices
+from nbdist.kernel.session import Session, current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+NOT_YET = {
+    "plan": "the memory planner",
+    "switch": "switching a living model; %%distribute --backend NAME restarts the ranks instead",
+    "save": "checkpoints; send() or %nbdist pull brings a state_dict into the notebook meanwhile",
+    "load": "checkpoints; %nbdist push takes a state_dict to the ranks meanwhile",
+    "checkpoints": "checkpoints",
+    "export": "export; %nbdist pull brings a state_dict into the notebook meanwhile",
+    "panel": "the panel; %nbdist status shows the ranks as text",
+    "profile": "the profiler",
+}
+"""Commands of later versions, and what to do until then."""
+
+
+@magics_class
+class NbDist(Magics):
+    """Settings of nbdist (`%config NbDist`): the defaults for a new session."""
+
+    backend = Enum(strategies.BACKENDS, "ddp", help="Default of --backend.").tag(config=True)
+    nproc = Int(None, allow_none=True, min=1, help="Default of --nproc.").tag(config=True)
+    precision = Enum(
+        strategies.PRECISIONS, None, allow_none=True, help="Default of --precision."
+    ).tag(config=True)
+    offload = Unicode("none", help="Default of --offload.").tag(config=True)
+    output = Unicode("all", help="Default of --output.").tag(config=True)
+
+    def __init__(self, shell: InteractiveShell, **traits: Any) -> None:  # noqa: ANN401
+        """Start to warm up a launcher."""
+        super().__init__(shell, **traits)
+        self.engine = LocalEngine()
+        self.engine.warm_up()
+
+    @no_var_expand
+    @magic_arguments("%%distribute")
+    @argument("-b", "--backend", metavar="NAME", help="ddp, fsdp (= fsdp2), fsdp1, zero1, zero2, zero3; another one than the running restarts the ranks")
+    @argument("--auto", action="store_true", help="choose the backend from the real model and machine (a later version)")
+    @argument("-n", "--nproc", type=int, metavar="N", help="number of ranks; default: every visible GPU, without a GPU 2 CPU ranks")
+    @argument("--gpus", metavar="LIST", help="these devices, as 0,2")
+    @argument("--precision", metavar="NAME", help="no, fp16, bf16, fp8; default: bf16 where the hardware has it, else no")
+    @argument("--offload", metavar="WHERE", help="of the optimizer state: none, cpu, nvme:PATH")
+    @argument("--offload-params", action=argparse.BooleanOptionalAction, help="offload the parameters too")
+    @argument("--activation-checkpointing", action=argparse.BooleanOptionalAction, help="recompute activations in the backward pass")
+    @argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile at prepare()")
+    @argument("--accumulate", type=int, metavar="N", help="micro batches in one optimizer step")
+    @argument("--clip", type=float, metavar="NORM", help="largest gradient norm")
+    @argument("--deepspeed-config", metavar="FILE", help="your own DeepSpeed config, JSON or YAML")
+    @argument("--fsdp-config", metavar="FILE", help="your own FSDP settings, JSON or YAML, with Accelerate's names")
+    @argument("--ranks", metavar="LIST", help="run on these ranks only, as 0,2-3")
+    @argument("--push", metavar="NAMES", help="variables of the notebook to all ranks before the cell, as a,b")
+    @argument("--pull", metavar="NAMES", help="variables of rank 0 to the notebook after the cell, as c,d")
+    @argument("--background", action="store_true", help="return at once; %%nbdist wait joins")
+    @argument("--output", metavar="WHOSE", help="whose output is shown: all, none or ranks; default: all")
+    @argument("--fresh", action="store_true", help="restart the ranks first")
+    @argument("-h", "--help", action="store_true", help="show this text")
+    @cell_magic
+    def distribute(self, line: str, cell: str) -> None:
+        """Run the cell on every rank; start the ranks if there are none.
+
+        The ranks stay alive between cells and keep their variables. From the start they
+        have `accelerator`, `rank`, `local_rank`, `world_size`, `device`, `report`, `send`
+        and `torch`. The last expression is displayed, per rank, once where equal.
+        """
+        asked = parse_argstring(self.distribute, line)
+        if asked.help:
+            print(self.distribute.__doc__)
+            return
+        refuse_contradictions(asked)
+        session = self.session_for(asked)
+        if asked.push:
+            session.push(**self.notebook_values(asked.push))
+        session.run(
+            numbered(line, cell),
+            asked.ranks,
+            asked.background,
+            output=asked.output or self.output,
+            count=self.shell.execution_count,
+        )
+        if asked.pull:
+            self.bind_pulled(session, asked.pull)
+
+    @no_var_expand
+    @line_magic
+    def nbdist(self, line: str) -> None:
+        """Look at the session and steer it: `%nbdist COMMAND`.
+
+        status          state of the session and of each rank
+        pull NAMES      variables of rank 0 into the notebook, as a,b
+        push NAMES      variables of the notebook to all ranks
+        wait            join the cell that runs in the background
+        interrupt       stop the running cell on all ranks; variables are kept
+        restart         new ranks with the same options; variables are lost
+        stop            end ranks and launcher
+        log [RANK]      last lines of a rank; without RANK, of the launcher
+        doctor          check this machine: devices, versions, compilers, memory
+        plan, switch, save, load, checkpoints, export, panel, profile: in later versions
+        """
+        command, *rest = line.split()[:1] + [" ".join(line.split()[1:])]
+        if not command:
+            print(self.nbdist.__doc__)
+        elif command in NOT_YET:
+            print(f"%nbdist {command} is not in nbdist {nbdist.__version__} yet: {NOT_YET[command]}.")
+        elif command in COMMANDS:
+            COMMANDS[command](self, *rest)
+        else:
+            known = ", ".join([*COMMANDS, *NOT_YET])
+            msg = f"%nbdist has no command {command!r}; it has {known}."
+            raise UsageError(msg)
+
+    # -- the session
+
+    def session_for(self, asked: argparse.Namespace) -> Session:
+        """The current session with the options of the line, restarted if they differ."""
+        changes = session_options(asked)
+        session = current()
+        if session is None:
+            defaults = {name: getattr(self, name) for name in ("backend", "nproc", "precision", "offload")}
+            return Session(**{**defaults, **changes}, engine=self.engine).start()
+        differing = session.differing(**changes)
+        if differing:
+            words = ", ".join(f"{name} {now} -> {then}" for name, (now, then) in differing.items())
+            print(f"nbdist: {words}: new ranks; the variables of the old ones are lost")
+        if differing or asked.fresh:
+            session.restart(**changes)
+        return session
+
+    def session_now(self) -> Session:
+        """The current session, or an error that says how to get one."""
+        session = current()
+        if session is None:
+            msg = "There is no session; a %%distribute cell starts one."
+            raise SessionError(msg)
+        return session
+
+    def notebook_values(self, names: str) -> dict[str, object]:
+        """Variables of the notebook, by name."""
+        wanted = name_list(names)
+        missing = [name for name in wanted if name not in self.shell.user_ns]
+        if missing:
+            msg = f"The notebook has no variable {', '.join(missing)}; define it before it is pushed."
+            raise OptionError(msg)
+        return {name: self.shell.user_ns[name] for name in wanted}
+
+    def bind_pulled(self, session: Session, names: str) -> None:
+        """Fetch variables of rank 0 and bind them in the notebook."""
+        wanted = name_list(names)
+        values = session.pull(*wanted)
+        self.shell.push(dict(zip(wanted, values if len(wanted) > 1 else [values], strict=True)))
+
+    # -- commands
+
+    def _status(self, _: str) -> None:
+        session = self.session_now()
+        print(session)
+        for member in session.status()["ranks"]:
+            life = "alive" if member["alive"] else "ended"
+            print(f"  rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}")
+
+    def _pull(self, names: str) -> None:
+        self.bind_pulled(self.session_now(), names)
+
+    def _push(self, names: str) -> None:
+        self.session_now().push(**self.notebook_values(names))
+
+    def _wait(self, _: str) -> None:
+        self.session_now().wait()
+
+    def _interrupt(self, _: str) -> None:
+        self.session_now().interrupt()
+
+    def _restart(self, _: str) -> None:
+        self.session_now().restart()
+
+    def _stop(self, _: str) -> None:
+        self.session_now().stop()
+        self.engine.warm_up()
+        print("nbdist: ranks and launcher ended")
+
+    def _log(self, rank: str) -> None:
+        if rank and not rank.isascii() or (rank and not rank.isdigit()):
+            msg = f"%nbdist log takes a rank such as 0, not {rank!r}."
+            raise UsageError(msg)
+        print(self.session_now().log(int(rank) if rank else None))
+
+    def _doctor(self, _: str) -> None:
+        print(doctor.report())
+
+
+COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
+    "status": NbDist._status,
+    "pull": NbDist._pull,
+    "push": NbDist._push,
+    "wait": NbDist._wait,
+    "interrupt": NbDist._interrupt,
+    "restart": NbDist._restart,
+    "stop": NbDist._stop,
+    "log": NbDist._log,
+    "doctor": NbDist._doctor,
+}
+
+ENGINE_OPTIONS = (
+    "backend",
+    "nproc",
+    "precision",
+    "offload",
+    "offload_params",
+    "activation_checkpointing",
+    "compile",
+    "accumulate",
+    "clip",
+)
+
+
+def session_options(asked: argparse.Namespace) -> dict[str, Any]:
+    """What the line says of the session; what it leaves out stays as it runs."""
+    options = {name: getattr(asked, name) for name in ENGINE_OPTIONS}
+    options["devices"] = asked.gpus
+    for name in ("deepspeed_config", "fsdp_config"):
+        file = getattr(asked, name)
+        options[name] = strategies.load_config_file(file) if file else None
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def refuse_contradictions(asked: argparse.Namespace) -> None:
+    """Raise OptionError for options that cannot hold together."""
+    if asked.auto:
+        msg = "--auto is not in this version yet; name a backend, for example --backend fsdp."
+        raise OptionError(msg)
+    if asked.background and asked.pull:
+        msg = (
+            "--background with --pull: there is nothing to pull until the cell has ended;"
+            " use %nbdist wait, then %nbdist pull."
+        )
+        raise OptionError(msg)
+
+
+def name_list(names: str) -> list[str]:
+    """Split "a,b" or "a b" into identifiers.
+
+    Raises:
+        OptionError: no name, or one that is not an identifier.
+    """
+    wanted = names.replace(",", " ").split()
+    wrong = [name for name in wanted if not name.isidentifier()]
+    if wrong or not wanted:
+        msg = f"{names!r} is not a list of variables; give names as a,b."
+        raise OptionError(msg)
+    return wanted
+
+
+def numbered(line: str, cell: str) -> str:
+    """Put a comment in the place of the magic's line, so that line numbers are the cell's."""
+    return cell if cell.lstrip().startswith("%%") else f"# %%distribute {line}\n{cell}"
+
+
+def load(ipython: InteractiveShell) -> None:
+    """Register the magics and the completer, and say what was found."""
+    ipython.register_magics(configured(ipython))
+    ipython.Completer.custom_matchers.append(completion.matcher)
+    found = devices.found().describe()
+    print(
+        f"nbdist {nbdist.__version__} \N{MIDDLE DOT} {found} \N{MIDDLE DOT}"
+        " %%distribute --backend fsdp to begin, %nbdist for help"
+    )
+
+
+def configured(ipython: InteractiveShell) -> NbDist:
+    """Make the magics, dropping a configured value that is not allowed.
+
+    IPython keeps a refused `%config NbDist.x = ...` in its config (9.18); without this the
+    next load would fail.
+    """
+    while True:
+        try:
+            return NbDist(ipython)
+        except TraitError as error:
+            section = ipython.config.NbDist
+            name = next((n for n in section if f"'{n}' trait" in str(error)), None)
+            if name is None:
+                raise
+            print(f"nbdist: NbDist.{name} = {section.pop(name)!r} is ignored: {error}", file=sys.stderr)
+
+
+def unload(ipython: InteractiveShell) -> None:
+    """Remove the magics and the completer; keep ranks that run."""
+    manager = ipython.magics_manager
+    magics = manager.registry.pop(NbDist.__name__)
+    manager.magics["cell"].pop("distribute")
+    manager.magics["line"].pop("nbdist")
+    ipython.configurables.remove(magics)
+    ipython.Completer.custom_matchers.remove(completion.matcher)
+    magics.engine.close()
+    if current() is not None:
+        print("nbdist: the ranks are kept; nbdist.session().stop() ends them")

@@ -1,0 +1,49 @@
+"""What the writing and the reading side of a payload file have in common; pure."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+MAGIC = b"nbdist\x00\x01"
+"""The last byte is the version of the format."""
+HEADER_BYTES = len(MAGIC) + 8
+ALIGNMENT = 64
+MAX_DEPTH = 64
+"""Nesting of lists and dicts."""
+MAX_NDIM = 64
+IN_TREE_BYTES = 1024
+"""Longer bytes objects get a buffer."""
+SAFE_INT = 1 << 63
+"""Larger ints are written in hex: Python limits the length of decimal text."""
+
+SCALARS = frozenset({type(None), bool, str, int, float})
+"""Types that JSON keeps (floats that are not finite and large ints are tagged)."""
+
+TORCH_DTYPES = frozenset(
+    {
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        *("float8_e8m0fnu", "float4_e2m1fn_x2"),
+    }
+)
+TORCH_ONLY = frozenset(
+    name
+    for name in TORCH_DTYPES
+    if name.startswith(("float8", "float4")) or name in {"bfloat16", "complex32"}
+)
+"""Dtypes that NumPy has not; all others have the same name there."""
+NUMPY_DTYPE = re.compile(r"[<>|=](?:[biufcSUV][0-9]{1,18}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
+"""NumPy dtype strings that are written and read; never objects."""
+
+
+def aligned(size_bytes: int) -> int:
+    """Round up to where the next buffer may begin."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def is_of(package: str, name: str, value: object) -> bool:
+    """Is the value an instance of a package's class? False where nobody imported it."""
+    kind = getattr(sys.modules.get(package), name, None)
+    return kind is not None and isinstance(value, kind)

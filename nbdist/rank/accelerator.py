@@ -1,0 +1,323 @@
+"""The session's `accelerator`, and every other one, under the session's strategy.
+
+Runs on a rank. `rank.main` calls `install` once, after the process group exists. From then
+on an `Accelerator()` that a cell or a Trainer makes takes the session's engine, unless it
+is given a plugin of its own. The `accelerator` of a rank's namespace is a
+`LateAccelerator`: it builds its engine at the first `prepare()`, so that the choice of the
+engine can wait for the model.
+
+The hooks sit on Accelerate's class itself, because modules that are imported already
+(Trainer's) hold the class by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+
+from nbdist.errors import OptionError, SessionError
+from nbdist.rank import fsdp, rehearsal, wrap, zero
+from nbdist.strategies import Hardware, Options
+
+Choose = Callable[[Sequence[object]], Options]
+"""Decides the options from the objects of the first `prepare()`."""
+
+_OWN_ENGINE = frozenset(
+    {
+        "deepspeed_plugin",
+        "deepspeed_plugins",
+        "fsdp_plugin",
+        "megatron_lm_plugin",
+        "parallelism_config",
+        "torch_tp_plugin",
+    }
+)
+"""Arguments of `Accelerator(...)` by which a user brings an engine."""
+
+_LEFT_BEHIND = (
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_MIXED_PRECISION",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING",
+)
+"""Environment that accelerate 1.15's plugins set and its next Accelerator would read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What this rank's engines are built from."""
+
+    options: Options
+    hardware: Hardware
+
+
+_current: Session | None = None
+_original_init = Accelerator.__init__
+_original_prepare = Accelerator.prepare
+_original_clip = Accelerator.clip_grad_norm_
+
+_ENGINE_NAMES = frozenset(_original_init.__code__.co_names)
+"""Attributes that a built Accelerator has and an unbuilt one has not, among other names."""
+
+
+def current() -> Session:
+    """Return the session of this rank.
+
+    Raises:
+        SessionError: this process is not a rank.
+    """
+    if _current is None:
+        message = "this is not a rank of a session; call it in a %%distribute cell."
+        raise SessionError(message)
+    return _current
+
+
+def install(options: Options, hardware: Hardware, *, choose: Choose | None = None) -> Accelerator:
+    """Put the session's strategy under every Accelerator of this rank and return the late one.
+
+    To be called once, with checked options, after the default process group was made.
+
+    Args:
+        choose: where given, decides the options at the first `prepare()` of the late one.
+
+    Raises:
+        OptionError: the folder of an NVMe offload cannot be used.
+    """
+    global _current  # noqa: PLW0603 - a rank has one session in its life
+    _current = Session(options, hardware)
+    _check_folder(options)
+    if hardware.kind == "cpu":
+        rehearsal.install()
+    Accelerator.__init__ = _init
+    Accelerator.prepare = _prepare
+    Accelerator.clip_grad_norm_ = _clip_grad_norm
+    return LateAccelerator(choose=choose)
+
+
+class LateAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator that is built at the first `prepare()`.
+
+    Before it, what needs no engine works: device, process_index, num_processes,
+    is_main_process, print, wait_for_everyone, gather, reduce. Anything else builds it.
+    """
+
+    def __init__(self, *, choose: Choose | None = None) -> None:
+        """Know the ranks, and nothing of the engine."""
+        self._built = False
+        self._choose = choose
+        self.state = PartialState()
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401
+        """Build the engine where there is none, then prepare as Accelerate does."""
+        if not self._built:
+            self._build(args)
+        return super().prepare(*args, device_placement=device_placement)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The engine, as Accelerate names it; asking builds it."""
+        if not self._built:
+            self._build(())
+        return self.state.distributed_type
+
+    def __repr__(self) -> str:
+        """Say which strategy, and whether it is built."""
+        state = "built" if self._built else "built at the first prepare()"
+        return f"<accelerator: {current().options.strategy.title} ({state})>"
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Build the engine for what an Accelerator has only with one."""
+        of_engine = name in _ENGINE_NAMES or name in vars(Accelerator)
+        if self.__dict__.get("_built", True) or not of_engine:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(message)
+        self._build(())
+        return getattr(self, name)
+
+    def _build(self, objects: Sequence[object]) -> None:
+        """Decide the options, then become an ordinary Accelerator."""
+        global _current  # noqa: PLW0603 - the choice holds for the whole rank
+        if self._choose is not None:
+            _current = Session(self._choose(objects), current().hardware)
+        self._built = True
+        try:
+            super().__init__()
+        except BaseException:
+            self.__init__(choose=self._choose)  # type: ignore[misc]
+            raise
+
+
+@functools.wraps(_original_init)
+def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    """Build an Accelerator; its engine is the session's where none is given."""
+    given = inspect.signature(_original_init).bind_partial(self, *args, **kwargs).arguments
+    named = {key: value for key, value in given.items() if key != "self" and value is not None}
+    session = current()
+    own = not _OWN_ENGINE.isdisjoint(named)
+    _forget_engine()
+    if not own:
+        named = _with_session(session, named)
+    _original_init(self, **named)
+    self._nbdist_session = None if own else session
+    self._nbdist_clipped = False
+    for variable in _LEFT_BEHIND:
+        os.environ.pop(variable, None)
+    if self.distributed_type == DistributedType.DEEPSPEED:
+        zero.forget_globals(self.state.deepspeed_plugin)
+
+
+def _forget_engine() -> None:
+    """Take the engine of an earlier Accelerator out of Accelerate's shared state.
+
+    Without it accelerate 1.15 silently stays with the first engine of a process.
+    """
+    for variable in _LEFT_BEHIND:
+        os.environ.pop(variable, None)
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
+    PartialState()
+
+
+def _with_session(session: Session, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an Accelerator, the session's where the user gave none."""
+    options, hardware = session.options, session.hardware
+    kwargs = options.strategy.accelerator_kwargs(options)
+    if "gradient_accumulation_plugin" in given:
+        kwargs.pop("gradient_accumulation_steps")
+    if "dynamo_plugin" in given:
+        kwargs.pop("dynamo_backend", None)
+    return kwargs | given | _ENGINE_KWARGS[options.strategy.engine](options, hardware)
+
+
+def _ddp_kwargs(_: Options, __: Hardware) -> dict[str, Any]:
+    """DDP is what Accelerate does without a plugin."""
+    return {}
+
+
+def _fsdp_kwargs(options: Options, hardware: Hardware) -> dict[str, Any]:
+    """Return the FSDP plugin."""
+    return {"fsdp_plugin": fsdp.plugin(options, hardware)}
+
+
+def _zero_kwargs(options: Options, hardware: Hardware) -> dict[str, Any]:
+    """Return the DeepSpeed plugin, its communication started."""
+    zero.start(hardware)
+    return {"deepspeed_plugin": zero.plugin(options, hardware)}
+
+
+_ENGINE_KWARGS = {"ddp": _ddp_kwargs, "fsdp": _fsdp_kwargs, "deepspeed": _zero_kwargs}
+
+
+@functools.wraps(_original_prepare)
+def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401
+    """Prepare under any engine; adds activation checkpointing, units and clipping."""
+    session: Session | None = self._nbdist_session
+    options = session.options if session else None
+    new = [one for one in args if isinstance(one, nn.Module) and not _is_prepared(one)]
+    kind = self.distributed_type
+    if options is not None:
+        config = options.fsdp_config or {}
+        for model in new:
+            if options.activation_checkpointing:
+                _checkpoint_activations(model, config)
+            if kind == DistributedType.FSDP:
+                fsdp.shard_ready(self, model, config)
+    if kind == DistributedType.DEEPSPEED:
+        return zero.prepare(self, _original_prepare, args, options=options)
+    if kind == DistributedType.FSDP:
+        result = fsdp.prepare(self, _original_prepare, args)
+    else:
+        result = _original_prepare(self, *args, device_placement=device_placement)
+    if options is not None and options.clip is not None:
+        _clip_before_steps(self, options.clip)
+    return result
+
+
+def _is_prepared(model: nn.Module) -> bool:
+    """Whether a model went through `prepare()` already."""
+    return bool(getattr(model, "_is_accelerate_prepared", False))
+
+
+def _checkpoint_activations(model: nn.Module, config: Any) -> None:  # noqa: ANN401
+    """Recompute activations, or say that the model offers no block to recompute."""
+    if not wrap.checkpoint_activations(model, fsdp.units(model, config)):
+        message = (
+            f"activation checkpointing found no block in {type(model).__name__}; build the model "
+            "of larger modules or leave the option out."
+        )
+        raise OptionError(message)
+
+
+def _clip_before_steps(accelerator: Accelerator, max_norm: float) -> None:
+    """Clip before each real step of the prepared optimizers, unless the cell has clipped.
+
+    DeepSpeed clips by itself; this gives the other engines the same.
+    """
+    for prepared in accelerator._optimizers:  # noqa: SLF001
+        optimizer = prepared.optimizer
+        if not getattr(optimizer, "_nbdist_clips", False):
+            optimizer._nbdist_clips = True  # noqa: SLF001
+            optimizer.register_step_pre_hook(
+                functools.partial(_clip_step, accelerator, max_norm=max_norm)
+            )
+
+
+def _clip_step(
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],  # noqa: ARG001 - torch's signature of a hook
+    kwargs: dict[str, Any],  # noqa: ARG001
+    *,
+    max_norm: float,
+) -> None:
+    """Clip the gradients that an optimizer is about to use; they are unscaled by now."""
+    if accelerator._nbdist_clipped:  # noqa: SLF001
+        accelerator._nbdist_clipped = False  # noqa: SLF001
+        return
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    held = set(map(id, parameters))
+    owners = [m for m in accelerator._models if held & set(map(id, m.parameters()))]  # noqa: SLF001
+    if owners:
+        fsdp.clip(owners[-1], parameters, max_norm)
+    else:
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+@functools.wraps(_original_clip)
+def _clip_grad_norm(
+    self: Accelerator,
+    parameters: Any,  # noqa: ANN401
+    max_norm: float,
+    norm_type: float = 2,
+) -> Any:  # noqa: ANN401
+    """Clip now, or under DeepSpeed at the coming step; returns the norm before."""
+    self._nbdist_clipped = math.isfinite(max_norm)
+    if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_engine_wrapped:
+        return zero.clip_grad_norm(self, max_norm, norm_type)
+    return _original_clip(self, parameters, max_norm, norm_type)
+
+
+def _check_folder(options: Options) -> None:
+    """Make the folder of an NVMe offload, or say why it cannot be used."""
+    if options.offload_path is None:
+        return
+    folder = Path(options.offload_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".nbdist-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        message = f"cannot write to {str(folder)!r} for offload {options.offload}: {error}."
+        raise OptionError(message) from error

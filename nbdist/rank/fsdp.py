@@ -1,0 +1,169 @@
+"""What FSDP needs around Accelerate's own preparation; runs on a rank.
+
+`rank.accelerator` calls `plugin` when the engine is built and `prepare` for each call of
+`Accelerator.prepare` under FSDP1 or FSDP2. Here: units by our own choice, one start for
+all ranks, and model and optimizer in two separate calls.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nbdist.errors import OptionError
+from nbdist.rank import wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from accelerate import Accelerator
+
+    from nbdist.strategies import Hardware, Options
+
+_moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameter of a model prepared alone under FSDP2 -> the shard that took its place."""
+
+
+def plugin(options: Options, hardware: Hardware) -> FullyShardedDataParallelPlugin:
+    """Return Accelerate's plugin for the session's options; the units come later."""
+    kwargs = options.strategy.fsdp_kwargs(options)
+    for ours in ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"):
+        kwargs.pop(ours, None)
+    made = FullyShardedDataParallelPlugin(**kwargs)
+    if isinstance(made.cpu_offload, CPUOffloadPolicy) and hardware.kind == "cpu":
+        made.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    _let_fsdp2_take_our_policy()
+    return made
+
+
+def units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
+    """Return the model's units by the user's --fsdp-config, or found by ourselves."""
+    policy = str(config.get("auto_wrap_policy") or "").upper()
+    if policy == "NO_WRAP":
+        return []
+    names = config.get("transformer_cls_names_to_wrap")
+    if isinstance(names, str):
+        names = [name.strip() for name in names.split(",")]
+    smallest = config.get("min_num_params")
+    by_size = policy == "SIZE_BASED_WRAP"
+    return wrap.units(
+        model,
+        names=None if by_size else names,
+        min_num_params=int(smallest or 0) or wrap.SMALLEST_UNIT if by_size else None,
+    )
+
+
+def shard_ready(accelerator: Accelerator, model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Give all ranks one start and tell Accelerate the units; before `prepare`."""
+    if isinstance(model, (FSDPModule, FSDP1)):
+        return
+    made = accelerator.state.fsdp_plugin
+    if not made.cpu_ram_efficient_loading:
+        wrap.same_start(model)
+    chosen = wrap.with_checkpoint_wrappers(model, units(model, config))
+    made.auto_wrap_policy = wrap.UnitPolicy(chosen)
+
+
+def prepare(
+    accelerator: Accelerator, original: Callable[..., Any], args: Sequence[object], **kwargs: Any
+) -> Any:  # noqa: ANN401
+    """Prepare as Accelerate does; under FSDP2 model and optimizer may come one by one."""
+    models = [one for one in args if isinstance(one, nn.Module)]
+    optimizers = [one for one in args if isinstance(one, Optimizer)]
+    if not accelerator.is_fsdp2 or bool(models) == bool(optimizers):
+        return original(accelerator, *args, **kwargs)
+    if models:
+        return _model_alone(accelerator, original, args, models[0])
+    return _optimizers_alone(accelerator, args, optimizers)
+
+
+def clip(model: nn.Module, parameters: Iterable[torch.Tensor], max_norm: float) -> None:
+    """Clip the gradients of a model under FSDP1, whose norm needs all ranks."""
+    if isinstance(model, FSDP1):
+        model.clip_grad_norm_(max_norm)
+    else:
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def _let_fsdp2_take_our_policy() -> None:
+    """Make Accelerate's FSDP2 use a `UnitPolicy` as it stands.
+
+    accelerate 1.15 knows its two named policies alone and its one by size would cut
+    ModuleLists, which torch refuses.
+    """
+    original = fsdp_utils.fsdp2_prepare_auto_wrap_policy
+    if hasattr(original, "__wrapped__"):
+        return
+
+    def policy(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:  # noqa: ANN401
+        ours = fsdp2_plugin.auto_wrap_policy
+        return ours if isinstance(ours, wrap.UnitPolicy) else original(fsdp2_plugin, model)
+
+    policy.__wrapped__ = original  # type: ignore[attr-defined]
+    fsdp_utils.fsdp2_prepare_auto_wrap_policy = policy
+
+
+def _plain(name: str) -> str:
+    """Return a parameter's name without what torch.compile adds."""
+    return name.replace("_orig_mod.", "")
+
+
+def _model_alone(
+    accelerator: Accelerator,
+    original: Callable[..., Any],
+    args: Sequence[object],
+    model: nn.Module,
+) -> Any:  # noqa: ANN401
+    """Prepare a model whose optimizer comes later, or never.
+
+    accelerate 1.15 insists on an optimizer to move to the shards: a stand-in is given.
+    """
+    before = {_plain(name): parameter for name, parameter in model.named_parameters()}
+    stand_in = torch.optim.SGD(model.parameters(), lr=0.0)
+    *result, prepared = original(accelerator, *args, stand_in)
+    accelerator._optimizers.remove(prepared)  # noqa: SLF001
+    wrapped = next(one for one in result if isinstance(one, nn.Module))
+    for name, parameter in wrapped.named_parameters():
+        _moved[before[_plain(name)]] = parameter
+    return tuple(result) if len(result) > 1 else result[0]
+
+
+def _optimizers_alone(
+    accelerator: Accelerator, args: Sequence[object], optimizers: Sequence[Optimizer]
+) -> Any:  # noqa: ANN401
+    """Prepare optimizers of a model that is prepared already."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [_moved.get(old, old) for old in group["params"]]
+            if not all(isinstance(one, DTensor) for one in group["params"]):
+                message = (
+                    "the optimizer holds parameters of a model that is not prepared; under fsdp2 "
+                    "use model, optimizer = accelerator.prepare(model, optimizer)."
+                )
+                raise OptionError(message)
+    result = [_prepared(accelerator, one) for one in args]
+    result = [_scheduler(accelerator, one) for one in result]
+    return tuple(result) if len(result) > 1 else result[0]
+
+
+def _prepared(accelerator: Accelerator, one: object) -> object:
+    """Prepare an optimizer or a data loader."""
+    if isinstance(one, Optimizer):
+        return accelerator.prepare_optimizer(one)
+    return accelerator.prepare_data_loader(one) if isinstance(one, DataLoader) else one
+
+
+def _scheduler(accelerator: Accelerator, one: object) -> object:
+    """Prepare a scheduler; after all optimizers."""
+    schedules = isinstance(one, torch.optim.lr_scheduler.LRScheduler)
+    return accelerator.prepare_scheduler(one) if schedules else one

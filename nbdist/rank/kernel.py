@@ -1,0 +1,195 @@
+"""The ipykernel embedded in a rank: the user's cells run here as in any notebook.
+
+Differences from a notebook's kernel: no history file, no stdin, output without a
+high-water mark, cells numbered as the notebook numbers them, and frames of a failed cell
+let go so that its tensors are freed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import psutil
+import zmq
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.kernelapp import IPKernelApp
+from ipykernel.zmqshell import ZMQInteractiveShell, ZMQShellDisplayHook
+from traitlets import Float, Type
+from traitlets.config import Config
+
+from nbdist import payload, wire
+from nbdist.errors import PayloadError, SessionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Message = dict[str, Any]
+
+
+class RankDisplayHook(ZMQShellDisplayHook):
+    """Sends a small plain value along with its representation (`CellResult.values`)."""
+
+    def compute_format_data(self, result: object) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Format as IPython does; note the value itself in the metadata."""
+        bundle, metadata = super().compute_format_data(result)
+        try:
+            metadata[wire.NOTE] = payload.inline(result)
+        except PayloadError:
+            return bundle, metadata  # its text is what the kernel gets
+        return bundle, metadata
+
+
+class RankShell(ZMQInteractiveShell):
+    """A shell that a cell cannot end."""
+
+    displayhook_class = Type(RankDisplayHook)
+
+    def ask_exit(self) -> NoReturn:
+        """Refuse `exit()`: one rank cannot leave alone."""
+        msg = "exit() was called: a rank cannot leave alone. Use %nbdist stop to end all ranks."
+        raise SessionError(msg)
+
+
+class RankKernel(IPythonKernel):
+    """Runs cells and answers the requests of `wire`."""
+
+    shell_class = Type(RankShell)
+    _execute_sleep = Float(0.0)  # ipykernel 7.4 waits 0.5 ms per cell for old front ends
+
+    def __init__(self, **traits: Any) -> None:  # noqa: ANN401 - traitlets' own signature
+        """Register the requests that Jupyter does not have."""
+        super().__init__(**traits)
+        self.before_reply: Callable[[], None] = _nothing
+        self.shell_handlers |= {
+            wire.JOIN: self.join_request,
+            wire.PUSH: self.push_request,
+            wire.PULL: self.pull_request,
+        }
+
+    async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Message:  # noqa: ANN401, FBT001
+        """Run a cell under the notebook's own In[count]; free its frames if it failed."""
+        note = self.get_parent("shell")["metadata"].get(wire.NOTE)
+        if note:
+            self.shell.execution_count = note["count"]
+        reply: Message = await super().do_execute(code, silent, *args, **kwargs)
+        self.before_reply()
+        if reply["status"] == "error":
+            release_frames(self.shell)
+        return reply
+
+    def _publish_execute_input(self, *_: object) -> None:
+        """Send nothing: the notebook has the code, and 1,000 ranks need not repeat it."""
+
+    async def interrupt_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
+        """Interrupt this process alone: its DataLoader processes share its group."""
+        os.kill(os.getpid(), signal.SIGINT)
+        self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
+
+    def raw_input(self, prompt: str = "") -> NoReturn:
+        """Refuse `input()` at once: it could never be answered."""
+        msg = (
+            f"input({prompt!r}) was called on a rank, which has no keyboard."
+            " Ask in a plain cell of the notebook and pass the answer with --push NAME."
+        )
+        raise SessionError(msg)
+
+    getpass = raw_input
+
+    def join_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
+        """Answer that this rank has passed the first barrier."""
+        own = psutil.Process()
+        reply = wire.JoinReply(
+            pid=own.pid, created=own.create_time(), device=str(self.shell.user_ns["device"])
+        )
+        self._answer(stream, ident, parent, reply)
+
+    def push_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
+        """Bind the variables of a payload file in the user's namespace."""
+        path = parent["content"]["path"]
+        self.shell.push(payload.read(path, delete=False))
+        self._answer(stream, ident, parent, wire.FileReply(status="ok", path=path))
+
+    def pull_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
+        """Write variables of the user's namespace into a payload file."""
+        request = parent["content"]
+        try:
+            path = payload.write_where_room(self._named(request["names"]), request["folders"])
+            reply = wire.FileReply(status="ok", path=str(path))
+        except (NameError, PayloadError, OSError) as error:
+            reply = wire.FileReply(status="error", error=str(error))
+        self._answer(stream, ident, parent, reply)
+
+    def _named(self, names: list[str]) -> dict[str, object]:
+        missing = [name for name in names if name not in self.shell.user_ns]
+        if missing:
+            msg = f"No variable {', '.join(missing)} on this rank; define it in a %%distribute cell."
+            raise NameError(msg)
+        return {name: self.shell.user_ns[name] for name in names}
+
+    def _answer(self, stream: Any, ident: Any, parent: Message, content: Any) -> None:  # noqa: ANN401
+        kind = parent["header"]["msg_type"].replace("_request", "_reply")
+        self.session.send(stream, kind, content, parent, ident=ident)
+
+
+class RankApp(IPKernelApp):
+    """Opens a rank's sockets from a connection file that the kernel wrote."""
+
+    @classmethod
+    def for_rank(cls, rank: int, *, run_dir: Path, user_ns: dict[str, Any]) -> RankApp:
+        """Bind the sockets of `rank` and make its kernel; `start()` serves cells."""
+        config = Config()
+        config.HistoryManager.enabled = False  # no sqlite file per rank
+        config.InteractiveShell.cache_size = 0  # Out[] would keep tensors alive unseen
+        app: RankApp = cls.instance(
+            connection_file=str(run_dir / f"rank{rank}.json"),
+            parent_handle=os.getppid(),  # a second guard beside PDEATHSIG; polls every second
+            user_ns=user_ns,
+            kernel_class=RankKernel,
+            log_level="ERROR",
+            config=config,
+        )
+        app.initialize([])
+        return app
+
+    def _ipython_dir_default(self) -> str:
+        """Keep IPython's files out of the user's home; no start-up files run."""
+        folder = Path(self.connection_file).with_suffix("")
+        folder.mkdir(mode=0o700)
+        return str(folder)
+
+    def init_iopub(self, context: zmq.Context[Any]) -> None:
+        """Open iopub without a high-water mark: ZMQ drops silently what exceeds it."""
+        context.SNDHWM = 0
+        super().init_iopub(context)
+
+    def init_pdb(self) -> None:
+        """Make `breakpoint()` say at once that a rank has no keyboard."""
+        sys.breakpointhook = refuse_breakpoint
+
+
+def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
+    """Refuse `breakpoint()`: the prompt could never be answered."""
+    msg = "breakpoint() was called on a rank, which has no keyboard. Print what you need to see."
+    raise SessionError(msg)
+
+
+def release_frames(shell: ZMQInteractiveShell) -> None:
+    """Let go of the frames of a failed cell, and so of its tensors.
+
+    IPython 9 and the interpreter keep the last traceback in several places.
+    """
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)
+    for view in (shell.InteractiveTB, shell.SyntaxTB):
+        view.tb = view.evalue = view.etype = None
+    shell._last_traceback = None  # noqa: SLF001 - text only, but of no use any more
+    gc.collect()  # exception and frame often refer to each other
+
+
+def _nothing() -> None:
+    """Do nothing before the reply."""

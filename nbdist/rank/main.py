@@ -1,0 +1,87 @@
+"""A rank's life: join the group, serve cells, end with its launcher.
+
+`rank_main` runs in the process that the launcher has just forked, on its main thread,
+where the user's cells will run too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+from nbdist import strategies
+from nbdist.launcher import family
+from nbdist.rank import accelerator, namespace
+from nbdist.rank.kernel import RankApp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist import wire
+
+
+def rank_main(launch: wire.Launch, close_link: Callable[[], None]) -> None:
+    """Serve cells until the launcher ends this process."""
+    family.die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # torch elastic's handlers came with the fork
+    close_link()
+    tempfile.tempdir = None  # the launcher's own folder is not the user's temp folder
+    rank = int(os.environ["RANK"])
+    os.environ["NBDIST_RANK"] = str(rank)
+    try:
+        app = get_ready(launch, rank)
+    except Exception:
+        wire.death_note(launch.run_dir, rank).write_text(traceback.format_exc())
+        raise
+    app.start()
+
+
+def get_ready(launch: wire.Launch, rank: int) -> RankApp:
+    """Join the group, open the sockets, fill the namespace, pass the first barrier."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    join_group(launch, local_rank)
+    options = strategies.Options.from_json(launch.options)
+    hardware = strategies.Hardware.from_json(launch.hardware)
+    names = namespace.initial(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=launch.world_size,
+        accelerator=accelerator.install(options, hardware),
+    )
+    app = RankApp.for_rank(rank, run_dir=Path(launch.run_dir), user_ns=names)
+    namespace.connect(names, app.kernel, bulk=Path(launch.bulk_dir), spare=Path(launch.run_dir))
+    pass_first_barrier()
+    return app
+
+
+def join_group(launch: wire.Launch, local_rank: int) -> None:
+    """Make the default process group and choose this rank's device."""
+    if launch.devices is None:
+        share_cores(launch.world_size)
+        distributed.init_process_group("gloo")
+        return
+    torch.cuda.set_device(local_rank)
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local_rank)
+    )
+
+
+def share_cores(world_size: int) -> None:
+    """Split the cores among CPU ranks, unless the user set OMP_NUM_THREADS."""
+    # torch elastic sets OMP_NUM_THREADS=1 when it is unset: indistinguishable from the
+    # user's own 1, which gives the same result on two cores and is asked for otherwise
+    chosen = int(os.environ.get("NBDIST_NUM_THREADS") or 0)
+    torch.set_num_threads(chosen or max(1, len(os.sched_getaffinity(0)) // world_size))
+
+
+def pass_first_barrier() -> None:
+    """Return once every rank is here; "ready" is not said before."""
+    distributed.all_reduce(torch.zeros(1))

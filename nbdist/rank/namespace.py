@@ -1,0 +1,93 @@
+"""The names that a rank's namespace has from the start, and their way to the kernel."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist import payload, wire
+from nbdist.errors import OptionError
+from nbdist.rank.report import Reporter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from accelerate import Accelerator
+
+    from nbdist.rank.kernel import RankKernel
+
+FLUSH_S = 10.0
+"""How long the end of a cell waits for copies of reported device tensors."""
+
+
+def initial(
+    *, rank: int, local_rank: int, world_size: int, accelerator: Accelerator
+) -> dict[str, Any]:
+    """Names for a new rank; the user may overwrite any of them."""
+    return {
+        "accelerator": accelerator,
+        "rank": rank,
+        "local_rank": local_rank,
+        "world_size": world_size,
+        "device": accelerator.device,
+        "torch": torch,
+    }
+
+
+def connect(names: dict[str, Any], kernel: RankKernel, *, bulk: Path, spare: Path) -> None:
+    """Add `report` and `send`, which need the rank's kernel."""
+    reporter = Reporter(Publisher(kernel).report)
+    kernel.before_reply = lambda: reporter.flush(FLUSH_S)
+    sender = Sender(kernel, [bulk, spare])
+    kernel.shell.push({"report": reporter.report, "send": sender.send})
+
+
+class Publisher:
+    """Publishes rows of report() on iopub, from any thread."""
+
+    def __init__(self, kernel: RankKernel) -> None:
+        """Publish through `kernel`."""
+        self._kernel = kernel
+        self._lock = threading.Lock()
+
+    def report(self, rows: list[dict[str, float]]) -> None:
+        """Send rows under the cell that runs now."""
+        encoded = [{k: wire.finite_or_text(v) for k, v in row.items()} for row in rows]
+        with self._lock:
+            self._kernel.session.send(
+                self._kernel.iopub_socket,
+                wire.REPORT,
+                wire.Report(rows=encoded),
+                parent=self._kernel.get_parent("shell"),
+            )
+
+
+class Sender:
+    """The user's `send`."""
+
+    def __init__(self, kernel: RankKernel, folders: list[Path]) -> None:
+        """Write values into the first of `folders` with room."""
+        self._kernel = kernel
+        self._folders = folders
+
+    def send(self, name: str, value: object) -> None:
+        """Put `value` into the notebook as variable `name` while the cell still runs.
+
+        Tensors arrive as CPU tensors of the same dtype and shape. Blocks for one copy of
+        the value; does not wait for the notebook.
+
+        Raises:
+            PayloadError: a value that cannot be moved; the message says where it is.
+        """
+        if not isinstance(name, str) or not name.isidentifier():
+            msg = f"send({name!r}, ...): the name must be a Python identifier, such as 'sample'."
+            raise OptionError(msg)
+        path = payload.write_where_room({name: value}, self._folders)
+        self._kernel.session.send(
+            self._kernel.iopub_socket,
+            wire.SEND,
+            wire.Send(name=name, path=str(path)),
+            parent=self._kernel.get_parent("shell"),
+        )

@@ -1,0 +1,213 @@
+"""What DeepSpeed needs so that a cell means the same under it; runs on a rank.
+
+`rank.accelerator` calls `plugin` when the engine is built, `prepare` for each call of
+`Accelerator.prepare`, and `clip_grad_norm` for `Accelerator.clip_grad_norm_`. Accelerate
+1.15 steps inside `backward()`, so a cell's clipping would come too late: here `backward()`
+goes backward and `optimizer.step()` steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import accelerate.accelerator as accelerate_module
+import torch
+from accelerate import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+from torch import nn
+from torch.optim import Adagrad, Adam, AdamW, Optimizer
+from torch.utils.data import DataLoader
+
+from nbdist.errors import OptionError
+from nbdist.rank import rehearsal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from accelerate import Accelerator
+
+    from nbdist.strategies import Hardware, Options
+
+log = logging.getLogger(__name__)
+
+_HAVE_CPU_VERSION = (Adam, AdamW, Adagrad)
+"""Optimizers that accelerate 1.15 replaces by DeepSpeed's own ones for an offload."""
+
+
+class BackwardOnly(DeepSpeedEngineWrapper):  # type: ignore[misc]
+    """Accelerate's wrapper of an engine, without the step."""
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:  # noqa: ANN401, FBT001, FBT002
+        """Accumulate gradients; reduce them over the ranks where a step follows."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.engine.backward(loss, **kwargs)
+
+
+class StepsItself(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
+    """Accelerate's wrapper of a ZeRO optimizer, whose `step()` does step.
+
+    `zero_grad()` stays without an effect: the engine clears gradients when it steps.
+    """
+
+    engine: Any = None
+
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        """Step where Accelerate says that gradients are complete, as all optimizers do."""
+        if closure is not None:
+            message = "DeepSpeed takes no closure in optimizer.step(); compute the loss before it."
+            raise OptionError(message)
+        if self.engine is None or not self.gradient_state.sync_gradients:
+            return
+        try:
+            self.engine.step()
+        finally:
+            self.optimizer.clip_grad = self.engine.gradient_clipping()
+
+
+def plugin(options: Options, hardware: Hardware) -> DeepSpeedPlugin:
+    """Return Accelerate's plugin for the session's options.
+
+    `zero3_init_flag` is off: a model is built in full before it is cut, as under FSDP.
+    """
+    accelerate_module.DeepSpeedEngineWrapper = BackwardOnly
+    accelerate_module.DeepSpeedOptimizerWrapper = StepsItself
+    config = options.strategy.deepspeed_config(options, hardware)
+    return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
+
+
+def start(hardware: Hardware) -> None:
+    """Let DeepSpeed adopt the process group, quietly; after the first call nothing."""
+    import deepspeed  # noqa: PLC0415 - a second of import, for DeepSpeed backends only
+
+    if hardware.kind == "cpu":
+        rehearsal.skip_shared_memory_op()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        deepspeed.init_distributed(
+            dist_backend=torch.distributed.get_backend(),
+            auto_mpi_discovery=False,
+            verbose=False,
+        )
+    log.debug("deepspeed: %s", said.getvalue())
+
+
+def forget_globals(made: DeepSpeedPlugin) -> None:
+    """Undo transformers' process-wide ZeRO-3 switch, which a plugin sets.
+
+    With it `from_pretrained` would give cut parameters (of one dimension each) in the
+    second run of a cell but not in the first.
+    """
+    from transformers.integrations import unset_hf_deepspeed_config  # noqa: PLC0415
+
+    made.dschf = None
+    unset_hf_deepspeed_config()
+
+
+def prepare(
+    accelerator: Accelerator,
+    original: Callable[..., Any],
+    args: Sequence[object],
+    *,
+    options: Options | None,
+    **kwargs: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Prepare as Accelerate does; a cell may be run again with a new model.
+
+    Args:
+        options: None for a user's own plugin, whose config is left as it is.
+    """
+    model = next((one for one in args if isinstance(one, nn.Module)), None)
+    optimizer = next((one for one in args if isinstance(one, Optimizer)), None)
+    if model is None:
+        if optimizer is not None:
+            message = (
+                "the optimizer came to accelerator.prepare() without its model; DeepSpeed needs "
+                "both in one call: model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+            raise OptionError(message)
+        return original(accelerator, *args, **kwargs)
+    before = accelerator.deepspeed_engine_wrapped
+    # accelerate 1.15 keeps the first engine for backward() when a second one is prepared.
+    accelerator.deepspeed_engine_wrapped = None
+    if options is not None:
+        _fill(accelerator, args, model, optimizer)
+    result = original(accelerator, *args, **kwargs)
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    for one in accelerator._optimizers:  # noqa: SLF001
+        if isinstance(one, StepsItself) and one.optimizer is engine.optimizer:
+            one.engine = engine
+    if optimizer is None and before is not None:
+        accelerator.deepspeed_engine_wrapped = before
+    return result
+
+
+def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Return the norm of all gradients now, and clip by it at the coming step.
+
+    All parameters of the engine count. An infinite `max_norm` only measures.
+    """
+    if norm_type != 2:  # noqa: PLR2004
+        message = f"norm_type is {norm_type}; DeepSpeed clips by the 2-norm only."
+        raise OptionError(message)
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    zero = engine.optimizer
+    if not accelerator.sync_gradients:
+        return torch.as_tensor(engine.get_global_grad_norm() or 0.0)
+    if math.isfinite(max_norm):
+        zero.clip_grad = float(max_norm)
+    return _norm(zero)
+
+
+@torch.no_grad()
+def _norm(zero: Any) -> torch.Tensor:  # noqa: ANN401
+    """Return the norm of a ZeRO optimizer's gradients; inf where one is not finite."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups  # noqa: PLC0415
+
+    if hasattr(zero, "scaled_global_norm"):
+        norm = zero.scaled_global_norm()
+    else:
+        norm = combine_grad_norm_groups(zero._get_norm_groups())  # noqa: SLF001
+    norm = torch.as_tensor(norm)
+    # deepspeed 0.19 says -1 for a norm that is not finite.
+    return torch.where(norm < 0, torch.inf, norm / zero.loss_scale)
+
+
+def _fill(
+    accelerator: Accelerator, args: Sequence[object], model: nn.Module, optimizer: Optimizer | None
+) -> None:
+    """Fill those "auto" values of the session's config that Accelerate would refuse."""
+    made = accelerator.state.deepspeed_plugin
+    config = made.deepspeed_config
+    fresh = accelerator.__dict__.setdefault("_nbdist_config", copy.deepcopy(config))
+    if "train_micro_batch_size_per_gpu" in config and made.is_auto("train_batch_size") is False:
+        # A second model: what the first one filled in must not stay.
+        for key in ("train_micro_batch_size_per_gpu", "train_batch_size"):
+            config[key] = copy.deepcopy(fresh.get(key))
+    if made.is_auto("train_micro_batch_size_per_gpu") and not any(map(_sized, args)):
+        config["train_micro_batch_size_per_gpu"] = 1
+        config["train_batch_size"] = accelerator.num_processes * int(
+            accelerator.gradient_accumulation_steps
+        )
+    zero = config["zero_optimization"]
+    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if offloaded and optimizer is not None and not isinstance(optimizer, _HAVE_CPU_VERSION):
+        # accelerate 1.15 would make an Adam of any other optimizer.
+        config["zero_force_ds_cpu_optimizer"] = False
+    _size_buffers(zero, model)
+
+
+def _sized(one: object) -> bool:
+    """Whether Accelerate can read a batch size from it."""
+    return isinstance(one, DataLoader) and isinstance(one.batch_size, int)
+
+
+def _size_buffers(zero: dict[str, Any], model: nn.Module) -> None:
+    """Size the buffers of a parameter offload to NVMe by the model, not by 1e8 elements."""
+    section = zero.get("offload_param", {})
+    if section.get("device") == "nvme" and "buffer_size" not in section:
+        section["buffer_size"] = max((p.numel() for p in model.parameters()), default=1)

@@ -1,0 +1,209 @@
+"""Every message between the kernel, the launcher and the ranks; pure.
+
+Kernel <-> launcher: one JSON object a line over a socket pair that only these two hold.
+Its end means that the kernel is gone, and the launcher ends with everything it started.
+
+    Launch        kernel -> launcher   start ranks
+    Halt          kernel -> launcher   end the ranks, keep the launcher warm
+    Warm          launcher -> kernel   imports are done
+    Progress      launcher -> kernel   a long step (DeepSpeed's first build), as text
+    Ended         launcher -> kernel   the ranks ended; exit code or signal of those that failed
+
+Kernel <-> rank: signed Jupyter messages over ipc sockets in a 0700 directory. Cells are
+plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter protocol:
+
+    nbdist_join_request/_reply    shell    did the first barrier pass?
+    nbdist_push_request/_reply    shell    variables out of a payload file
+    nbdist_pull_request/_reply    shell    variables into a payload file
+    interrupt_request             control  KeyboardInterrupt in the running cell (Jupyter's own)
+    nbdist_report                 iopub    rows of report(), from a rank
+    nbdist_send                   iopub    one value of send(), in a payload file
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+JOIN = "nbdist_join_request"
+PUSH = "nbdist_push_request"
+PULL = "nbdist_pull_request"
+REPORT = "nbdist_report"
+SEND = "nbdist_send"
+
+NOTE = "nbdist"
+"""Key of `CellNote` in an execute_request's metadata and of a result's inline value."""
+
+
+class CellNote(TypedDict):
+    """Metadata of an execute_request: what the rank should know of the notebook's cell."""
+
+    count: int
+    """The notebook's own In[count], so that tracebacks name the cell the user sees."""
+
+
+class Execute(TypedDict):
+    """Content of an execute_request, as Jupyter defines it."""
+
+    code: str
+    silent: bool
+    store_history: bool
+    user_expressions: dict[str, str]
+    allow_stdin: bool
+    stop_on_error: bool
+
+
+def execute(code: str) -> Execute:
+    """A cell for a rank: no history, no keyboard, and a failure does not drop what follows."""
+    return Execute(
+        code=code,
+        silent=False,
+        store_history=False,
+        user_expressions={},
+        allow_stdin=False,
+        stop_on_error=False,
+    )
+
+
+class PushRequest(TypedDict):
+    """Bind the names of a payload file; the file stays for the other ranks."""
+
+    path: str
+
+
+class PullRequest(TypedDict):
+    """Write the named variables into a payload file in the first folder with room."""
+
+    names: list[str]
+    folders: list[str]
+
+
+class FileReply(TypedDict, total=False):
+    """Answer to push and pull: a file, or why there is none."""
+
+    status: Literal["ok", "error"]
+    path: str
+    """Of a pull: the payload file, the kernel's to delete."""
+    error: str
+    """One sentence."""
+
+
+class JoinReply(TypedDict):
+    """A rank is up: it has passed a barrier with all others."""
+
+    pid: int
+    created: float
+    """Start time of the process (psutil), so that a reused pid is never taken for it."""
+    device: str
+
+
+class Report(TypedDict):
+    """Rows of report(): "step", "time" (unix seconds) and scalars by name.
+
+    JSON has no NaN or infinity: `finite_or_text` wrote them, float() reads them.
+    """
+
+    rows: list[dict[str, float | str]]
+
+
+class Send(TypedDict):
+    """One value of send(): the payload file is the kernel's to delete."""
+
+    name: str
+    path: str
+
+
+def finite_or_text(number: float) -> float | str:
+    """The number itself, or "nan", "inf", "-inf"."""
+    return number if math.isfinite(number) else str(number)
+
+
+@dataclass(frozen=True, slots=True)
+class RankError:
+    """An exception that ended a cell on one rank."""
+
+    rank: int
+    ename: str
+    evalue: str
+    traceback: list[str]
+    """Lines as IPython renders them, with ANSI colours."""
+    at: float
+    """Unix seconds on the rank's clock; orders the errors of several ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start ranks."""
+
+    generation: int
+    """Number of this start; `Ended` repeats it, so that an old end is never taken for a new one."""
+    world_size: int
+    devices: list[int] | None
+    """GPU indices as the kernel counts them; None for CPU ranks."""
+    options: dict[str, Any]
+    """`strategies.Options.to_json()`."""
+    hardware: dict[str, Any]
+    """`strategies.Hardware.to_json()`."""
+    run_dir: str
+    """Private folder (0700) of this start: sockets, connection files."""
+    bulk_dir: str
+    """Private folder (0700) of payload files."""
+    env: dict[str, str] = field(default_factory=dict)
+    """The kernel's environment at this moment, scrubbed."""
+    cwd: str = ""
+    path: list[str] = field(default_factory=list)
+    """The kernel's sys.path, so that the user's own modules import on the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """End the ranks, keep the launcher."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """The launcher's imports are done."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A long step, for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The ranks ended, wanted or not."""
+
+    generation: int
+    exitcodes: dict[str, int] = field(default_factory=dict)
+    """By rank, of those that failed first; negative = ended by that signal (as in subprocess)."""
+    error: str = ""
+    """The launcher's own error, where it could not start them."""
+
+
+LinkMessage = Launch | Halt | Warm | Progress | Ended
+_TYPES = {cls.__name__: cls for cls in (Launch, Halt, Warm, Progress, Ended)}
+
+
+def death_note(run_dir: str | Path, rank: int) -> Path:
+    """Where a rank that cannot start leaves its traceback."""
+    return Path(run_dir) / f"rank{rank}.died"
+
+
+def to_line(message: LinkMessage) -> bytes:
+    """One message of the link as a line of JSON."""
+    return json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
+
+
+def from_line(line: bytes) -> LinkMessage:
+    """Parse a line of the link."""
+    name, fields = json.loads(line)
+    message: LinkMessage = _TYPES[name](**fields)
+    return message

@@ -1,0 +1,89 @@
+"""Rows of the benchmark: a value, its bar, and whether it holds; as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured value against its bar."""
+
+    name: str
+    value: float
+    unit: str
+    """"x" for a ratio of two things measured in the same run."""
+    limit: float
+    sense: Literal["<=", ">="] = "<="
+    detail: str = ""
+    """What the value was made of, for the table."""
+
+    @property
+    def bar(self) -> str:
+        """The bar as text: "<= 0.7"."""
+        return f"{self.sense} {self.limit:g}"
+
+    @property
+    def holds(self) -> bool:
+        """Whether the value is on the right side of its bar."""
+        return self.value <= self.limit if self.sense == "<=" else self.value >= self.limit
+
+    def to_json(self) -> dict[str, object]:
+        """The row as build/bench.json has it."""
+        return {
+            "name": self.name,
+            "value": round(self.value, 4),
+            "unit": self.unit,
+            "bar": self.bar,
+            "holds": self.holds,
+        }
+
+
+def machine() -> str:
+    """The machine and the versions in one line."""
+    hardware = f"{os.cpu_count()} cores {cpu_model()}, load {os.getloadavg()[0]:.1f}"
+    versions = [f"{name} {version(name)}" for name in ("torch", "accelerate", "ipykernel")]
+    return ", ".join([hardware, f"Python {platform.python_version()}", *versions])
+
+
+def cpu_model() -> str:
+    """The processor's own name, where Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Rows as text, one a line."""
+    lines = [f"{'':5}{'what':58}{'value':>12} {'bar':>10}   made of"]
+    for row in rows:
+        mark = "ok" if row.holds else "MISS"
+        value = f"{row.value:.3g} {row.unit}"
+        lines.append(f"{mark:5}{row.name:58}{value:>12} {row.bar:>10}   {row.detail}")
+    return "\n".join(lines)
+
+
+def write(rows: Iterable[Row], path: Path) -> None:
+    """Write the list of rows as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+
+
+def middle(values: Sequence[float]) -> float:
+    """Median."""
+    return statistics.median(values)
+
+
+def ms(seconds: float) -> str:
+    """Seconds as milliseconds for a detail."""
+    return f"{seconds * 1000:.1f} ms"

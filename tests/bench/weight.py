@@ -1,0 +1,64 @@
+"""What a session weighs in the notebook's kernel: memory at rest, and under a flood of output."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from kernels import Kernel
+from results import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MB = 1e6
+LINES = 200_000
+FLOOD = f"for number in range({LINES}): print(rank, 'line', number)"
+COUNTED = re.compile(r"([\d,]+) lines")
+
+
+def measure() -> Iterator[Row]:
+    """Rows about the kernel's memory and about a flood of output."""
+    with Kernel(sys.executable) as kernel:
+        kernel.run("pass")
+        bare = kernel.resident_bytes()
+        kernel.run("%load_ext nbdist")
+        kernel.run("%%distribute -n 2\nprint(rank)\nworld_size")
+        kernel.settle()
+        live = kernel.resident_bytes()
+        flood = kernel.run(f"%%distribute\n{FLOOD}", timeout_s=600, watch_memory=True)
+    shown, counted = lines(flood.text)
+    yield Row(
+        name="memory that a live session adds to the kernel",
+        value=(live - bare) / MB,
+        unit="MB",
+        limit=60,
+        detail=f"{live / MB:.0f} - {bare / MB:.0f} MB",
+    )
+    yield Row(
+        name=f"growth of the kernel while each rank prints {LINES:,} lines",
+        value=(flood.peak_bytes - live) / MB,
+        unit="MB",
+        limit=50,
+        detail=f"the cell took {flood.seconds:.1f} s",
+    )
+    yield Row(
+        name="printed lines that were neither shown nor counted",
+        value=abs(2 * LINES - shown - counted),
+        unit="lines",
+        limit=0,
+        detail=f"{shown:,} shown, {counted:,} counted",
+    )
+
+
+def lines(text: str) -> tuple[int, int]:
+    """Lines of the flood that were shown, and lines that a sentence counts instead."""
+    shown = sum(" line " in line for line in text.splitlines())
+    counted = sum(
+        int(found.replace(",", ""))
+        for line in text.splitlines()
+        if " line " not in line
+        for found in COUNTED.findall(line)
+    )
+    return shown, counted

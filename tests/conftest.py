@@ -1,0 +1,55 @@
+"""Shared by all tests: nothing may be left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LEFT_BEHIND_S = 5.0
+POLL_S = 0.02
+
+
+def eventually(happened: Callable[[], object], *, within_s: float) -> None:
+    """Poll until `happened()` is true; fail when the time is up."""
+    deadline = time.monotonic() + within_s
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {happened}"
+        threading.Event().wait(POLL_S)
+
+
+def remains() -> set[str]:
+    """Processes, threads and private folders that a session could leave behind."""
+    children = psutil.Process().children(recursive=True)
+    processes = {f"process {p.pid} {p.name()}" for p in children if _alive(p)}
+    threads = {f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("nbdist")}
+    folders = {
+        f"folder {path}"
+        for root in ("/tmp", "/dev/shm")  # noqa: S108 - where sessions make private folders
+        for path in Path(root).glob("nbdist-*")
+        if path.stat().st_uid == os.getuid()
+    }
+    return processes | threads | folders
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Each module leaves the machine as it found it."""
+    before = remains()
+    yield
+    eventually(lambda: not (remains() - before), within_s=LEFT_BEHIND_S)

@@ -1,0 +1,30 @@
+"""Real ranks for tests: one session a module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import nbdist
+from tests.live_kernel import LiveKernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbdist import Session
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """Two CPU ranks under DDP."""
+    with nbdist.Session(nproc=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
+    """A notebook's kernel with the extension loaded."""
+    with LiveKernel(tmp_path_factory.mktemp("notebook")) as kernel:
+        assert kernel.run("%load_ext nbdist").status == "ok"
+        yield kernel

@@ -1,0 +1,204 @@
+"""Cells on real ranks through the Python API."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+
+from nbdist import CellError, CellInterrupted, OptionError, Session, SessionBusy
+from tests.conftest import eventually
+
+
+def test_values_by_rank(session: Session) -> None:
+    result = session.run("(rank, world_size, local_rank)")
+    assert result.ok
+    assert result.values == {0: (0, 2, 0), 1: (1, 2, 1)}
+
+
+def test_names_from_the_start(session: Session) -> None:
+    code = "(accelerator.num_processes, str(device), callable(report), callable(send), torch.__name__)"
+    assert session.run(code).values[1] == (2, "cpu", True, True, "torch")
+
+
+def test_variables_live_between_cells(session: Session) -> None:
+    session.run("kept = rank * 10")
+    assert session.run("kept").values == {0: 0, 1: 10}
+
+
+def test_ranks_are_one_group(session: Session) -> None:
+    code = "import torch.distributed as dist\nt = torch.ones(1) * (rank + 1)\ndist.all_reduce(t)\nt.item()"
+    assert session.run(code).values == {0: 3.0, 1: 3.0}
+
+
+def test_subset_of_ranks(session: Session) -> None:
+    session.run("where = 'all'")
+    session.run("where = 'one'", ranks="1")
+    assert session.run("where").values == {0: "all", 1: "one"}
+
+
+def test_magics_shell_and_await(session: Session) -> None:
+    session.run("%env NBDIST_TEST=seen")
+    assert session.run("import os\nos.environ['NBDIST_TEST']").values[0] == "seen"
+    assert session.run("out = !echo from the shell\nout[0]").values[1] == "from the shell"
+    assert session.run("import asyncio\nawait asyncio.sleep(0)\nrank").values == {0: 0, 1: 1}
+
+
+def test_equal_output_is_shown_once(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    session.run("print('same')\nprint('mine', rank)")
+    assert capsys.readouterr().out.splitlines() == ["[0-1] same", "[0] mine 0", "[1] mine 1"]
+
+
+def test_output_of_one_rank(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    session.run("print('rank', rank)", output="0")
+    assert capsys.readouterr().out == "rank 0\n"
+    session.run("print('rank', rank)", output="none")
+    assert capsys.readouterr().out == ""
+
+
+def test_error_names_the_line_and_all_ranks(session: Session) -> None:
+    with pytest.raises(CellError, match="ZeroDivisionError") as raised:
+        session.run("x = 1\n\nx / 0")
+    assert set(raised.value.errors) == {0, 1}
+    text = "\n".join(raised.value._render_traceback_())
+    assert "ranks 0-1" in text
+    assert "line 3" in text
+    assert text.count("ZeroDivisionError") <= 2
+
+
+def test_error_on_one_rank(session: Session) -> None:
+    with pytest.raises(CellError, match="bad batch") as raised:
+        session.run("if rank == 1: raise ValueError('bad batch')")
+    assert set(raised.value.errors) == {1}
+
+
+def test_failed_cell_frees_its_tensors(session: Session) -> None:
+    session.run(
+        "import weakref\n"
+        "def fail():\n"
+        "    global seen\n"
+        "    big = torch.zeros(1000)\n"
+        "    seen = weakref.ref(big)\n"
+        "    raise RuntimeError('out of memory')"
+    )
+    with pytest.raises(CellError):
+        session.run("fail()")
+    assert session.run("seen() is None").values == {0: True, 1: True}
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("exit()", "a rank cannot leave alone"),
+        ("quit()", "a rank cannot leave alone"),
+        ("input('name? ')", "--push"),
+        ("breakpoint()", "no keyboard"),
+    ],
+)
+def test_what_a_rank_cannot_do(session: Session, code: str, says: str) -> None:
+    with pytest.raises(CellError, match=says):
+        session.run(code)
+    assert session.run("rank").values == {0: 0, 1: 1}
+
+
+def test_syntax_error_is_raised_here(session: Session) -> None:
+    with pytest.raises(SyntaxError):
+        session.run("x = = 1")
+
+
+@pytest.mark.parametrize("code", ["", "  \n", "# only words\n"])
+def test_empty_cell(session: Session, code: str) -> None:
+    with pytest.raises(OptionError, match="empty"):
+        session.run(code)
+
+
+def test_rank_outside_the_session(session: Session) -> None:
+    with pytest.raises(OptionError, match="world_size 2"):
+        session.run("1", ranks="0,5")
+
+
+def test_background_cell(session: Session) -> None:
+    result = session.run("import time\nwhile not globals().get('go'): time.sleep(0.01)", background=True)
+    assert not result.done
+    with pytest.raises(SessionBusy, match="%nbdist wait"):
+        session.run("1")
+    session.interrupt()
+    with pytest.raises(CellError, match="KeyboardInterrupt"):
+        result.wait(30)
+    assert session.run("rank").ok
+
+
+def test_stop_keeps_variables_and_group(session: Session) -> None:
+    session.run("progress = 0")
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(CellInterrupted):
+        session.run("import time\nwhile True:\n    progress += 1\n    time.sleep(0.01)")
+    assert session.run("progress > 0").values == {0: True, 1: True}
+    code = "import torch.distributed as dist\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+    assert session.run(code).values[0] == 2.0
+
+
+def test_report_streams_rows(session: Session) -> None:
+    session.run("for step in range(5):\n    report(loss=torch.tensor(float(rank + step)), lr=0.1)")
+    assert session.metrics["loss"] == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert session.metrics.by_rank("loss")[1] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    session.run("report(step=9, loss=float('nan'))")
+    assert session.metrics["loss"][-1] != session.metrics["loss"][-1]
+
+
+def test_push_and_pull(session: Session) -> None:
+    import torch
+
+    weights = {"w": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "names": ["a", ("b", 1)]}
+    session.push(state=weights, scale=2.5)
+    session.run("state['w'] += rank\nback = {'w': state['w'] * scale, 'n': state['names']}")
+    back = session.pull("back", rank=1)
+    assert back["w"].dtype == torch.bfloat16
+    assert torch.equal(back["w"], (weights["w"] + 1) * 2.5)
+    assert back["n"] == ["a", ("b", 1)]
+    assert session.pull("rank", "scale", rank=0) == [0, 2.5]
+    assert torch.equal(weights["w"], torch.arange(6, dtype=torch.bfloat16).reshape(2, 3))
+
+
+def test_send_arrives_while_the_cell_runs(session: Session) -> None:
+    session.received.clear()
+    result = session.run(
+        "if rank == 0: send('early', {'x': 1})\nimport time\nwhile True: time.sleep(0.01)", background=True
+    )
+    eventually(lambda: "early" in session.received, within_s=10)
+    assert session.received["early"] == {"x": 1}
+    assert not result.done
+    session.interrupt()
+    with pytest.raises(CellError):
+        result.wait(30)
+
+
+@pytest.mark.parametrize("value", [lambda: 0, object(), open])
+def test_what_cannot_be_pushed(session: Session, value: object) -> None:
+    from nbdist import PayloadError
+
+    with pytest.raises(PayloadError, match="value"):
+        session.push(value=value)
+    assert session.run("rank").ok
+
+
+def test_what_cannot_be_pulled(session: Session) -> None:
+    from nbdist import PayloadError
+
+    with pytest.raises(PayloadError, match="nowhere"):
+        session.pull("nowhere")
+    session.run("f = lambda: 0")
+    with pytest.raises(PayloadError, match="function"):
+        session.pull("f")
+
+
+def test_flood_ends_and_is_counted(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    before = psutil.Process().memory_info().rss
+    session.run("for i in range(50_000): print('line', i, rank)")
+    text = capsys.readouterr().out
+    assert "not shown" in text
+    assert "line 49999" in text
+    assert psutil.Process().memory_info().rss - before < 50e6

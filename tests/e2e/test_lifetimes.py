@@ -1,0 +1,147 @@
+"""Nothing outlives the kernel; a dead rank is told at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+import nbdist
+from nbdist import RankDied, Session
+from tests.conftest import eventually
+from tests.live_kernel import LiveKernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+START = """%load_ext nbdist
+%%distribute -n 2
+import os, subprocess
+child = subprocess.Popen(['sleep', '300'])
+loader = iter(torch.utils.data.DataLoader(range(100), num_workers=1))
+next(loader)
+(os.getpid(), os.getppid(), child.pid)"""
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[LiveKernel]:
+    """A notebook's kernel whose ranks have children of their own."""
+    with LiveKernel(tmp_path) as running:
+        for cell in START.split("\n", 1):
+            assert running.run(cell).status == "ok"
+        yield running
+
+
+def family(kernel: LiveKernel) -> set[psutil.Process]:
+    """Launcher, ranks, and their children."""
+    pid = kernel.manager.provisioner.pid
+    return set(psutil.Process(pid).children(recursive=True))
+
+
+def gone(processes: set[psutil.Process]) -> bool:
+    """Whether none of them runs."""
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def kill(kernel: LiveKernel) -> None:
+    os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
+
+
+def shut_down(kernel: LiveKernel) -> None:
+    kernel.manager.shutdown_kernel(now=False)
+
+
+def restart(kernel: LiveKernel) -> None:
+    kernel.manager.restart_kernel(now=False)
+
+
+@pytest.mark.parametrize("end", [kill, shut_down, restart])
+def test_nothing_outlives_the_kernel(kernel: LiveKernel, end: Callable[[LiveKernel], None]) -> None:
+    started = family(kernel)
+    assert len(started) >= 5  # launcher, 2 ranks, their subprocesses and loaders
+    end(kernel)
+    eventually(lambda: gone(started), within_s=5)
+
+
+def test_a_killed_rank_is_told_and_restarts() -> None:
+    with nbdist.Session(nproc=2) as session:
+        victim = session.status()["ranks"][1]["pid"]
+        with pytest.raises(RankDied, match=r"rank 1 ended with signal 9 \(SIGKILL\)"):
+            session.run(
+                "import os, signal, time\n"
+                "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+                "while True: time.sleep(0.01)"
+            )
+        with pytest.raises(RankDied, match="%nbdist restart"):
+            session.run("1")
+        eventually(lambda: not psutil.pid_exists(victim), within_s=5)
+        session.restart()
+        assert session.run("rank").values == {0: 0, 1: 1}
+
+
+def test_an_exit_without_a_word_is_told() -> None:
+    with nbdist.Session(nproc=2) as session, pytest.raises(RankDied, match="rank 0"):
+        session.run("import os, time\nif rank == 0: os._exit(0)\nwhile True: time.sleep(0.01)")
+
+
+def test_a_killed_launcher_takes_the_ranks_and_is_told() -> None:
+    with nbdist.Session(nproc=2) as session:
+        ranks = {psutil.Process(rank["pid"]) for rank in session.status()["ranks"]}
+        psutil.Process(next(iter(ranks)).ppid()).kill()
+        eventually(lambda: gone(ranks), within_s=5)
+        eventually(lambda: session.state == "dead", within_s=5)
+
+
+def test_one_rank_is_a_process_of_its_own() -> None:
+    with nbdist.Session(nproc=1) as session:
+        code = "import os\n(rank, world_size, os.environ['WORLD_SIZE'], os.getpid())"
+        rank, world_size, env, pid = session.run(code).values[0]
+        assert (rank, world_size, env) == (0, 1, "1")
+        assert pid == session.status()["ranks"][0]["pid"]
+
+
+def test_listeners_stay_on_loopback() -> None:
+    with nbdist.Session(nproc=2) as session:
+        session.run("torch.distributed.barrier()")
+        pids = [rank["pid"] for rank in session.status()["ranks"]]
+        processes = [psutil.Process(pid) for pid in pids]
+        processes += [processes[0].parent(), psutil.Process()]
+        listening = {
+            connection.laddr.ip
+            for process in processes
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert listening <= {"127.0.0.1"}
+
+
+def test_stale_environment_and_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "x", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with Session(nproc=2) as session:
+            assert session.run("(rank, world_size)").values == {0: (0, 2), 1: (1, 2)}
+
+
+def test_long_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with Session(nproc=1) as session:
+        assert session.run("rank").ok
+
+
+def test_private_folder() -> None:
+    with nbdist.Session(nproc=1) as session:
+        folder = session._gang.run_dir
+        for path in (folder.path, folder.bulk):
+            assert path.stat().st_mode & 0o777 == 0o700
+    assert not folder.path.exists()
+    assert not folder.bulk.exists()

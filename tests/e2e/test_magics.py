@@ -1,0 +1,220 @@
+"""The magics in a real kernel, as a front end sees them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.live_kernel import LiveKernel
+
+
+def test_loading_brings_no_torch(notebook: LiveKernel) -> None:
+    shown = notebook.run("import sys\nsorted({'torch', 'accelerate', 'transformers'} & set(sys.modules))")
+    assert "[]" in shown.text
+
+
+def test_first_cell_says_what_it_starts(notebook: LiveKernel) -> None:
+    shown = notebook.run("%%distribute --backend ddp -n 2\nprint('hello from', rank)")
+    assert shown.status == "ok"
+    assert "2 CPU ranks" in shown.text
+    assert "ready in" in shown.text
+    assert "[0] hello from 0" in shown.text
+    assert "[1] hello from 1" in shown.text
+
+
+def test_last_expression_is_merged(notebook: LiveKernel) -> None:
+    assert "[0-1] 2" in notebook.run("%%distribute\nworld_size").text
+
+
+def test_rich_output(notebook: LiveKernel) -> None:
+    shown = notebook.run("%%distribute --ranks 0\nfrom IPython.display import HTML\nHTML('<b>bold</b>')")
+    assert any("text/html" in output.get("data", {}) for output in shown.outputs)
+
+
+def test_figure(notebook: LiveKernel) -> None:
+    shown = notebook.run("%%distribute\nimport matplotlib.pyplot as plt\nplt.plot([1, 2]);")
+    pictures = [output for output in shown.outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 1  # equal on both ranks
+
+
+def test_update_display(notebook: LiveKernel) -> None:
+    shown = notebook.run(
+        "%%distribute --ranks 1\nh = display('before', display_id=True)\nh.update('after')"
+    )
+    assert "after" in shown.text
+    assert "before" not in shown.text
+
+
+def test_error_marks_the_cell_failed(notebook: LiveKernel) -> None:
+    shown = notebook.run("%%distribute\nx = 1\nraise ValueError('bad batch')")
+    assert shown.status == "error"
+    assert shown.error["ename"] == "CellError"
+    assert "ValueError: bad batch" in shown.text
+    assert "line 3" in shown.text  # the cell's own count, the magic being line 1
+    assert "ranks 0-1" in shown.text
+    assert "nbdist/" not in shown.text
+
+
+def test_syntax_error_is_said_once(notebook: LiveKernel) -> None:
+    shown = notebook.run("%%distribute\nx = = 1")
+    assert shown.status == "error"
+    assert shown.text.count("SyntaxError") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--backend horovod", "fsdp"),
+        ("--auto", "not in this version"),
+        ("--nonsense", "unrecognized"),
+        ("-n two", "invalid int"),
+        ("--ranks 0,7", "world_size 2"),
+        ("--offload nvme:/tmp/x --backend fsdp", "zero3"),
+        ("--precision bf17", "bf16"),
+        ("--gpus 0", "GPU"),
+        ("--push nothing_here", "no variable"),
+        ("--background --pull x", "%nbdist wait"),
+        ("--clip -1", "clip"),
+        ("--deepspeed-config /nowhere.json", "nowhere.json"),
+    ],
+)
+def test_bad_input_is_one_sentence(notebook: LiveKernel, line: str, says: str) -> None:
+    shown = notebook.run(f"%%distribute {line}\npass")
+    assert shown.status == "error"
+    assert says in shown.text
+    assert "Traceback" not in shown.text
+    assert notebook.run("%%distribute\nrank").status == "ok"
+
+
+def test_empty_cell(notebook: LiveKernel) -> None:
+    shown = notebook.run("%%distribute\n\n")
+    assert shown.status == "error"
+    assert "empty" in shown.text
+
+
+def test_push_and_pull(notebook: LiveKernel) -> None:
+    notebook.run("a, b = [1, 2], 'text'")
+    shown = notebook.run("%%distribute --push a,b --pull c,d\nc = a + [rank]; d = b.upper()")
+    assert shown.status == "ok"
+    assert "([1, 2, 0], 'TEXT')" in notebook.run("c, d").text
+
+
+def test_send_binds_in_the_notebook(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute --ranks 1\nsend('note', {'from': rank})")
+    assert "{'from': 1}" in notebook.run("note").text
+
+
+def test_metrics(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute\nfor i in range(3): report(loss=i + rank)")
+    assert "[0.5, 1.5, 2.5]" in notebook.run("import nbdist\nnbdist.session().metrics['loss']").text
+
+
+def test_capture(notebook: LiveKernel) -> None:
+    notebook.run("%%capture seen\nget_ipython().run_cell_magic('distribute', '', 'print(rank)')")
+    assert "[0] 0" in notebook.run("print(seen.stdout)").text
+
+
+def test_background(notebook: LiveKernel) -> None:
+    assert notebook.run("%%distribute --background\nimport time\nwhile not globals().get('go'): time.sleep(0.01)").status == "ok"
+    busy = notebook.run("%%distribute\n1")
+    assert busy.status == "error"
+    assert "%nbdist wait" in busy.text
+    notebook.run("%nbdist interrupt")
+    assert "KeyboardInterrupt" in notebook.run("%nbdist wait").text
+    assert notebook.run("%%distribute\nrank").status == "ok"
+
+
+def test_stop_button(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute\nseen = 0")
+    request = notebook.send("%%distribute\nimport time\nprint('going')\nwhile True:\n    seen += 1; time.sleep(0.01)")
+    notebook.collect(request, until="[0-1] going")
+    notebook.manager.interrupt_kernel()
+    shown = notebook.collect(request)
+    assert shown.status == "error"
+    assert "KeyboardInterrupt" in shown.text
+    assert "[0-1] True" in notebook.run("%%distribute\nseen > 0").text
+
+
+def test_text_progress_bars_do_not_mix(notebook: LiveKernel) -> None:
+    shown = notebook.run(
+        "%%distribute\nfrom tqdm import tqdm\n"
+        "for _ in tqdm(range(5 + rank), desc=f'bar{rank}', ascii=True): pass"
+    )
+    lines = [line for line in shown.text.splitlines() if "bar" in line and "100%" in line]
+    assert any("bar0" in line and "5/5" in line for line in lines)
+    assert any("bar1" in line and "6/6" in line for line in lines)
+
+
+def test_widget_progress_bar_reaches_the_front_end(notebook: LiveKernel) -> None:
+    shown = notebook.run(
+        "%%distribute --ranks 0\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(3)): pass"
+    )
+    assert shown.status == "ok"
+    assert any(output["kind"] == "comm_open" for output in shown.outputs)
+    views = [o for o in shown.outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
+    assert len(views) == 1
+
+
+def test_other_backend_restarts_and_says_so(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute\nlost = 1")
+    shown = notebook.run("%%distribute --backend fsdp\n'lost' in globals()")
+    assert "backend ddp -> fsdp2" in shown.text
+    assert "lost" in shown.text
+    assert "[0-1] False" in shown.text
+
+
+def test_commands(notebook: LiveKernel) -> None:
+    assert "rank 1: pid" in notebook.run("%nbdist status").text
+    assert "interrupt" in notebook.run("%nbdist").text
+    assert "not in nbdist" in notebook.run("%nbdist switch zero3").text
+    assert "torch" in notebook.run("%nbdist doctor").text
+    wrong = notebook.run("%nbdist fly")
+    assert wrong.status == "error"
+    assert "status" in wrong.text
+
+
+def test_help_is_complete(notebook: LiveKernel) -> None:
+    reply = notebook.client.inspect("%%distribute", reply=True, timeout=10)
+    text = reply["content"]["data"]["text/plain"]
+    for option in ("--backend", "--precision", "--offload-params", "--push", "--background"):
+        assert option in text
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("%%distribute --back", {"--background", "--backend"}),
+        ("%%distribute --backend ze", {"zero1", "zero2", "zero3"}),
+        ("%%distribute --precision ", {"no", "fp16", "bf16", "fp8"}),
+        ("%nbdist sta", {"status"}),
+    ],
+)
+def test_completion(notebook: LiveKernel, line: str, expected: set[str]) -> None:
+    reply = notebook.client.complete(line, reply=True, timeout=10)
+    assert set(reply["content"]["matches"]) == expected
+
+
+def test_reload_keeps_the_ranks(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute\nkept = 41")
+    assert notebook.run("%reload_ext nbdist").status == "ok"
+    assert "[0-1] 42" in notebook.run("%%distribute\nkept + 1").text
+
+
+def test_bad_config_does_not_break_the_next_load(notebook: LiveKernel) -> None:
+    assert "horovod" in notebook.run("%config NbDist.backend = 'horovod'").text
+    shown = notebook.run("%reload_ext nbdist")
+    assert shown.status == "ok"
+    assert "ignored" in shown.text
+    assert notebook.run("%config NbDist.backend = 'zero1'").status == "ok"
+
+
+def test_unload_removes_everything(notebook: LiveKernel) -> None:
+    notebook.run("nbdist.session().stop()")
+    assert notebook.run("%unload_ext nbdist").status == "ok"
+    shown = notebook.run("%%distribute\n1")
+    assert shown.status == "error"
+    assert "not found" in shown.text
+    reply = notebook.client.complete("%%distribute --back", reply=True, timeout=10)
+    assert "--backend" not in reply["content"]["matches"]

@@ -1,0 +1,146 @@
+"""The shipped notebooks run from start to finish on two CPU ranks, as a user runs them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nbformat
+import psutil
+import pytest
+from nbclient import NotebookClient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbformat import NotebookNode
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp")
+
+
+@pytest.fixture
+def cpu_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A kernel that finds no GPU and writes no history of its own into the home folder."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Fail when a process that the test started outlives it."""
+    me = psutil.Process()
+    before = {child.pid for child in me.children(recursive=True)}
+    marker = os.environ["NBDIST_TEST_RUN"] = f"notebooks-{os.getpid()}-{id(before)}"
+    yield
+    del os.environ["NBDIST_TEST_RUN"]
+    left = [process for process in psutil.process_iter() if carries(process, marker)]
+    gone, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive, [(process.pid, process.name()) for process in alive]
+
+
+def carries(process: psutil.Process, marker: str) -> bool:
+    """Whether a process inherited this test's environment; orphans are found too."""
+    try:
+        ours = process.environ().get("NBDIST_TEST_RUN") == marker
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+    return ours and process.pid != os.getpid()
+
+
+def executed(name: str) -> NotebookNode:
+    """Run one notebook in a kernel of its own; a failing cell raises."""
+    path = ROOT / "notebooks" / name
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=600,
+        store_widget_state=False,
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    client.execute()
+    return notebook
+
+
+def cell(notebook: NotebookNode, cell_id: str) -> NotebookNode:
+    """The cell of that id."""
+    return next(cell for cell in notebook.cells if cell.id == cell_id)
+
+
+def text(notebook: NotebookNode, cell_id: str) -> str:
+    """All plain text that a cell shows."""
+    parts = []
+    for output in cell(notebook, cell_id).outputs:
+        if output.output_type == "stream":
+            parts.append(output.text)
+        elif output.output_type == "error":
+            parts.extend(output.traceback)
+        else:
+            parts.append(output.data.get("text/plain", ""))
+    return "\n".join(parts)
+
+
+def mimes(notebook: NotebookNode, cell_id: str) -> set[str]:
+    """Types of all rich outputs of a cell."""
+    return {mime for output in cell(notebook, cell_id).outputs for mime in output.get("data", {})}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_is_committed_clean(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert "widgets" not in notebook.metadata
+    assert all(not c.outputs and c.execution_count is None for c in code_cells(notebook))
+    assert all(c.id.replace("-", "").isalpha() for c in notebook.cells), "ids are words"
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("cpu_ranks", "nothing_left")
+def test_first_cell() -> None:
+    notebook = executed("01_first_cell.ipynb")
+    assert "rank 0 of 2" in text(notebook, "hello")
+    assert "rank 1 of 2" in text(notebook, "hello")
+    assert text(notebook, "same").count("all of us know the world size: 2") == 1
+    assert "(False, False)" in text(notebook, "here")
+    assert "step 200" in text(notebook, "train")
+    assert "image/png" in mimes(notebook, "plot")
+    assert text(notebook, "read").startswith("def __init__(self")
+    assert text(notebook, "mistake").count("KeyError") >= 1
+    assert "no losses here" in text(notebook, "after")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("cpu_ranks", "nothing_left")
+def test_every_backend() -> None:
+    notebook = executed("02_every_backend.ipynb")
+    assert "DistributedDataParallel" in text(notebook, "train")
+    again = text(notebook, "again")
+    assert again.count("DeepSpeedEngine") >= 3
+    assert "FullyShardedDataParallel" in again
+    assert "FSDPLlamaForCausalLM" in again
+    assert "image/png" in mimes(notebook, "plot")
+    assert "text/markdown" in mimes(notebook, "table")
+    table = cell(notebook, "table").outputs[0].data["text/markdown"]
+    assert all(f"`{backend}`" in table for backend in BACKENDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("cpu_ranks", "nothing_left")
+def test_trainer() -> None:
+    notebook = executed("03_trainer.ipynb")
+    assert "FSDP" in text(notebook, "train")
+    assert "image/png" in mimes(notebook, "plot")
+    line = next(x for x in text(notebook, "plot").splitlines() if "bits per byte before" in x)
+    before, after = (float(word) for word in line.split() if word[0].isdigit())
+    assert after < before - 1

@@ -1,0 +1,104 @@
+"""The direction of imports, and what must never be imported where."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "nbdist"
+PURE = {"errors", "strategies", "wire", "payload", "ranks"}
+MAY_IMPORT = {
+    "errors": {"wire"},
+    "wire": set(),
+    "ranks": {"errors"},
+    "payload": {"errors"},
+    "strategies": {"errors"},
+    "engines": {"errors", "wire"},
+    "kernel": {*PURE, "engines"},
+    "launcher": {*PURE, "rank"},
+    "rank": {*PURE, "launcher"},
+    "completion": {"strategies", "magics"},
+    "doctor": {"kernel", "engines"},
+    "magics": {*PURE, "", "completion", "doctor", "kernel", "engines"},
+    "": {*PURE, "kernel", "magics", "rank"},
+}
+"""Room -> rooms it may import from; "" is the package itself."""
+HEAVY = {"torch", "accelerate", "deepspeed", "transformers"}
+
+
+def modules() -> list[Path]:
+    """All modules of the package."""
+    return sorted(ROOT.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    """Room of a file: a folder, or a module at the top."""
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of everything a module imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def rooms_of(names: set[str]) -> set[str]:
+    """Rooms that a set of imported names lies in."""
+    own = [name.split(".") for name in names if name.split(".")[0] == "nbdist"]
+    known = {room(path) for path in modules()}
+    return {parts[1] if len(parts) > 1 and parts[1] in known else "" for parts in own}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_arrows_point_downwards(path: Path) -> None:
+    own = room(path)
+    allowed = MAY_IMPORT[own] | {own}
+    assert rooms_of(imported(path)) <= allowed
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_heavy_libraries_stay_on_the_ranks(path: Path) -> None:
+    if room(path) in {"rank", "launcher"}:
+        return
+    top = ast.parse(path.read_text()).body
+    names = {alias.name.split(".")[0] for node in top if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module).split(".")[0] for node in top if isinstance(node, ast.ImportFrom)}
+    assert not names & HEAVY
+
+
+def test_loading_brings_no_torch() -> None:
+    code = (
+        "import sys; import nbdist.magics, nbdist.kernel.session;"
+        f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert not calls & {"eval", "exec"}
+    assert not {name.split(".")[0] for name in imported(path)} & {"pickle", "marshal", "shelve"}
+
+
+def test_backends_are_told_apart_in_one_table() -> None:
+    names = {"ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"}
+    for path in modules():
+        if room(path) == "strategies":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                compared = {c.value for c in [node.left, *node.comparators] if isinstance(c, ast.Constant)}
+                assert not compared & names, f"{path}:{node.lineno}"
