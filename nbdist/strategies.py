@@ -228,13 +228,15 @@ class Strategy:
             "gradient_accumulation_steps": options.accumulate,
             # transformers 5.23 clips at 1.0 unless told otherwise.
             "max_grad_norm": options.clip or 0.0,
+            # transformers 5.23 looks for unused parameters in every step and torch warns.
+            "ddp_find_unused_parameters": False,
         }
 
     def extensions(self, options: Options, hardware: Hardware) -> tuple[str, ...]:
         """DeepSpeed ops to build before the ranks start, in DeepSpeed's own names."""
         if self.engine != "deepspeed":
             return ()
-        return _OFFLOAD_OPS[options.offload_device][hardware.kind]
+        return _OFFLOAD_OPS[options.offload_device]
 
 
 _FSDP_VERSION_KWARGS: Mapping[int, Plain] = {
@@ -251,15 +253,11 @@ _AIO: Plain = {
     "single_submit": False,
     "overlap_events": True,
 }
-_CPU_ADAM = ("cpu_adam",)
-_OFFLOAD_OPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "none": {"cpu": (), "cuda": ()},
-    "cpu": {"cpu": _CPU_ADAM, "cuda": _CPU_ADAM},
-    # deepspeed 0.19: async_io takes its page-locked buffers from pin_memory on a CPU.
-    "nvme": {
-        "cpu": (*_CPU_ADAM, "pin_memory", "async_io"),
-        "cuda": (*_CPU_ADAM, "async_io"),
-    },
+_OFFLOAD_OPS: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "cpu": ("cpu_adam",),
+    # deepspeed 0.19: async_io takes its page-locked buffers from pin_memory.
+    "nvme": ("cpu_adam", "pin_memory", "async_io"),
 }
 
 _ROWS = (
@@ -377,9 +375,9 @@ def _merged(base: Plain, top: Mapping[str, Any]) -> Plain:
     """Return base with top's values, mappings merged key by key."""
     merged = dict(base)
     for key, value in top.items():
-        inner = merged.get(key)
+        inner: Any = merged.get(key)
         both = isinstance(inner, dict) and isinstance(value, dict)
-        merged[key] = _merged(inner, value) if both and isinstance(inner, dict) else value
+        merged[key] = _merged(inner, value) if both else value
     return merged
 
 
@@ -544,7 +542,7 @@ def _with_deepspeed_file(options: Options, content: Mapping[str, Any]) -> Option
     clipping = content.get("gradient_clipping") or None
     return replace(
         options,
-        deepspeed_config=_without_auto(content, options.strategy.level),
+        deepspeed_config=_without_ours(content, options.strategy.level),
         accumulate=_agree(
             "accumulate",
             options.accumulate,
@@ -563,15 +561,24 @@ def _with_deepspeed_file(options: Options, content: Mapping[str, Any]) -> Option
     )
 
 
-def _without_auto(content: Mapping[str, Any], stage: int) -> Plain:
-    """Return the file without those "auto" values that are ours to say."""
+def _without_ours(content: Mapping[str, Any], stage: int) -> Plain:
+    """Return the file without what the options say."""
     plain = {
         key: value
         for key, value in content.items()
-        if not (key in {"gradient_clipping", "gradient_accumulation_steps"} and value == "auto")
+        if key not in {"gradient_clipping", "gradient_accumulation_steps"}
     }
-    plain["zero_optimization"] = dict(content.get("zero_optimization", {})) | {"stage": stage}
+    zero = dict(content.get("zero_optimization", {})) | {"stage": stage}
+    for section in ("offload_optimizer", "offload_param"):
+        # Where to offload is an option by now; what is left tunes it.
+        tuning = {k: v for k, v in (zero.pop(section, None) or {}).items() if k not in _PLACE}
+        if tuning:
+            zero[section] = tuning
+    plain["zero_optimization"] = zero
     return plain
+
+
+_PLACE = ("device", "nvme_path")
 
 
 def _filed_precision(content: Mapping[str, Any]) -> str | None:

@@ -141,8 +141,8 @@ class Launch:
     generation: int
     """Number of this start; `Ended` repeats it, so that an old end is never taken for a new one."""
     world_size: int
-    devices: list[int] | None
-    """GPU indices as the kernel counts them; None for CPU ranks."""
+    devices: list[str] | None
+    """The GPUs as CUDA_VISIBLE_DEVICES takes them; None for CPU ranks."""
     options: dict[str, Any]
     """`strategies.Options.to_json()`."""
     hardware: dict[str, Any]

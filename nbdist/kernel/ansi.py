@@ -11,7 +11,7 @@ import re
 RESET = "\x1b[0m"
 
 ESCAPE = re.compile(
-    r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_`-~]|[ -/]+[0-~])?"
+    r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[0-Z\\^-~]|[ -/]+[0-~])?"
 )
 """Any escape sequence: CSI, OSC, two-character ones, and a lone or cut-off ESC."""
 
@@ -45,7 +45,7 @@ def add_style(style: str, sequence: str) -> str:
     if codes[-1] in ("", "0"):
         return ""
     start = "" if codes[0] in ("", "0") else style
-    return (start + sequence)[-_STYLE_CHARS:] if len(start) < _STYLE_CHARS else sequence
+    return start + sequence if len(start) < _STYLE_CHARS else sequence
 
 
 def contained(line: str, style: str) -> tuple[str, str]:

@@ -79,10 +79,10 @@ class Gate:
         self._ranks = {r: _Allowance(self._budget.lines, self._budget.chars) for r in ranks}
         self._windows: deque[tuple[int, int]] = deque(maxlen=_MAX_WINDOWS)
         self._frontier = 0
-        self._lines: float = 0
-        self._chars: float = 0
-        self._refilled_at: float | None = None
-        self._flowing = False
+        self._lines: float = self._budget.lines_s
+        self._chars: float = self._budget.chars_s
+        self._refilled_at = float("-inf")
+        self._flowing = True
 
     def admit(
         self, rank: int, lines: int, chars: int, *, now: float, weight: int = 1
@@ -136,7 +136,7 @@ class Gate:
 
     def _refill(self, now: float) -> None:
         budget = self._budget
-        passed = 0.0 if self._refilled_at is None else now - self._refilled_at
+        passed = now - self._refilled_at
         self._refilled_at = now
         self._lines = min(budget.lines_s, self._lines + passed * budget.lines_s)
         self._chars = min(budget.chars_s, self._chars + passed * budget.chars_s)

@@ -24,7 +24,7 @@ from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.kernel.channel import Channels, write_connections
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nbdist.engines.local import Launcher, LocalEngine
     from nbdist.engines.run_dir import RunDir
@@ -99,7 +99,7 @@ class Gang:
         self,
         *,
         world_size: int,
-        devices: tuple[int, ...] | None,
+        devices: Sequence[str] | None,
         options: Mapping[str, Any],
         hardware: Mapping[str, Any],
         progress: Callable[[str], None],
@@ -148,7 +148,7 @@ class Gang:
         self,
         launcher: Launcher,
         world_size: int,
-        devices: tuple[int, ...] | None,
+        devices: Sequence[str] | None,
         options: dict[str, Any],
         hardware: dict[str, Any],
     ) -> None:

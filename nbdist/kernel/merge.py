@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 _PASS = 16
 """How many items of the other stream an item may pass to meet its twin."""
+_TOGETHER_S = 0.1
+"""Items that arrive within this time leave in the order of their ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,7 @@ class Merge(Generic[T]):
             yield group
 
     def _next(self, now: float, *, final: bool) -> tuple[tuple[int, ...], T] | None:
-        heads = [(queue[0].at, rank) for rank, queue in self._queues.items() if queue]
-        for at, rank in sorted(heads):
+        for at, rank in self._heads():
             item = self._queues[rank][0]
             ready, behind = self._others(rank)
             if len(ready) + 1 == len(self._queues):
@@ -71,6 +72,12 @@ class Merge(Generic[T]):
             if final or now - at >= item.hold_s:
                 return self._released([rank], behind)
         return None
+
+    def _heads(self) -> list[tuple[float, int]]:
+        """Arrival and rank of each queue's head: the older first, together by rank."""
+        heads = [(queue[0].at, rank) for rank, queue in self._queues.items() if queue]
+        oldest = min(heads, default=(0.0, 0))[0]
+        return sorted(heads, key=lambda head: (max(0.0, head[0] - oldest - _TOGETHER_S), head[1]))
 
     def _others(self, rank: int) -> tuple[dict[int, int], list[int]]:
         """Ranks where the head's twin can be taken (and its index), and where it is deeper."""

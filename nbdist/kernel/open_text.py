@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 MAX_LINE = 20_000
 """Characters of one line that are shown."""
 
+_NOTE_CHARS = 64
+"""Room for what `shortened` appends to a line."""
 _MAX_ROWS = 50
 _KEPT_RETURNS = 50
 _DRAWS = re.compile(r"\r(?!\n|$)|\x08|\x1b\[[0-9;]*[ABGKFEJ]")
@@ -208,7 +210,7 @@ class Typist:
 
     def _finished(self, line: str) -> str:
         line = line.removesuffix("\r")
-        if len(line) > MAX_LINE:
+        if len(line) > MAX_LINE + _NOTE_CHARS:
             line = line[:MAX_LINE] + cut_note(len(line))
         line, self._style = contained(line, self._style)
         return line

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Show = Literal["all", "none"] | frozenset[int]
 
 _UPDATE_S = 0.1
+_FLUSH_S = 0.1
 _DISPLAY_CHARS = 20
 """A display's text is this much cheaper than printed text: figures are large."""
 _LONG_BAR = 4_000
@@ -68,7 +69,7 @@ class Renderer:
         self._skipping: set[tuple[int, StreamName]] = set()
         self._bars: dict[tuple[int, StreamName], str] = {}
         self._updates: dict[str, tuple[Bundle, Bundle]] = {}
-        self._updated_at = float("-inf")
+        self._updated_at = self._flushed_at = float("-inf")
         self._relay = Relay(screen)
 
     @property
@@ -161,7 +162,9 @@ class Renderer:
         self._relay.flush()
         self._lane.tick(now)
         self._send_updates(now)
-        self._screen.flush()
+        if now - self._flushed_at >= _FLUSH_S:
+            self._flushed_at = now
+            self._screen.flush()
 
     def close(self) -> None:
         """Show everything that is held and say what was not shown."""

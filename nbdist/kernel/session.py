@@ -138,7 +138,7 @@ class Session:
             line.show(f"nbdist: starting {self.describe()}")
             self._gang.start(
                 world_size=self.world_size,
-                devices=choice.placement.devices,
+                devices=choice.visible,
                 options=choice.options.to_json(),
                 hardware=choice.hardware.to_json(),
                 progress=lambda text: line.show(f"nbdist: {text}"),
@@ -413,6 +413,7 @@ class Choice:
     placement: machine.Placement
     hardware: strategies.Hardware
     options: strategies.Options
+    gpus_found: bool
 
     @classmethod
     def of(cls, asked: Mapping[str, Any]) -> Choice:
@@ -422,7 +423,8 @@ class Choice:
         found = machine.found()
         placement = machine.placement(nproc, gpus, found)
         hardware = machine.hardware(placement, found)
-        return cls(placement, hardware, strategies.Options.of(engine_options).checked(hardware))
+        options = strategies.Options.of(engine_options).checked(hardware)
+        return cls(placement, hardware, options, gpus_found=bool(found.gpus))
 
     def flat(self) -> dict[str, object]:
         """All options in one table, for comparing."""
@@ -434,7 +436,15 @@ class Choice:
 
     def describe(self) -> str:
         """Ranks and strategy in a few words."""
-        return f"{self.placement.describe()}, {self.options.describe()}"
+        where = self.placement.describe()
+        if self.placement.devices is None and not self.gpus_found:
+            where += " (no GPU found)"
+        return f"{where}, {self.options.describe()}"
+
+    @property
+    def visible(self) -> tuple[str, ...] | None:
+        """The ranks' GPUs as CUDA_VISIBLE_DEVICES takes them; None for CPU ranks."""
+        return None if self.placement.devices is None else self.placement.visible
 
 
 _current: list[Session | None] = [None]

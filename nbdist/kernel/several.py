@@ -96,8 +96,7 @@ class Several:
     def clear(self, rank: int, *, wait: bool, now: float) -> None:
         """Take a rank's wish to clear; it is done where all ranks have it."""
         self._end_half_lines(rank, now)
-        item = Item[_Content](("clear",), "", now, _CLEAR_HOLD_S, _Clear(wait))
-        self._merge.put(rank, item)
+        self._merge.put(rank, Item(("clear",), "", now, _CLEAR_HOLD_S, _Clear(wait)))
 
     def midline(self, rank: int, name: StreamName) -> bool:
         """Whether the stream stands in an unfinished line."""

@@ -75,7 +75,7 @@ _FRAME = re.compile(r"\s*File (.+?):(\d+)(?:, in |\s*$)")
 _VARYING = re.compile(
     r"0x[0-9a-fA-F]+"
     r"|\bpid[ =:]*\d+"
-    r"|/tmp/\S*"  # noqa: S108 - a pattern of text, no file is made
+    r"|/tmp/\S*"
     r"|\[[0-9a-fA-F.:]+\]:\d+"
     r"|\b127\.0\.0\.1:\d+"
 )
@@ -153,7 +153,7 @@ def _shown(group: Group, shown: dict[tuple[str, ...], Group], *, note: str) -> l
 
 
 def _finished(groups: Sequence[Group], ranks: Iterable[int]) -> str:
-    """ " (ranks 0,2 finished)", or nothing."""
+    """Say which ranks finished, where there are any."""
     failed = {rank for group in groups for rank in group.ranks}
     rest = tuple(rank for rank in ranks if rank not in failed)
     return f" ({_ranks(rest)} finished)" if rest else ""

@@ -16,15 +16,15 @@ import sys
 import threading
 import time
 import traceback
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from nbdist import wire
 from nbdist.launcher import family
 
 FIRST = ("torch", "torch.distributed", "accelerate", "ipykernel.kernelapp", "ipykernel.zmqshell")
 """What every rank needs; ranks can be forked once these are in."""
-THEN = ("torch._dynamo", "transformers.modeling_utils", "deepspeed", "numpy", "pandas")
-"""What most cells import; done while nothing else is asked for."""
+THEN = ["torch._dynamo", "transformers.modeling_utils", "deepspeed"]
+"""What many cells import; done while nothing else is asked for."""
 
 
 class Link:
@@ -66,24 +66,15 @@ class Link:
         os._exit(0)  # the main thread may sit in torch elastic; nothing is left to save
 
 
-def import_all(names: tuple[str, ...], link: Link) -> None:
-    """Import what ranks will need; stop early when the kernel asks for ranks."""
-    for name in names:
-        if not link.launches.empty():
-            return
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            print(f"{name} is not installed; cells that need it will say so", file=sys.stderr)
-
-
 def next_launch(link: Link) -> wire.Launch:
     """Wait for a request; warm up further in the meantime."""
-    try:
-        return link.launches.get_nowait()
-    except Empty:
-        import_all(THEN, link)
-        return link.launches.get()
+    while link.launches.empty() and THEN:
+        name = THEN.pop(0)
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(f"{name}: {error}; a cell that needs it will say so", file=sys.stderr)
+    return link.launches.get()
 
 
 def main() -> None:

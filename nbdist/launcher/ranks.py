@@ -7,6 +7,7 @@ that is torch elastic's gang rule.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -28,6 +29,8 @@ POLL_S = 0.02
 LOOPBACK_INTERFACE = "lo"
 
 rendezvous.register()
+# a page of agent's traceback for each rank that was ended on purpose; exit codes are reported
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
 
 def run(launch: wire.Launch, link: Link) -> wire.Ended:
@@ -56,7 +59,7 @@ def take_over(launch: wire.Launch) -> None:
         GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE,
         NCCL_SOCKET_IFNAME=LOOPBACK_INTERFACE,
         PYTORCH_NVML_BASED_CUDA_CHECK="1",  # is_available() without cuInit, which breaks forks
-        CUDA_VISIBLE_DEVICES=",".join(map(str, launch.devices or [])),
+        CUDA_VISIBLE_DEVICES=",".join(launch.devices or []),
     )
     os.chdir(launch.cwd)
     sys.path[:] = launch.path

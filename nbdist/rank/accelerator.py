@@ -18,7 +18,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,13 +90,9 @@ def install(options: Options, hardware: Hardware, *, choose: Choose | None = Non
 
     Args:
         choose: where given, decides the options at the first `prepare()` of the late one.
-
-    Raises:
-        OptionError: the folder of an NVMe offload cannot be used.
     """
     global _current  # noqa: PLW0603 - a rank has one session in its life
     _current = Session(options, hardware)
-    _check_folder(options)
     if hardware.kind == "cpu":
         rehearsal.install()
     Accelerator.__init__ = _init
@@ -197,20 +192,22 @@ def _with_session(session: Session, given: dict[str, Any]) -> dict[str, Any]:
         kwargs.pop("gradient_accumulation_steps")
     if "dynamo_plugin" in given:
         kwargs.pop("dynamo_backend", None)
-    return kwargs | given | _ENGINE_KWARGS[options.strategy.engine](options, hardware)
+    kwargs |= given
+    engine = _ENGINE_KWARGS[options.strategy.engine]
+    return kwargs | engine(options, hardware, str(kwargs["mixed_precision"]))
 
 
-def _ddp_kwargs(_: Options, __: Hardware) -> dict[str, Any]:
+def _ddp_kwargs(_: Options, __: Hardware, ___: str) -> dict[str, Any]:
     """DDP is what Accelerate does without a plugin."""
     return {}
 
 
-def _fsdp_kwargs(options: Options, hardware: Hardware) -> dict[str, Any]:
+def _fsdp_kwargs(options: Options, hardware: Hardware, precision: str) -> dict[str, Any]:
     """Return the FSDP plugin."""
-    return {"fsdp_plugin": fsdp.plugin(options, hardware)}
+    return {"fsdp_plugin": fsdp.plugin(options, hardware, precision)}
 
 
-def _zero_kwargs(options: Options, hardware: Hardware) -> dict[str, Any]:
+def _zero_kwargs(options: Options, hardware: Hardware, _: str) -> dict[str, Any]:
     """Return the DeepSpeed plugin, its communication started."""
     zero.start(hardware)
     return {"deepspeed_plugin": zero.plugin(options, hardware)}
@@ -306,18 +303,3 @@ def _clip_grad_norm(
     if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_engine_wrapped:
         return zero.clip_grad_norm(self, max_norm, norm_type)
     return _original_clip(self, parameters, max_norm, norm_type)
-
-
-def _check_folder(options: Options) -> None:
-    """Make the folder of an NVMe offload, or say why it cannot be used."""
-    if options.offload_path is None:
-        return
-    folder = Path(options.offload_path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".nbdist-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        message = f"cannot write to {str(folder)!r} for offload {options.offload}: {error}."
-        raise OptionError(message) from error

@@ -13,7 +13,13 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -30,20 +36,40 @@ if TYPE_CHECKING:
 
     from nbdist.strategies import Hardware, Options
 
+_COMPUTE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+_WITHOUT_PINNING: Mapping[type, object] = {
+    CPUOffload: CPUOffload(offload_params=False),
+    CPUOffloadPolicy: CPUOffloadPolicy(pin_memory=False),
+}
+_POLICIES = {1: MixedPrecision, 2: MixedPrecisionPolicy}
+
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter of a model prepared alone under FSDP2 -> the shard that took its place."""
 
 
-def plugin(options: Options, hardware: Hardware) -> FullyShardedDataParallelPlugin:
+def plugin(options: Options, hardware: Hardware, precision: str) -> FullyShardedDataParallelPlugin:
     """Return Accelerate's plugin for the session's options; the units come later."""
     kwargs = options.strategy.fsdp_kwargs(options)
+    if precision in _COMPUTE:
+        kwargs.setdefault("mixed_precision_policy", _precision(options, _COMPUTE[precision]))
     for ours in ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"):
         kwargs.pop(ours, None)
     made = FullyShardedDataParallelPlugin(**kwargs)
-    if isinstance(made.cpu_offload, CPUOffloadPolicy) and hardware.kind == "cpu":
-        made.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    if hardware.kind == "cpu":
+        # All is on the CPU already, and torch 2.13 page-locks memory for a GPU only.
+        made.cpu_offload = _WITHOUT_PINNING.get(type(made.cpu_offload), made.cpu_offload)
     _let_fsdp2_take_our_policy()
     return made
+
+
+def _precision(options: Options, compute: torch.dtype) -> MixedPrecision | MixedPrecisionPolicy:
+    """Compute in a small type, reduce gradients in fp32, leave buffers and outputs alone.
+
+    accelerate 1.15's own policy also rounds the loss it returns (FSDP2) and the buffers,
+    rotary frequencies among them (FSDP1); the other engines do not.
+    """
+    policy = _POLICIES[options.strategy.level]
+    return policy(param_dtype=compute, reduce_dtype=torch.float32)
 
 
 def units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:

@@ -154,6 +154,7 @@ class RankApp(IPKernelApp):
             config=config,
         )
         app.initialize([])
+        sys.breakpointhook = refuse_breakpoint  # after ipykernel's debugpy has set its own
         return app
 
     def _ipython_dir_default(self) -> str:
@@ -166,10 +167,6 @@ class RankApp(IPKernelApp):
         """Open iopub without a high-water mark: ZMQ drops silently what exceeds it."""
         context.SNDHWM = 0
         super().init_iopub(context)
-
-    def init_pdb(self) -> None:
-        """Make `breakpoint()` say at once that a rank has no keyboard."""
-        sys.breakpointhook = refuse_breakpoint
 
 
 def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
@@ -187,7 +184,7 @@ def release_frames(shell: ZMQInteractiveShell) -> None:
         sys.__dict__.pop(name, None)
     for view in (shell.InteractiveTB, shell.SyntaxTB):
         view.tb = view.evalue = view.etype = None
-    shell._last_traceback = None  # noqa: SLF001 - text only, but of no use any more
+    shell.last_execution_result = None
     gc.collect()  # exception and frame often refer to each other
 
 

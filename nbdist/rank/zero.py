@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import accelerate.accelerator as accelerate_module
 import torch
 from accelerate import DeepSpeedPlugin
-from accelerate.utils import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+from accelerate.utils import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DummyOptim
 from torch import nn
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 _HAVE_CPU_VERSION = (Adam, AdamW, Adagrad)
 """Optimizers that accelerate 1.15 replaces by DeepSpeed's own ones for an offload."""
+
+_CUTS_PARAMETERS = 3
+"""The ZeRO stage that does."""
 
 
 class BackwardOnly(DeepSpeedEngineWrapper):  # type: ignore[misc]
@@ -122,14 +125,9 @@ def prepare(
         options: None for a user's own plugin, whose config is left as it is.
     """
     model = next((one for one in args if isinstance(one, nn.Module)), None)
-    optimizer = next((one for one in args if isinstance(one, Optimizer)), None)
+    optimizer = next((one for one in args if isinstance(one, (Optimizer, DummyOptim))), None)
+    _check_together(accelerator.state.deepspeed_plugin.zero_stage, model, optimizer)
     if model is None:
-        if optimizer is not None:
-            message = (
-                "the optimizer came to accelerator.prepare() without its model; DeepSpeed needs "
-                "both in one call: model, optimizer = accelerator.prepare(model, optimizer)."
-            )
-            raise OptionError(message)
         return original(accelerator, *args, **kwargs)
     before = accelerator.deepspeed_engine_wrapped
     # accelerate 1.15 keeps the first engine for backward() when a second one is prepared.
@@ -144,6 +142,22 @@ def prepare(
     if optimizer is None and before is not None:
         accelerator.deepspeed_engine_wrapped = before
     return result
+
+
+def _check_together(stage: int, model: nn.Module | None, optimizer: object) -> None:
+    """Refuse an optimizer without its model, and a model without one where ZeRO needs it.
+
+    ZeRO-3 takes a model alone, to compute with cut parameters.
+    """
+    alone = "model" if optimizer is None else "optimizer"
+    if (model is None) == (optimizer is None) or (model is not None and stage == _CUTS_PARAMETERS):
+        return
+    message = (
+        f"the {alone} came to accelerator.prepare() alone; under DeepSpeed ZeRO-{stage} use one "
+        "call for both: model, optimizer = accelerator.prepare(model, optimizer)"
+        f"{', or model.to(device) for a model that is not trained' if model else ''}."
+    )
+    raise OptionError(message)
 
 
 def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -178,11 +192,15 @@ def _norm(zero: Any) -> torch.Tensor:  # noqa: ANN401
 
 
 def _fill(
-    accelerator: Accelerator, args: Sequence[object], model: nn.Module, optimizer: Optimizer | None
+    accelerator: Accelerator, args: Sequence[object], model: nn.Module, optimizer: object
 ) -> None:
     """Fill those "auto" values of the session's config that Accelerate would refuse."""
     made = accelerator.state.deepspeed_plugin
     config = made.deepspeed_config
+    steps = config["gradient_accumulation_steps"]
+    if isinstance(steps, int) and steps != accelerator.gradient_accumulation_steps:
+        # A Trainer counts by itself and keeps 1 here; accelerate 1.15 would warn and do this.
+        accelerator.gradient_accumulation_steps = steps
     fresh = accelerator.__dict__.setdefault("_nbdist_config", copy.deepcopy(config))
     if "train_micro_batch_size_per_gpu" in config and made.is_auto("train_batch_size") is False:
         # A second model: what the first one filled in must not stay.

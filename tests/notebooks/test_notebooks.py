@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,40 +17,36 @@ if TYPE_CHECKING:
 
     from nbformat import NotebookNode
 
+MARK = "NBDIST_TEST_NOTEBOOK"
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def cpu_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A kernel that finds no GPU and writes no history of its own into the home folder."""
+    """Kernels that find no GPU, ask no hub, and write nothing into the home folder."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
 
 
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """Fail when a process that the test started outlives it."""
-    me = psutil.Process()
-    before = {child.pid for child in me.children(recursive=True)}
-    marker = os.environ["NBDIST_TEST_RUN"] = f"notebooks-{os.getpid()}-{id(before)}"
+@pytest.fixture(autouse=True)
+def nothing_left(cpu_ranks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: ARG001
+    """Fail when a process that came of the test outlives it."""
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv(MARK, mark)
     yield
-    del os.environ["NBDIST_TEST_RUN"]
-    left = [process for process in psutil.process_iter() if carries(process, marker)]
-    gone, alive = psutil.wait_procs(left, timeout=10)
-    assert not alive, [(process.pid, process.name()) for process in alive]
+    left = [process for process in psutil.process_iter() if carries(process, mark)]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive
 
 
-def carries(process: psutil.Process, marker: str) -> bool:
-    """Whether a process inherited this test's environment; orphans are found too."""
+def carries(process: psutil.Process, mark: str) -> bool:
+    """Whether a process inherited the test's environment; orphans are found, too."""
     try:
-        ours = process.environ().get("NBDIST_TEST_RUN") == marker
+        return process.pid != os.getpid() and process.environ().get(MARK) == mark
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
-    return ours and process.pid != os.getpid()
 
 
 def executed(name: str) -> NotebookNode:
@@ -89,22 +86,8 @@ def mimes(notebook: NotebookNode, cell_id: str) -> set[str]:
     return {mime for output in cell(notebook, cell_id).outputs for mime in output.get("data", {})}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_is_committed_clean(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
-    assert "widgets" not in notebook.metadata
-    assert all(not c.outputs and c.execution_count is None for c in code_cells(notebook))
-    assert all(c.id.replace("-", "").isalpha() for c in notebook.cells), "ids are words"
-
-
-def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("cpu_ranks", "nothing_left")
 def test_first_cell() -> None:
     notebook = executed("01_first_cell.ipynb")
     assert "rank 0 of 2" in text(notebook, "hello")
@@ -120,7 +103,6 @@ def test_first_cell() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("cpu_ranks", "nothing_left")
 def test_every_backend() -> None:
     notebook = executed("02_every_backend.ipynb")
     assert "DistributedDataParallel" in text(notebook, "train")
@@ -136,7 +118,6 @@ def test_every_backend() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("cpu_ranks", "nothing_left")
 def test_trainer() -> None:
     notebook = executed("03_trainer.ipynb")
     assert "FSDP" in text(notebook, "train")

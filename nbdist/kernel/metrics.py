@@ -1,0 +1,251 @@
+"""The rows of `report()`, gathered from all ranks; runs in the notebook's kernel.
+
+The reader thread adds rows, the user reads columns. A value costs 12 bytes and a row 16,
+so a million steps on four ranks with one scalar each take about 110 MB. What a rank
+reports again for a step replaces what it reported for it before.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import logging
+import threading
+from array import array
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import NbdistError, OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    _Series = tuple[array[int], array[float]]
+    """Steps, strictly ascending, and the value of each."""
+
+STEP = "step"
+TIME = "time"
+"""Keys of a row besides the user's names: step, and unix seconds on the rank's clock."""
+
+_SHOWN_ROWS = 10
+_log = logging.getLogger(__name__)
+
+
+class UnknownMetric(OptionError, KeyError):  # noqa: N818 - a KeyError
+    """No rank has reported a scalar of this name."""
+
+    __str__ = Exception.__str__  # KeyError would show the sentence in quotes
+
+
+@dataclass(slots=True)
+class _Rows:
+    """All rows of one rank, in the order of its calls."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    times: array[float] = field(default_factory=lambda: array("d"))
+    columns: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
+    """By name: the row of each value, and the value."""
+
+    def add(self, row: Mapping[str, float | str]) -> None:
+        """Append one call of report(), whole or not at all."""
+        scalars = {name: float(value) for name, value in row.items() if name != STEP}
+        number, at, step = len(self.steps), scalars.pop(TIME), int(row[STEP])
+        self.steps.append(step)  # the first that can fail: beyond 64 bits
+        self.times.append(at)
+        for name, value in scalars.items():
+            rows, values = self.columns.setdefault(name, (array("I"), array("d")))
+            rows.append(number)
+            values.append(value)
+
+    def column(self, name: str) -> _Series:
+        """Copy a column: steps and values."""
+        if name == TIME:
+            return self.steps[:], self.times[:]
+        rows, values = self.columns.get(name, (array("I"), array("d")))
+        if len(rows) == len(self.steps):  # in every row
+            return self.steps[:], values[:]
+        return array("q", map(self.steps.__getitem__, rows)), values[:]
+
+
+class Metrics:
+    """What the ranks reported: `metrics["loss"]` is the mean over ranks by step.
+
+    A table as in pandas: `len()` is its number of steps, `in` and iteration go by name.
+    Reading while a cell runs gives what has arrived; the mean of the newest step is then
+    that of the ranks which have reported it. Safe to use from any thread.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        """Begin without rows."""
+        self.world_size = world_size
+        self._ranks: dict[int, _Rows] = {}
+        self._lock = threading.Lock()
+
+    def add(self, rank: int, rows: Sequence[Mapping[str, float | str]]) -> None:
+        """Append rows of one rank; "nan", "inf" as text are numbers here again."""
+        with self._lock:
+            own = self._ranks.setdefault(rank, _Rows())
+            for row in rows:
+                try:
+                    own.add(row)
+                except (KeyError, TypeError, ValueError, OverflowError) as error:
+                    # Not from report(). The reader thread must go on reading.
+                    _log.warning("rank %d sent a row that is none (%r): %r", rank, error, row)
+
+    @property
+    def names(self) -> list[str]:
+        """Names that have been reported, first come first."""
+        with self._lock:
+            columns = [rows.columns for _, rows in sorted(self._ranks.items())]
+            return list(dict.fromkeys(name for names in columns for name in names))
+
+    def __getitem__(self, name: str) -> list[float]:
+        """Mean over the ranks, by step, in the order of steps.
+
+        Raises:
+            UnknownMetric: nothing of this name was reported (a KeyError, too).
+        """
+        return _mean(list(self._series(name).values()))[1]
+
+    def steps(self, name: str | None = None) -> list[int]:
+        """Steps of a column's values; without a name the steps of all rows."""
+        return _mean(list(self._series(TIME if name is None else name).values()))[0]
+
+    def by_rank(self, name: str) -> dict[int, list[float]]:
+        """One column of each rank that reported it, in the order of steps."""
+        return {rank: values.tolist() for rank, (_, values) in self._series(name).items()}
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a scalar of this name was reported."""
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        """Count the steps that any rank has reported."""
+        return len(self.steps())
+
+    def __bool__(self) -> bool:
+        """Whether anything was reported."""
+        return bool(self._ranks)
+
+    def to_pandas(self) -> Any:
+        """Make a pandas DataFrame: a row for each step (its index), a column for each name.
+
+        Values are means over ranks, as `metrics[name]`; a step without a value has NaN.
+        The column `time` holds unix seconds. pandas is imported here.
+
+        Raises:
+            NbdistError: pandas is not installed.
+        """
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            message = (
+                "to_pandas() needs pandas, which is not installed here; install it with"
+                " %pip install pandas, or use metrics[name] and metrics.steps(name)."
+            )
+            raise NbdistError(message) from error
+        columns = {name: self._mean_series(name) for name in (TIME, *self.names)}
+        series = {
+            name: pandas.Series(values, index=steps, dtype="float64")
+            for name, (steps, values) in columns.items()
+        }
+        frame = pandas.DataFrame(series)
+        frame.index.name = STEP
+        return frame
+
+    def __repr__(self) -> str:
+        """Show the last rows as a table in text."""
+        header, rows = self._last_rows()
+        if not rows:
+            return f"Metrics: {self._empty()}"
+        widths = [max(map(len, cells)) for cells in zip(header, *rows, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            for line in (header, *rows)
+        ]
+        return "\n".join([f"Metrics: {self._summary()}", *lines])
+
+    def _repr_html_(self) -> str:
+        """Show the last rows as a table in a notebook."""
+        header, rows = self._last_rows()
+        if not rows:
+            return f"<p>Metrics: {html.escape(self._empty())}</p>"
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+        )
+        return (
+            f"<table><caption>{html.escape(self._summary())}</caption>"
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        )
+
+    # ---- reading
+
+    def _series(self, name: str) -> dict[int, _Series]:
+        """Copy one column of each rank that has it; the copy is worked on without the lock."""
+        with self._lock:
+            copies = {rank: rows.column(name) for rank, rows in sorted(self._ranks.items())}
+        series = {rank: _ascending(*copy) for rank, copy in copies.items() if copy[0]}
+        if not series and name != TIME:
+            raise UnknownMetric(self._unknown(name))
+        return series
+
+    def _mean_series(self, name: str) -> tuple[list[int], list[float]]:
+        return _mean(list(self._series(name).values()))
+
+    def _unknown(self, name: object) -> str:
+        names = ", ".join(self.names)
+        return f"{name!r} was not reported; " + (f"use one of {names}." if names else self._empty())
+
+    def _empty(self) -> str:
+        return "nothing was reported yet; call report(loss=loss) in a %%distribute cell."
+
+    def _summary(self) -> str:
+        ranks = "1 rank" if len(self._ranks) == 1 else f"mean of {len(self._ranks)} ranks"
+        return f"{len(self)} steps, {ranks}"
+
+    def _last_rows(self) -> tuple[list[str], list[list[str]]]:
+        """Header and cells of the last rows."""
+        names, steps = self.names, self.steps()[-_SHOWN_ROWS:]
+        columns = [dict(zip(*self._mean_series(name), strict=True)) for name in names]
+        rows = [[str(step), *(_cell(column.get(step)) for column in columns)] for step in steps]
+        return [STEP, *names], rows
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _ascending(steps: array[int], values: array[float]) -> _Series:
+    """Put steps in order; of a step that was reported twice keep the last."""
+    if all(one < other for one, other in pairwise(steps)):
+        return steps, values
+    last = dict(sorted(dict(zip(steps, values, strict=True)).items()))
+    return array("q", last), array("d", last.values())
+
+
+def _mean(series: Sequence[_Series]) -> tuple[list[int], list[float]]:
+    """Mean by step of columns with ascending steps, over those that have the step."""
+    if not series:
+        return [], []
+    same = min(len(steps) for steps, _ in series)
+    first = series[0][0][:same]
+    if any(steps[:same] != first for steps, _ in series[1:]):
+        same, first = 0, array("q")
+    # Ranks that go in step differ in the last few rows only: the rest needs no table.
+    common = zip(*(values[:same] for _, values in series), strict=True)
+    means = [sum(row) / len(row) for row in common]
+    table: dict[int, list[float]] = {}
+    for steps, values in series:
+        for step, value in zip(steps[same:], values[same:], strict=True):
+            table.setdefault(step, []).append(value)
+    rest = sorted(table.items())
+    return (
+        [*first, *(step for step, _ in rest)],
+        [*means, *(sum(row) / len(row) for _, row in rest)],
+    )

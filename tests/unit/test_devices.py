@@ -1,0 +1,317 @@
+# ruff: noqa: N802 - the fake has pynvml's names
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbdist.errors import OptionError
+from nbdist.kernel import devices
+from nbdist.kernel.devices import Gpu, Machine, Placement, placement
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class FakeGpu:
+    uuid: str
+    name: str = "NVIDIA A100-SXM4-80GB"
+    memory_bytes: int = 80 * GIB
+    capability: tuple[int, int] | None = (8, 0)
+    instances: tuple[FakeGpu, ...] = ()
+
+
+@dataclass(eq=False)
+class FakeNvml:
+    """The functions of pynvml that are used; a GPU is its own handle."""
+
+    gpus: list[FakeGpu]
+    nvlink: bool = True
+    broken: bool = False
+    calls: list[str] = field(default_factory=list)
+    NVML_P2P_CAPS_INDEX_NVLINK = 2
+    NVML_P2P_STATUS_OK = 0
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlInit(self) -> None:
+        self.calls.append("init")
+        if self.broken:
+            raise self.NVMLError
+
+    def nvmlShutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
+        for gpu in self.gpus:
+            for instance in gpu.instances:
+                if instance.uuid == uuid:
+                    return instance
+        raise self.NVMLError
+
+    def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
+        return gpu.uuid
+
+    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
+        return gpu.name
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
+        return SimpleNamespace(total=gpu.memory_bytes)
+
+    def nvmlDeviceGetCudaComputeCapability(self, gpu: FakeGpu) -> tuple[int, int]:
+        if gpu.capability is None:
+            raise self.NVMLError
+        return gpu.capability
+
+    def nvmlDeviceGetMigMode(self, gpu: FakeGpu) -> list[int]:
+        if gpu.uuid.startswith("MIG-"):
+            raise self.NVMLError
+        return [int(bool(gpu.instances))] * 2
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGpu, index: int) -> FakeGpu:
+        return gpu.instances[index]
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, instance: FakeGpu) -> FakeGpu:
+        return next(gpu for gpu in self.gpus if instance in gpu.instances)
+
+    def nvmlDeviceGetP2PStatus(self, _one: FakeGpu, _other: FakeGpu, index: int) -> int:
+        assert index == self.NVML_P2P_CAPS_INDEX_NVLINK
+        return 0 if self.nvlink else 5
+
+
+def four() -> FakeNvml:
+    return FakeNvml([FakeGpu(f"GPU-{letter}0{letter}") for letter in "abcd"])
+
+
+def seen(nvml: FakeNvml, visible: str | None = None) -> list[str]:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return [gpu.uuid for gpu in devices.found(nvml=nvml, environ=environ).gpus]
+
+
+def machine(count: int, *, capability: tuple[int, int] = (8, 0), num_cpus: int = 2) -> Machine:
+    gpus = tuple(Gpu(f"GPU-{i}", "NVIDIA L4", 24 * GIB, capability) for i in range(count))
+    return Machine(gpus, "PCIe" if count > 1 else None, num_cpus)
+
+
+# ---- finding
+
+
+def test_every_gpu_is_found_with_its_figures() -> None:
+    nvml = four()
+    found = devices.found(nvml=nvml, environ={})
+    assert found.gpus[2] == Gpu("GPU-c0c", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
+    assert found.describe() == "4 x NVIDIA A100 80GB, NVLink"
+    assert nvml.calls == ["init", "shutdown"]
+
+
+def test_the_driver_is_asked_once() -> None:
+    nvml = four()
+    assert seen(nvml) == seen(nvml)
+    seen(nvml, "0")
+    assert nvml.calls == ["init", "shutdown"] * 2
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("2,0", ["GPU-c0c", "GPU-a0a"]),
+        (" 1 , 3 ", ["GPU-b0b", "GPU-d0d"]),
+        ("GPU-d0d,GPU-a", ["GPU-d0d", "GPU-a0a"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0,-1,1", ["GPU-a0a"]),
+        ("0,7,1", ["GPU-a0a"]),
+        ("0,0", []),
+        ("GPU-", []),
+        ("GPU-x", []),
+        ("\u0661", []),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_does(visible: str, expected: list[str]) -> None:
+    assert seen(four(), visible) == expected
+
+
+def test_without_a_driver_there_is_no_gpu() -> None:
+    found = devices.found(nvml=FakeNvml([], broken=True), environ={})
+    assert found.gpus == ()
+    assert found.describe() == "no GPU: 2 CPU ranks"
+    assert found.num_cpus >= 1
+
+
+def test_without_pynvml_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert devices.found().gpus == ()
+
+
+def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
+    parts = tuple(
+        FakeGpu(f"MIG-{i}", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40 * GIB, None) for i in "12"
+    )
+    nvml = FakeNvml([FakeGpu("GPU-a", "NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), parts)])
+    assert seen(nvml) == ["MIG-1"]
+    found = devices.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "MIG-2"})
+    (gpu,) = found.gpus
+    assert (gpu.uuid, gpu.memory_bytes, gpu.capability) == ("MIG-2", 40 * GIB, (9, 0))
+    assert "MIG 3g.40gb" in found.describe()
+
+
+def test_an_unknown_capability_is_no_error() -> None:
+    nvml = FakeNvml([FakeGpu("GPU-a", capability=None)])
+    assert devices.found(nvml=nvml, environ={}).gpus[0].capability == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("nvml", "expected"),
+    [
+        (FakeNvml([FakeGpu("GPU-a")]), "1 x NVIDIA A100 80GB"),
+        (
+            FakeNvml(
+                [FakeGpu(f"GPU-{i}", "NVIDIA GeForce RTX 4090", 24 * GIB) for i in "ab"],
+                nvlink=False,
+            ),
+            "2 x NVIDIA GeForce RTX 4090 24GB, PCIe",
+        ),
+        (
+            FakeNvml([FakeGpu("GPU-a"), FakeGpu("GPU-b", "NVIDIA H200", 141 * GIB)], nvlink=False),
+            "1 x NVIDIA A100 80GB + 1 x NVIDIA H200 141GB, PCIe",
+        ),
+        (FakeNvml([FakeGpu("GPU-a", "NVIDIA A100-PCIE-40GB", 40 * GIB)]), "1 x NVIDIA A100 40GB"),
+        (FakeNvml([FakeGpu("GPU-a", "Tesla V100-SXM2-16GB")]), "1 x Tesla V100 16GB"),
+    ],
+)
+def test_machines_are_described_in_a_few_words(nvml: FakeNvml, expected: str) -> None:
+    assert devices.found(nvml=nvml, environ={}).describe() == expected
+
+
+# ---- choosing
+
+
+@pytest.mark.parametrize(
+    ("nproc", "gpus", "count", "expected"),
+    [
+        (None, None, 4, (0, 1, 2, 3)),
+        (2, None, 4, (0, 1)),
+        ("3", None, 4, (0, 1, 2)),
+        (None, "2,0", 4, (2, 0)),
+        (2, "1, 3", 4, (1, 3)),
+        (None, [3], 4, (3,)),
+        (1, None, 1, (0,)),
+    ],
+)
+def test_ranks_take_gpus(nproc: Any, gpus: Any, count: int, expected: tuple[int, ...]) -> None:
+    placed = placement(nproc, gpus, machine(count))
+    assert placed == Placement(len(expected), expected, tuple(f"GPU-{i}" for i in expected))
+    assert placed.kind == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "gpus", "count", "expected"),
+    [
+        (None, None, 0, 2),
+        (1, None, 0, 1),
+        (4, None, 0, 4),
+        (8, None, 0, 8),
+        (None, "none", 4, 2),
+        (6, " none ", 4, 6),
+        (None, [], 4, 2),
+    ],
+)
+def test_without_gpus_ranks_take_the_cpu(nproc: Any, gpus: Any, count: int, expected: int) -> None:
+    placed = placement(nproc, gpus, machine(count))
+    assert placed == Placement(expected, None)
+    assert placed.kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "gpus", "count", "message"),
+    [
+        (8, None, 4, r"^8 ranks need 8 GPUs and there are 4 \(0,1,2,3\); use -n 4 or fewer, or "),
+        (3, "0,2", 4, r"^3 ranks need 3 GPUs and there are 2 \(0,2\); use -n 2"),
+        (1, "0,2", 4, r"^-n 1 contradicts --gpus 0,2, which are 2 devices; leave one"),
+        (None, "0,7", 4, r"^GPU 7 is not visible; use --gpus with some of 0,1,2,3\.$"),
+        (None, [-1], 4, r"^GPU -1 is not visible"),
+        (None, "0", 0, r"^GPU 0 is not visible: there is none here; leave --gpus out"),
+        (None, "1,1", 4, r"^--gpus 1,1 names a GPU twice"),
+        (None, [0.5], 4, r"^GPU 0\.5 is not an index"),
+        (None, [True], 4, r"^GPU True is not an index"),
+        (64, None, 0, r"^64 CPU ranks are too many for 2 CPUs, .*; use -n 8 or fewer\.$"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    nproc: Any, gpus: Any, count: int, message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        placement(nproc, gpus, machine(count))
+
+
+def test_more_cpus_take_more_cpu_ranks() -> None:
+    assert placement(64, None, machine(0, num_cpus=16)).nproc == 64
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "", "two", "1e3", "\u0662", "9" * 50, None])
+def test_n_is_a_whole_number(given: Any) -> None:
+    with pytest.raises(OptionError, match=r"^-n .* is not a number of ranks; use a whole number"):
+        devices.parse_nproc(given)
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "0,", "0-2", "-1", "0;rm", "a", "\u0660", "0 1", "9" * 10_000, "all", "0x1"]
+)
+def test_gpus_are_a_list_of_indices(text: str) -> None:
+    with pytest.raises(OptionError, match=r"^--gpus .* is not a list of GPUs; use") as caught:
+        placement(None, text, machine(4))
+    assert len(str(caught.value)) < 160
+
+
+def test_placements_are_described() -> None:
+    assert Placement(2, None).describe() == "2 CPU ranks"
+    assert Placement(1, None).describe() == "1 CPU rank"
+    assert Placement(2, (0, 2), ("a", "b")).describe() == "2 ranks on GPUs 0,2"
+    assert Placement(1, (3,), ("a",)).describe() == "1 rank on GPU 3"
+
+
+# ---- for the strategies
+
+
+@pytest.mark.parametrize(
+    ("capability", "able"), [((7, 5), ""), ((8, 0), "bf16"), ((8, 9), "bf16 fp8")]
+)
+def test_precisions_follow_the_capability(
+    capability: tuple[int, int], able: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_installed", lambda _package: True)
+    here = machine(2, capability=capability)
+    hardware = devices.hardware(placement(None, None, here), here)
+    assert (hardware.kind, hardware.world_size, hardware.deepspeed) == ("cuda", 2, True)
+    assert (hardware.bf16, hardware.fp8) == ("bf16" in able, "fp8" in able)
+
+
+def test_float8_needs_a_library_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_installed", lambda package: package == "deepspeed")
+    here = machine(1, capability=(9, 0))
+    assert not devices.hardware(placement(None, None, here), here).fp8
+
+
+def test_only_the_gpus_of_the_session_count() -> None:
+    old = Gpu("GPU-old", "Tesla T4", 16 * GIB, (7, 5))
+    here = Machine((*machine(1).gpus, old), "PCIe", 2)
+    assert devices.hardware(placement(None, "0", here), here).bf16
+    assert not devices.hardware(placement(None, None, here), here).bf16
+
+
+def test_cpu_hardware_and_a_missing_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_installed", lambda _package: False)
+    hardware = devices.hardware(placement(4, None, machine(0)), machine(0))
+    assert (hardware.kind, hardware.world_size) == ("cpu", 4)
+    assert (hardware.bf16, hardware.fp8, hardware.deepspeed) == (False, False, False)

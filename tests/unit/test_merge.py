@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import random
+
+from nbdist.kernel.merge import Item, Merge
+
+
+def filled(queues: dict[int, str], at: float = 0.0) -> Merge[str]:
+    merge: Merge[str] = Merge(list(queues))
+    for rank, letters in queues.items():
+        for letter in letters:
+            merge.put(rank, Item(letter, "stdout", at, 0.15, letter))
+    return merge
+
+
+def test_what_all_have_leaves_at_once() -> None:
+    merge = filled({0: "ab", 1: "ab"})
+    assert list(merge.leave(0.0)) == [((0, 1), "a"), ((0, 1), "b")]
+    assert not merge.waiting(0)
+
+
+def test_what_one_lacks_waits_for_the_hold() -> None:
+    merge = filled({0: "a", 1: ""})
+    assert list(merge.leave(0.1)) == []
+    assert list(merge.leave(0.15)) == [((0,), "a")]
+
+
+def test_final_waits_for_nobody() -> None:
+    assert list(filled({0: "a", 1: ""}).leave(0.0, final=True)) == [((0,), "a")]
+
+
+def test_three_ranks_with_extras_align() -> None:
+    left = list(filled({0: "xab", 1: "ayb", 2: "abz"}).leave(1.0))
+    assert [(ranks, letter) for ranks, letter in left if letter in "ab"] == [
+        ((0, 1, 2), "a"),
+        ((0, 1, 2), "b"),
+    ]
+
+
+def test_no_other_item_passes_a_barrier() -> None:
+    merge: Merge[str] = Merge([0, 1])
+    merge.put(0, Item("figure", "", 0.0, 0.15, "figure"))
+    merge.put(0, Item("line", "stderr", 0.0, 0.15, "line"))
+    merge.put(1, Item("line", "stderr", 0.0, 0.15, "line"))
+    assert list(merge.leave(1.0)) == [((0,), "figure"), ((0, 1), "line")]
+
+
+def test_any_queues_leave_whole_and_in_order() -> None:
+    rng = random.Random(7)  # noqa: S311 - a test's own dice
+    for _ in range(300):
+        queues = {
+            rank: "".join(rng.choice("abcd") for _ in range(rng.randrange(8))) for rank in range(3)
+        }
+        merge = filled(queues)
+        left = [*merge.leave(0.0), *merge.leave(1.0)]
+        for rank, letters in queues.items():
+            assert "".join(letter for ranks, letter in left if rank in ranks) == letters

@@ -1,0 +1,58 @@
+"""What is shipped: the wheel, the pins, the scripts that others call."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+import nbdist
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Exact versions in a requirements file."""
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def test_wheel_holds_the_package_alone(tmp_path: Path) -> None:
+    wheel = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path)))
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"nbdist", "nbdist-0.1.0.dist-info"}
+    assert "nbdist/py.typed" in names
+    assert not [name for name in names if name.endswith((".pyc", ".ipynb"))]
+
+
+def test_version_is_said_once_more_in_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == nbdist.__version__
+
+
+def test_binder_takes_the_tested_versions() -> None:
+    tested = pins(ROOT / "constraints.txt")
+    assert pins(ROOT / "binder" / "requirements.txt").items() <= tested.items()
+
+
+@pytest.mark.parametrize("name", [".ci/run", "binder/postBuild"])
+def test_script_can_be_executed(name: str) -> None:
+    path = ROOT / name
+    assert os.access(path, os.X_OK)
+    assert path.read_text().startswith("#!/usr/bin/env bash\n")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebook_is_committed_clean(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert "widgets" not in notebook.metadata
+    assert all(cell.id.replace("-", "").isalpha() for cell in notebook.cells)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
