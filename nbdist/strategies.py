@@ -413,11 +413,11 @@ def _check_installed(options: Options, hardware: Hardware) -> None:
 def _check_numbers(options: Options) -> None:
     """Refuse numbers without a meaning."""
     accumulate, clip = options.accumulate, options.clip
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+    if type(accumulate) is not int or accumulate < 1:
         message = f"accumulate is {accumulate!r}; it counts micro batches: 1, 2, 3, ..."
         raise OptionError(message)
     if clip is not None and not 0 < clip < float("inf"):
-        message = f"clip is {clip!r}; it is the largest gradient norm, above 0 (leave it out to clip nothing)."
+        message = f"clip is {clip!r}; it is the largest gradient norm: a number above 0."
         raise OptionError(message)
 
 

@@ -15,7 +15,7 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_join_request/_reply    shell    did the first barrier pass?
     nbdist_push_request/_reply    shell    variables out of a payload file
     nbdist_pull_request/_reply    shell    variables into a payload file
-    interrupt_request             control  KeyboardInterrupt in the running cell (Jupyter's own)
+    interrupt_request             control  Jupyter's own, with the request to interrupt
     nbdist_report                 iopub    rows of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
 """
@@ -66,6 +66,12 @@ def execute(code: str) -> Execute:
         allow_stdin=False,
         stop_on_error=False,
     )
+
+
+class Interrupt(TypedDict):
+    """Content of an interrupt_request: which cell, running or still on its way."""
+
+    request: str
 
 
 class PushRequest(TypedDict):

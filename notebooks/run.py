@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from traitlets.config import Config
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -29,24 +30,32 @@ BOLD, DIM, PLAIN = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else
 class TerminalClient(NotebookClient):
     """A notebook client that prints outputs at the moment they arrive."""
 
-    def output(
-        self, outs: list[NotebookNode], msg: dict[str, Any], display_id: str, cell_index: int
+    def process_message(
+        self, msg: dict[str, Any], cell: NotebookNode, cell_index: int
     ) -> NotebookNode | None:
-        """Print one output message, and keep it as the base class does."""
+        """Print one message, and keep its output as the base class does."""
         print(as_text(msg["msg_type"], msg["content"]), end="", flush=True)
-        return super().output(outs, msg, display_id, cell_index)
+        return super().process_message(msg, cell, cell_index)
 
 
 def as_text(msg_type: str, content: dict[str, Any]) -> str:
-    """Text of one output message for a terminal; a picture is named, not drawn."""
-    if msg_type == "stream":
-        return str(content["text"])
-    if msg_type == "error":
-        return "\n".join(content["traceback"]) + "\n"
-    bundle = content["data"]
+    """Text of one message for a terminal; a picture is named, not drawn."""
+    match msg_type:
+        case "stream":
+            return str(content["text"])
+        case "error":
+            return "\n".join(content["traceback"]) + "\n"
+        case "display_data" | "execute_result" | "update_display_data":
+            return of_bundle(content["data"]) + "\n"
+        case _:
+            return ""
+
+
+def of_bundle(bundle: dict[str, Any]) -> str:
+    """The most readable form of a rich output."""
     if any(mime.startswith("image/") for mime in bundle):
-        return f"{DIM}[a picture: open the notebook to see it]{PLAIN}\n"
-    return str(bundle.get("text/markdown") or bundle.get("text/plain", "")) + "\n"
+        return f"{DIM}[a picture: open the notebook to see it]{PLAIN}"
+    return str(bundle.get("text/markdown") or bundle.get("text/plain", ""))
 
 
 def show_cell(cell: NotebookNode, cell_index: int) -> None:  # noqa: ARG001 - nbclient's signature
@@ -66,6 +75,8 @@ def run(path: Path) -> bool:
         store_widget_state=False,
         resources={"metadata": {"path": str(path.parent)}},
         on_cell_start=show_cell,
+        # Unix sockets: nothing to eavesdrop on, and ipykernel 7.4 does not warn
+        config=Config({"KernelManager": {"transport": "ipc"}}),
     )
     try:
         client.execute()

@@ -106,7 +106,8 @@ class LiveKernel:
     def __exit__(self, *_: object) -> None:
         """Shut the kernel down as a front end does."""
         self.client.stop_channels()
-        self.manager.shutdown_kernel(now=False)
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=False)
 
 
 def _replace(outputs: list[dict[str, Any]], content: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from nbdist.kernel.channel import Channel, Message
     from nbdist.kernel.render import Renderer
+    from nbdist.kernel.screen import Screen
 
 IDLE_DEADLINE_S = 2.0
 """After a rank's reply its output may still be on the way; its `idle` ends the wait."""
@@ -85,6 +86,8 @@ class Cell:
         self.ranks = tuple(ranks)
         self.renderer = renderer
         self.states = {rank: RankState() for rank in ranks}
+        self.requests: dict[int, str] = {}
+        """Id of the execute_request, by rank."""
         self.detached = False
         self.interrupted = False
         self.death: RankDied | None = None
@@ -105,12 +108,10 @@ class Cell:
         """End the cell because its ranks are gone."""
         self._inbox.put(death)
 
-    def detach(self, renderer: Renderer) -> None:
-        """Let the reader thread show what comes from now on, with `renderer`."""
+    def detach(self, screen: Screen) -> None:
+        """Let the reader thread show what comes from now on, on `screen`."""
         with self._lock:
-            if renderer is not self.renderer:
-                self.renderer.close()
-                self.renderer = renderer
+            self.renderer.screen = screen
             self.detached = True
 
     @property

@@ -12,6 +12,7 @@ import importlib
 import logging
 import threading
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -106,11 +107,14 @@ class Metrics:
         Raises:
             UnknownMetric: nothing of this name was reported (a KeyError, too).
         """
-        return _mean(list(self._series(name).values()))[1]
+        return self._mean_series(name)[1]
 
     def steps(self, name: str | None = None) -> list[int]:
         """Steps of a column's values; without a name the steps of all rows."""
-        return _mean(list(self._series(TIME if name is None else name).values()))[0]
+        series = self._series(TIME if name is None else name)
+        same = _in_step(list(series.values()))
+        first = next(iter(series.values()))[0][:same].tolist() if series else []
+        return first + sorted({step for steps, _ in series.values() for step in steps[same:]})
 
     def by_rank(self, name: str) -> dict[int, list[float]]:
         """One column of each rank that reported it, in the order of steps."""
@@ -195,8 +199,10 @@ class Metrics:
             raise UnknownMetric(self._unknown(name))
         return series
 
-    def _mean_series(self, name: str) -> tuple[list[int], list[float]]:
-        return _mean(list(self._series(name).values()))
+    def _mean_series(self, name: str, *, since: int = 0) -> tuple[list[int], list[float]]:
+        """Steps and mean values of a column, from step `since` on."""
+        series = self._series(name).values()
+        return _mean([_tail(steps, values, since) for steps, values in series])
 
     def _unknown(self, name: object) -> str:
         names = ", ".join(self.names)
@@ -212,7 +218,8 @@ class Metrics:
     def _last_rows(self) -> tuple[list[str], list[list[str]]]:
         """Header and cells of the last rows."""
         names, steps = self.names, self.steps()[-_SHOWN_ROWS:]
-        columns = [dict(zip(*self._mean_series(name), strict=True)) for name in names]
+        since = steps[0] if steps else 0
+        columns = [dict(zip(*self._mean_series(name, since=since), strict=True)) for name in names]
         rows = [[str(step), *(_cell(column.get(step)) for column in columns)] for step in steps]
         return [STEP, *names], rows
 
@@ -231,13 +238,8 @@ def _ascending(steps: array[int], values: array[float]) -> _Series:
 
 def _mean(series: Sequence[_Series]) -> tuple[list[int], list[float]]:
     """Mean by step of columns with ascending steps, over those that have the step."""
-    if not series:
-        return [], []
-    same = min(len(steps) for steps, _ in series)
-    first = series[0][0][:same]
-    if any(steps[:same] != first for steps, _ in series[1:]):
-        same, first = 0, array("q")
-    # Ranks that go in step differ in the last few rows only: the rest needs no table.
+    same = _in_step(series)
+    first = series[0][0][:same] if series else []
     common = zip(*(values[:same] for _, values in series), strict=True)
     means = [sum(row) / len(row) for row in common]
     table: dict[int, list[float]] = {}
@@ -249,3 +251,18 @@ def _mean(series: Sequence[_Series]) -> tuple[list[int], list[float]]:
         [*first, *(step for step, _ in rest)],
         [*means, *(sum(row) / len(row) for _, row in rest)],
     )
+
+
+def _in_step(series: Sequence[_Series]) -> int:
+    """Count the first rows in which all ranks have the same steps.
+
+    Ranks that train together differ in the last few rows only: all others need no table.
+    """
+    same = min((len(steps) for steps, _ in series), default=0)
+    alike = all(steps[:same] == series[0][0][:same] for steps, _ in series[1:])
+    return same if alike else 0
+
+
+def _tail(steps: array[int], values: array[float], since: int) -> _Series:
+    start = bisect_left(steps, since)
+    return steps[start:], values[start:]

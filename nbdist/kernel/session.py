@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 State = Literal["new", "ready", "running", "dead", "stopped"]
 Ranks = "str | Sequence[int] | None"
 
-RESEND_INTERRUPT_S = 1.0
+PATIENCE_S = 3.0
+"""A Stop after this time gives up on ranks that the first has not ended."""
 KEPT_CELLS = 64
 """Late output (a rank's background thread) is shown for this many past cells."""
 
@@ -76,7 +77,7 @@ class Session:
         self.received: dict[str, Any] = {}
         """Values of send(), by name."""
         self._death: RankDied | None = None
-        self._cells: list[tuple[Cell, list[str]]] = []
+        self._cells: list[Cell] = []
         self._running: Cell | None = None
         self._counter = itertools.count(1)
         self._gang = Gang(
@@ -187,7 +188,7 @@ class Session:
         self._end_cells(death)
 
     def _end_cells(self, death: RankDied) -> None:
-        for cell, _ in self._cells:
+        for cell in self._cells:
             if not cell.finished.is_set():
                 cell.die(death)
                 if cell.detached:
@@ -229,14 +230,15 @@ class Session:
         shown = self._shown(output)
         self._ensure_free()
         self.start()
-        # for output after the cell's end: this cell of the notebook, also when others run
-        late = Renderer(PinnedScreen(), ranks=chosen, show=shown, logs=self.logs)
-        live = Renderer(LiveScreen(), ranks=chosen, show=shown, logs=self.logs)
-        cell = self._send_cell(code, chosen, late if background else live, count)
+        pinned = PinnedScreen()  # this cell of the notebook, also when others run
+        screen = pinned if background else LiveScreen()
+        logs = {rank: self.logs[rank] for rank in chosen}
+        renderer = Renderer(screen, ranks=chosen, show=shown, logs=logs)
+        cell = self._send_cell(code, chosen, renderer, count)
         if background:
-            cell.detach(late)
+            cell.detach(pinned)
         else:
-            self._join(cell, late)
+            self._join(cell, pinned)
             cell.raise_errors()
         return CellResult(cell)
 
@@ -255,7 +257,8 @@ class Session:
         if cell is not None:
             cell.interrupted = True
             for rank in cell.pending:
-                self._gang.post(rank, "control", "interrupt_request", {})
+                content = wire.Interrupt(request=cell.requests[rank])
+                self._gang.post(rank, "control", "interrupt_request", content)
 
     def _shown(self, output: str | Sequence[int]) -> Show:
         """Whose output is displayed."""
@@ -269,19 +272,17 @@ class Session:
         cell = Cell(ranks, renderer, on_send=self._take_sent, on_done=self._cell_done)
         self._running, self.state = cell, "running"
         note = wire.CellNote(count=count or next(self._counter))
-        requests = [
-            self._gang.post(
+        for rank in ranks:
+            cell.requests[rank] = self._gang.post(
                 rank, "shell", "execute_request", wire.execute(code), cell.deliver, note=note
             )
-            for rank in ranks
-        ]
-        self._cells.append((cell, requests))
-        for _, old in self._cells[:-KEPT_CELLS]:
-            self._gang.forget(old)
+        self._cells.append(cell)
+        for old in self._cells[:-KEPT_CELLS]:
+            self._gang.forget(old.requests.values())
         self._cells = self._cells[-KEPT_CELLS:]
         return cell
 
-    def _join(self, cell: Cell, afterwards: Renderer) -> None:
+    def _join(self, cell: Cell, afterwards: PinnedScreen) -> None:
         """Show the cell's output until it is over; Stop interrupts the ranks."""
         try:
             while not cell.finished.is_set():
@@ -292,22 +293,16 @@ class Session:
             cell.detach(afterwards)
 
     def _join_interrupted(self, cell: Cell) -> None:
-        """Pass Stop on to the ranks and wait for them; a second Stop gives the prompt back."""
-        asked_at = -RESEND_INTERRUPT_S
-        try:
-            while not cell.finished.is_set():
-                # again and again: a rank that had not begun the cell yet has missed it
-                if time.monotonic() - asked_at > RESEND_INTERRUPT_S:
-                    self.interrupt()
-                    asked_at = time.monotonic()
-                cell.pump()
-        except KeyboardInterrupt:
-            msg = (
-                f"ranks {rank_names.label(cell.pending)} did not stop, probably inside a"
-                " collective; wait for them with %nbdist wait, or take new ranks with"
-                " %nbdist restart."
-            )
-            raise CellInterrupted(msg) from None
+        """Pass Stop on to the ranks and wait for them; a late second Stop gives the prompt back."""
+        asked_at = time.monotonic()
+        while not cell.finished.is_set():
+            try:
+                self.interrupt()
+                while not cell.finished.is_set():
+                    cell.pump()
+            except KeyboardInterrupt:
+                if time.monotonic() - asked_at > PATIENCE_S:
+                    raise CellInterrupted(stuck_words(cell)) from None
         if all(error.ename == "KeyboardInterrupt" for error in cell.errors.values()):
             raise CellInterrupted("stopped on all ranks; every variable is kept.") from None
 
@@ -334,7 +329,7 @@ class Session:
 
     def _show_detached(self) -> bool:
         """Show output of background cells, and what past cells still write."""
-        waiting = [cell for cell, _ in self._cells if cell.detached and not cell.quiet]
+        waiting = [cell for cell in self._cells if cell.detached and not cell.quiet]
         for cell in waiting:
             cell.pump(0)
         return bool(waiting)
@@ -404,6 +399,14 @@ class Session:
     def __repr__(self) -> str:
         """One line: state, ranks, strategy."""
         return f"Session({self.state}: {self.describe()})"
+
+
+def stuck_words(cell: Cell) -> str:
+    """Say which ranks did not stop, and what can be done."""
+    return (
+        f"ranks {rank_names.label(cell.pending)} did not stop, probably inside a collective;"
+        " wait for them with %nbdist wait, or take new ranks with %nbdist restart."
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Secondary:
 
 
 SECONDARY = (
-    # Tried with two gloo ranks on torch 2.13.0+cpu, one of which exits, is late or raises:
+    # Tried with two gloo ranks on torch 2.13.0+cpu, one of which exits or is late:
     Secondary(r"Connection closed by peer", "gloo in torch 2.13: transport/tcp/pair.cc:553"),
     Secondary(
         r"gloo/transport/\S+\] (?:Read|Write|writev) error .*: (?:Connection reset|Broken pipe)",

@@ -42,7 +42,7 @@ _MAX_COUNT = 1 << 62
 _Content = bytearray | mmap.mmap
 
 
-def read(path: Path, *, as_numpy: bool = False, delete: bool = True) -> Any:
+def read(path: str | Path, *, as_numpy: bool = False, delete: bool = True) -> Any:
     """Return the value of a payload file; tensors and arrays are views on a private map.
 
     Writing into them changes no other process's copy. Their memory (of a deleted file,
@@ -62,7 +62,7 @@ def read(path: Path, *, as_numpy: bool = False, delete: bool = True) -> Any:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # never waits on a pipe
     try:
         if delete:
-            path.unlink()
+            os.unlink(path)  # noqa: PTH108 - a str or a Path
         content = _mapped(fd)
     finally:
         os.close(fd)

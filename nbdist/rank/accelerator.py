@@ -45,6 +45,8 @@ _OWN_ENGINE = frozenset(
 )
 """Arguments of `Accelerator(...)` by which a user brings an engine."""
 
+_OWN_DEEPSPEED = frozenset({"deepspeed_plugin", "deepspeed_plugins"})
+
 _LEFT_BEHIND = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_DEEPSPEED",
@@ -95,6 +97,7 @@ def install(options: Options, hardware: Hardware, *, choose: Choose | None = Non
     _current = Session(options, hardware)
     if hardware.kind == "cpu":
         rehearsal.install()
+    zero.install()
     Accelerator.__init__ = _init
     Accelerator.prepare = _prepare
     Accelerator.clip_grad_norm_ = _clip_grad_norm
@@ -162,6 +165,8 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
     session = current()
     own = not _OWN_ENGINE.isdisjoint(named)
     _forget_engine()
+    if not _OWN_DEEPSPEED.isdisjoint(named):
+        zero.start(session.hardware)
     if not own:
         named = _with_session(session, named)
     _original_init(self, **named)

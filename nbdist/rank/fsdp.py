@@ -41,7 +41,10 @@ _WITHOUT_PINNING: Mapping[type, object] = {
     CPUOffload: CPUOffload(offload_params=False),
     CPUOffloadPolicy: CPUOffloadPolicy(pin_memory=False),
 }
-_POLICIES = {1: MixedPrecision, 2: MixedPrecisionPolicy}
+_POLICIES: Mapping[int, type[MixedPrecision | MixedPrecisionPolicy]] = {
+    1: MixedPrecision,
+    2: MixedPrecisionPolicy,
+}
 
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter of a model prepared alone under FSDP2 -> the shard that took its place."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Message = dict[str, Any]
+STOPPED = {"ename": "KeyboardInterrupt", "evalue": "", "traceback": ["KeyboardInterrupt"]}
 
 
 class RankDisplayHook(ZMQShellDisplayHook):
@@ -65,18 +66,40 @@ class RankKernel(IPythonKernel):
         """Register the requests that Jupyter does not have."""
         super().__init__(**traits)
         self.before_reply: Callable[[], None] = _nothing
+        self.running: str | None = None
+        """Request of the cell that runs now."""
+        self.unwanted: str | None = None
+        """Request of the cell that was interrupted last; it may not have begun."""
         self.shell_handlers |= {
             wire.JOIN: self.join_request,
             wire.PUSH: self.push_request,
             wire.PULL: self.pull_request,
         }
 
+    async def execute_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
+        """Answer every cell, also one that is interrupted outside of the user's code.
+
+        ipykernel 7.4 only logs such a KeyboardInterrupt and sends no reply.
+        """
+        try:
+            await super().execute_request(stream, ident, parent)
+        except KeyboardInterrupt:
+            content = {"status": "error", **STOPPED}
+            self.session.send(stream, "execute_reply", content, parent, ident=ident)
+
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Message:  # noqa: ANN401, FBT001
         """Run a cell under the notebook's own In[count]; free its frames if it failed."""
-        note = self.get_parent("shell")["metadata"].get(wire.NOTE)
+        request = self.get_parent("shell")
+        note = request["metadata"].get(wire.NOTE)
         if note:
             self.shell.execution_count = note["count"]
-        reply: Message = await super().do_execute(code, silent, *args, **kwargs)
+        self.running = request["header"]["msg_id"]
+        if self.running == self.unwanted:
+            raise KeyboardInterrupt
+        try:
+            reply: Message = await super().do_execute(code, silent, *args, **kwargs)
+        finally:
+            self.running = None
         self.before_reply()
         if reply["status"] == "error":
             release_frames(self.shell)
@@ -86,8 +109,13 @@ class RankKernel(IPythonKernel):
         """Send nothing: the notebook has the code, and 1,000 ranks need not repeat it."""
 
     async def interrupt_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
-        """Interrupt this process alone: its DataLoader processes share its group."""
-        os.kill(os.getpid(), signal.SIGINT)
+        """Interrupt one cell, running or still on its way, and this process alone.
+
+        ipykernel would signal the whole group, and so the rank's DataLoader processes.
+        """
+        self.unwanted = parent["content"]["request"]
+        if self.running == self.unwanted:
+            os.kill(os.getpid(), signal.SIGINT)
         self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
 
     def raw_input(self, prompt: str = "") -> NoReturn:

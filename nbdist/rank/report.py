@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import numbers
+import operator
 import threading
 import time
 from collections import deque
@@ -70,11 +71,11 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="nbdist-report", daemon=True)
         self._thread.start()
 
-    def report(self, step: int | None = None, **scalars: Any) -> None:  # noqa: ANN401
-        """Send scalars of a training step to the notebook: report(loss=loss).
+    def report(self, step: int | None = None, **scalars: Any) -> None:
+        """Send scalars of a training step to the notebook.
 
-        They arrive in `nbdist.session().metrics`. Costs microseconds, waits for no device
-        and no other rank; each rank reports its own values.
+        `report(loss=loss)` arrives in `nbdist.session().metrics["loss"]`. Costs
+        microseconds, waits for no device and no other rank; each rank reports its own.
 
         Args:
             step: where none is given, calls are counted from 0, on through later cells
@@ -134,7 +135,7 @@ class Reporter:
             while rows := self._take_ready():
                 try:
                     self._publish(rows)
-                except Exception:  # the training goes on, whatever the sockets say
+                except Exception:  # noqa: BLE001 - a lost socket must not end the thread
                     _log.exception("%d rows of report() could not be published", len(rows))
 
     def _take_ready(self) -> list[dict[str, float]]:
@@ -225,10 +226,10 @@ def _is_distant(tensor: torch.Tensor) -> bool:
 # ---------------------------------------------------------------------------- checking
 
 
-def _number(name: str, value: Any) -> float:  # noqa: ANN401
+def _number(name: str, value: Any) -> float:
     """The value as a float, where it is one number."""
     if isinstance(value, torch.Tensor):
-        value = _one_element(name, value).item()
+        value = _item(name, value)
     elif getattr(value, "size", None) == 1 and hasattr(value, "item"):  # NumPy
         value = value.item()
     if not isinstance(value, numbers.Real):
@@ -237,6 +238,16 @@ def _number(name: str, value: Any) -> float:  # noqa: ANN401
         return float(value)
     except OverflowError as error:
         raise _no_scalar(name, "is too large for a float") from error
+
+
+def _item(name: str, tensor: torch.Tensor) -> object:
+    """Read a tensor whose value is here; quick for the usual one."""
+    if type(tensor) is torch.Tensor:
+        try:
+            return tensor.item()
+        except (RuntimeError, ValueError):
+            return _one_element(name, tensor).item()  # says what is wrong with it
+    return _one_element(name, tensor).item()
 
 
 def _one_element(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -250,11 +261,13 @@ def _one_element(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _checked_step(step: object) -> int:
-    if isinstance(step, numbers.Integral) and not isinstance(step, bool):
-        number = int(step)
-        if 0 <= number < _MAX_STEP:
-            return number
+def _checked_step(step: Any) -> int:
+    try:  # a tensor could wait for a device here
+        number = -1 if isinstance(step, (bool, torch.Tensor)) else operator.index(step)
+    except TypeError:
+        number = -1
+    if 0 <= number < _MAX_STEP:
+        return number
     message = (
         f"step {_called(step)} is not allowed in report(); use a whole number from 0 as step"
         " and give scalars by name, as in report(loss=loss)."

@@ -129,9 +129,10 @@ def checkpoint_activations(model: nn.Module, chosen: Collection[nn.Module]) -> b
     """
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if callable(enable):
-        if getattr(getattr(model, "config", None), "use_cache", False):
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "use_cache", False):
             # transformers 5.23 turns it off with a warning at the first forward.
-            model.config.use_cache = False
+            config.use_cache = False
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return True
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: PLC0415

@@ -13,6 +13,7 @@ import copy
 import io
 import logging
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import accelerate.accelerator as accelerate_module
@@ -72,13 +73,17 @@ class StepsItself(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
             self.optimizer.clip_grad = self.engine.gradient_clipping()
 
 
+def install() -> None:
+    """Make every Accelerator of this rank step in `optimizer.step()`."""
+    accelerate_module.DeepSpeedEngineWrapper = BackwardOnly
+    accelerate_module.DeepSpeedOptimizerWrapper = StepsItself
+
+
 def plugin(options: Options, hardware: Hardware) -> DeepSpeedPlugin:
     """Return Accelerate's plugin for the session's options.
 
     `zero3_init_flag` is off: a model is built in full before it is cut, as under FSDP.
     """
-    accelerate_module.DeepSpeedEngineWrapper = BackwardOnly
-    accelerate_module.DeepSpeedOptimizerWrapper = StepsItself
     config = options.strategy.deepspeed_config(options, hardware)
     return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
 
@@ -89,6 +94,8 @@ def start(hardware: Hardware) -> None:
 
     if hardware.kind == "cpu":
         rehearsal.skip_shared_memory_op()
+    # deepspeed 0.19 uses names that torch 2.13 deprecates, and each collective would say so.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         deepspeed.init_distributed(
@@ -105,7 +112,9 @@ def forget_globals(made: DeepSpeedPlugin) -> None:
     With it `from_pretrained` would give cut parameters (of one dimension each) in the
     second run of a cell but not in the first.
     """
-    from transformers.integrations import unset_hf_deepspeed_config  # noqa: PLC0415
+    from transformers.integrations.deepspeed import (  # noqa: PLC0415 - only with DeepSpeed
+        unset_hf_deepspeed_config,
+    )
 
     made.dschf = None
     unset_hf_deepspeed_config()

@@ -198,7 +198,22 @@ def test_what_cannot_be_pulled(session: Session) -> None:
 def test_flood_ends_and_is_counted(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     before = psutil.Process().memory_info().rss
     session.run("for i in range(50_000): print('line', i, rank)")
-    text = capsys.readouterr().out
-    assert "not shown" in text
-    assert "line 49999" in text
+    shown = capsys.readouterr()
+    assert "not shown" in shown.err
+    assert "line 49999" in shown.out
+    assert len(shown.out) < 1_000_000
+    assert "line 49999" in session.log(1)
     assert psutil.Process().memory_info().rss - before < 50e6
+
+
+def test_output_after_the_end_is_labelled(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    session.run("import threading\nthreading.Timer(0.3, lambda: print('late', rank)).start()")
+    seen: list[str] = []
+    eventually(lambda: seen.append(capsys.readouterr().out) or "late 1" in "".join(seen), within_s=10)
+    assert "[0] late 0" in "".join(seen)
+    assert "[1] late 1" in "".join(seen)
+
+
+def test_unusual_text_does_no_harm(session: Session) -> None:
+    assert session.run("print('\\ud800', chr(0), '\\x1b[31mred')\nimport os\nos.write(1, b'\\xff\\xfe\\n')\nrank").values == {0: 0, 1: 1}
+    assert session.run("print('x' * 20_000_000)\nrank").values == {0: 0, 1: 1}

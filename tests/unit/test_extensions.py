@@ -1,0 +1,79 @@
+"""Builds of DeepSpeed's ops: where they are kept and what is said when they cannot be made."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nbdist.errors import StartError
+from nbdist.launcher import extensions, offload
+from nbdist.strategies import Options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NBDIST_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "")
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    return tmp_path / "cache"
+
+
+def test_no_op_touches_no_file(cache: Path) -> None:
+    extensions.ensure((), progress=pytest.fail)
+    assert not cache.exists()
+
+
+def test_a_missing_compiler_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(StartError, match="no-such-compiler is not on PATH; install g"):
+        extensions.ensure(("cpu_adam",), progress=pytest.fail)
+    assert not cache.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write_text("a file")
+    monkeypatch.setattr(extensions, "_check_tools", lambda _: None)
+    with pytest.raises(StartError, match="NBDIST_CACHE_DIR"):
+        extensions.ensure(("cpu_adam",), progress=pytest.fail)
+
+
+def test_the_log_line_that_says_most(tmp_path: Path) -> None:
+    log = tmp_path / "build.log"
+    log.write_text("a\nx.cpp:1: error: no foo\nninja: build stopped\n\n")
+    assert extensions._last_line(log) == "x.cpp:1: error: no foo"
+
+
+def test_a_swap_folder_is_the_sessions_own_and_goes_with_it(tmp_path: Path) -> None:
+    user = Options(backend="zero3", offload=f"nvme:{tmp_path}")
+    with offload.folder(user) as options:
+        assert options.offload_path is not None
+        own = tmp_path / options.offload_path.rpartition("/")[2]
+        (own / "x.swp").write_text("")
+    assert list(tmp_path.iterdir()) == []
+    with offload.folder(Options()) as same:
+        assert same == Options()
+
+
+def test_a_killed_sessions_swap_folder_is_removed(tmp_path: Path) -> None:
+    with offload.folder(Options(backend="zero3", offload=f"nvme:{tmp_path}")) as options:
+        name = str(options.offload_path).rpartition("/")[2]
+        dead = tmp_path / f"{name.rpartition('-')[0]}-99999999"
+    dead.mkdir()
+    with offload.folder(Options(backend="zero3", offload=f"nvme:{tmp_path}")):
+        assert not dead.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_swap_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    wanted = Options(backend="zero3", offload=f"nvme:{tmp_path}/file/x")
+    with pytest.raises(StartError, match="cannot write to"), offload.folder(wanted):
+        pass

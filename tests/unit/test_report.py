@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from nbdist.errors import OptionError
+from nbdist.rank import report as report_module
+from nbdist.rank.report import PinnedMemory, Reporter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+Row = dict[str, float]
+
+
+class Kernel:
+    """What is published, batch by batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Row]] = []
+        self.came = threading.Event()
+
+    def __call__(self, rows: list[Row]) -> None:
+        self.batches.append(rows)
+        self.came.set()
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for batch in self.batches for row in batch]
+
+    def column(self, name: str) -> list[float]:
+        return [row[name] for row in self.rows if name in row]
+
+
+class FakeCopies:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self.arrived = False
+
+    def ready(self) -> bool:
+        return self.arrived
+
+    def values(self) -> dict[str, float]:
+        return {name: tensor.item() for name, tensor in self.tensors.items()}
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return Kernel()
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[FakeCopies]:
+    """bfloat16 tensors count as tensors of a device; their copies arrive when told to."""
+    monkeypatch.setattr(report_module, "_is_distant", lambda t: t.dtype is torch.bfloat16)
+    return []
+
+
+@pytest.fixture
+def reporter(kernel: Kernel, copies: list[FakeCopies]) -> Iterator[Reporter]:
+    def copy(tensors: Mapping[str, torch.Tensor]) -> FakeCopies:
+        copies.append(FakeCopies(tensors))
+        return copies[-1]
+
+    reporter = Reporter(kernel, copy=copy)
+    yield reporter
+    reporter.close()
+
+
+def device_tensor(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(2, 2.0, Fraction(4, 2), np.float32(2), np.int64(2), np.array(2.0), np.array([[2]])),
+        *(torch.tensor(2.0), torch.tensor([2]), torch.tensor(2, dtype=torch.uint8)),
+        *(torch.tensor(2.0, requires_grad=True), torch.nn.Parameter(torch.tensor([2.0]))),
+        torch.tensor(2.0, dtype=torch.float8_e5m2),
+    ],
+)
+def test_every_kind_of_scalar_is_a_float(value: Any, reporter: Reporter, kernel: Kernel) -> None:
+    reporter.report(loss=value)
+    assert reporter.flush(5)
+    assert kernel.column("loss") == [2.0]
+    assert type(kernel.rows[0]["loss"]) is float
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(1), torch.ones(1) > 0])
+def test_truth_is_one(value: Any, reporter: Reporter, kernel: Kernel) -> None:
+    reporter.report(hit=value)
+    reporter.flush(5)
+    assert kernel.column("hit") == [1.0]
+
+
+def test_numbers_that_are_not_finite_pass(reporter: Reporter, kernel: Kernel) -> None:
+    reporter.report(a=math.nan, b=math.inf, c=torch.tensor(-math.inf))
+    reporter.flush(5)
+    (row,) = kernel.rows
+    assert math.isnan(row["a"])
+    assert (row["b"], row["c"]) == (math.inf, -math.inf)
+
+
+def test_a_row_has_step_and_time_and_then_the_names(reporter: Reporter, kernel: Kernel) -> None:
+    before = time.time()
+    reporter.report(loss=1.0, lr=2.0)
+    reporter.flush(5)
+    (row,) = kernel.rows
+    assert list(row) == ["step", "time", "loss", "lr"]
+    assert before <= row["time"] <= time.time()
+
+
+def test_steps_are_counted_on_from_a_given_one(reporter: Reporter, kernel: Kernel) -> None:
+    reporter.report(x=0)
+    reporter.report(x=0)
+    reporter.flush(5)  # the end of a cell
+    reporter.report(x=0)
+    reporter.report(10, x=0)
+    reporter.report(x=0)
+    reporter.report(step=np.int64(3), x=0)
+    reporter.report(x=0)
+    reporter.flush(5)
+    assert kernel.column("step") == [0, 1, 2, 10, 11, 3, 4]
+    assert all(type(step) is int for step in kernel.column("step"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scalars", "message"),
+    [
+        (("x",), {}, r"^step of type str \('x'\) is not allowed in report\(\); use a whole number"),
+        ((1.5,), {"a": 1}, r"^step of type float \(1\.5\) is not"),
+        ((-1,), {"a": 1}, r"^step of type int \(-1\) is not"),
+        ((True,), {"a": 1}, "^step of type bool"),
+        ((2**62,), {"a": 1}, "^step of type int"),
+        ((torch.tensor(1.0),), {}, r"^step of type Tensor is not .*report\(loss=loss\)\.$"),
+        ((), {}, r"^report\(\) got no scalars; give them by name"),
+        ((3,), {}, r"^report\(\) got no scalars"),
+        ((), {"time": 1}, r"^report\(time=\.\.\.\) is taken"),
+        ((), {"loss": "x"}, r"^report\(loss=\.\.\.\) is of type str \('x'\); allowed are real"),
+        ((), {"loss": None}, r"^report\(loss=\.\.\.\) is of type NoneType; allowed"),
+        ((), {"loss": [1.0]}, r"^report\(loss=\.\.\.\) is of type list; allowed"),
+        ((), {"loss": 1j}, "is of type complex"),
+        ((), {"loss": 10**400}, "is too large for a float"),
+        ((), {"loss": np.arange(3)}, "is of type ndarray"),
+        ((), {"loss": np.array(["x"])}, r"is of type str \('x'\)"),
+        ((), {"loss": torch.ones(2, 3)}, r"has shape \(2, 3\), take its mean\(\) or sum\(\)"),
+        ((), {"loss": torch.empty(0)}, r"has shape \(0,\)"),
+        ((), {"loss": torch.tensor(1j)}, r"is of type complex"),
+        ((), {"loss": torch.ones(1, device="meta")}, "tensor on meta"),
+        ((), {"loss": torch.ones(3, dtype=torch.bfloat16)}, r"has shape \(3,\)"),
+        ((), {"fine": 1.0, "loss": "x"}, r"^report\(loss"),
+    ],
+)
+def test_what_is_no_scalar_is_refused_and_nothing_is_reported(
+    arguments: Any, scalars: Any, message: str, reporter: Reporter, kernel: Kernel
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        reporter.report(*arguments, **scalars)
+    reporter.report(good=1)
+    reporter.flush(5)
+    assert [list(row) for row in kernel.rows] == [["step", "time", "good"]]
+    assert kernel.column("step") == [0]
+
+
+def test_a_dtensor_is_refused_since_it_needs_a_collective(reporter: Reporter) -> None:
+    class DTensor(torch.Tensor):
+        def full_tensor(self) -> None: ...
+
+    with pytest.raises(OptionError, match=r"is a DTensor; .*\.full_tensor\(\) on all ranks"):
+        reporter.report(loss=torch.tensor(1.0).as_subclass(DTensor))
+
+
+def test_the_thread_publishes_by_itself(reporter: Reporter, kernel: Kernel) -> None:
+    reporter.report(loss=1.0)
+    assert kernel.came.wait(5)
+    assert kernel.column("loss") == [1.0]
+
+
+def test_many_rows_make_few_batches_and_keep_their_order(
+    reporter: Reporter, kernel: Kernel
+) -> None:
+    for i in range(10_000):
+        reporter.report(i=i)
+    assert reporter.flush(5)
+    assert kernel.column("i") == list(range(10_000))
+    assert len(kernel.batches) < 100
+    assert max(map(len, kernel.batches)) <= 4096
+
+
+def test_a_device_value_is_published_when_it_arrives_and_not_overtaken(
+    reporter: Reporter, kernel: Kernel, copies: list[FakeCopies]
+) -> None:
+    reporter.report(loss=1.0)
+    reporter.report(lr=0.5, loss=device_tensor(2), hits=3)
+    reporter.report(loss=4.0)
+    assert not reporter.flush(0)
+    assert kernel.column("loss") == [1.0]
+    copies[0].arrived = True
+    assert reporter.flush(0)
+    assert kernel.column("loss") == [1.0, 2.0, 4.0]
+    assert list(kernel.rows[1]) == ["step", "time", "lr", "loss", "hits"]
+    assert kernel.column("step") == [0, 1, 2]
+
+
+def test_the_thread_waits_for_device_values_too(
+    reporter: Reporter, kernel: Kernel, copies: list[FakeCopies]
+) -> None:
+    reporter.report(loss=device_tensor(2))
+    copies[0].arrived = True
+    assert kernel.came.wait(5)
+    assert kernel.column("loss") == [2.0]
+
+
+def test_flush_gives_up_at_its_deadline(reporter: Reporter, kernel: Kernel) -> None:
+    reporter.report(loss=device_tensor(2))
+    begun = time.monotonic()
+    assert not reporter.flush(0.02)
+    assert time.monotonic() - begun < 2
+    assert kernel.rows == []
+
+
+def test_flush_with_nothing_pending_is_done_at_once(reporter: Reporter, kernel: Kernel) -> None:
+    assert reporter.flush(0)
+    assert kernel.batches == []
+
+
+def test_a_failing_publisher_is_logged_and_the_next_rows_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    got: list[Row] = []
+
+    def publish(rows: list[Row]) -> None:
+        if not caplog.records:
+            raise ConnectionError
+        got.extend(rows)
+
+    reporter = Reporter(publish)
+    reporter.report(a=1)
+    reporter.flush(5)
+    reporter.report(a=2)
+    reporter.flush(5)
+    reporter.close()
+    assert [row["a"] for row in got] == [2.0]
+    assert "1 rows of report() could not be published" in caplog.text
+
+
+def test_close_publishes_and_ends_the_thread(kernel: Kernel) -> None:
+    reporter = Reporter(kernel)
+    reporter.report(a=1)
+    reporter.close()
+    assert kernel.column("a") == [1.0]
+    assert not reporter._thread.is_alive()
+
+
+# ---- pinned memory, with events that the test holds
+
+
+class FakeEvent:
+    passed = False
+    broken = False
+
+    def record(self, _stream: object) -> None: ...
+
+    def query(self) -> bool:
+        if self.broken:
+            raise RuntimeError("device-side assert")
+        return self.passed
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
+    """CPU tensors in the place of CUDA's."""
+    events: list[FakeEvent] = []
+
+    def event_behind(_device: object) -> FakeEvent:
+        events.append(FakeEvent())
+        return events[-1]
+
+    genuine = torch.empty
+
+    def empty(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        assert pin_memory
+        return genuine(*size, **options)
+
+    monkeypatch.setattr(report_module, "_event_behind", event_behind)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return events
+
+
+def test_slots_are_read_behind_the_event_and_used_again(cuda: list[FakeEvent]) -> None:
+    memory = PinnedMemory()
+    loss = torch.tensor([1.5], requires_grad=True)
+    copies = memory.copy({"loss": loss, "n": torch.tensor(7)})
+    assert not copies.ready()
+    cuda[0].passed = True
+    assert copies.ready()
+    slots = len(memory._free)
+    assert copies.values() == {"loss": 1.5, "n": 7.0}
+    assert len(memory._free) == slots + 2
+    with torch.inference_mode():
+        memory.copy({"loss": torch.tensor(2.0)})
+    assert len(cuda) == 2
+
+
+def test_slots_made_in_inference_mode_can_be_written_outside_of_it(cuda: list[FakeEvent]) -> None:
+    memory = PinnedMemory()
+    with torch.inference_mode():
+        memory.copy({"loss": torch.tensor(2.0)})
+    memory.copy({"loss": torch.tensor(3.0)})
+    assert len(cuda) == 2
+
+
+def test_more_copies_than_slots_are_held_apart(cuda: list[FakeEvent]) -> None:
+    memory = PinnedMemory()
+    flying = [memory.copy({"i": torch.tensor(i)}) for i in range(2500)]
+    assert [copies.values()["i"] for copies in flying] == list(range(2500))
+    assert len(cuda) == 2500
+
+
+def test_a_failed_device_gives_nan_and_keeps_no_one_waiting(
+    cuda: list[FakeEvent], caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = PinnedMemory()
+    copies = memory.copy({"loss": torch.tensor(1.0)})
+    cuda[0].broken = True
+    with caplog.at_level(logging.WARNING):
+        assert copies.ready()
+    assert math.isnan(copies.values()["loss"])
+    assert "device-side assert" in caplog.text
+
+
+def test_a_captured_graph_is_told(cuda: list[FakeEvent], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(OptionError, match=r"CUDA graph is captured.*after the replay"):
+        PinnedMemory().copy({"loss": torch.tensor(1.0)})
+    assert cuda == []

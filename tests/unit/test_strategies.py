@@ -1,0 +1,221 @@
+"""The table of backends: what each hands to its engine, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist.errors import OptionError
+from nbdist.strategies import (
+    BACKENDS,
+    STRATEGIES,
+    Hardware,
+    Options,
+    canonical,
+    load_config_file,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU = Hardware(kind="cpu", world_size=2)
+AMPERE = Hardware(kind="cuda", bf16=True, world_size=4)
+TURING = Hardware(kind="cuda", world_size=4)
+
+
+def checked(**chosen: Any) -> Options:
+    return Options(**chosen).checked(CPU)
+
+
+def test_every_backend_has_a_row_and_accepts_no_option_at_all() -> None:
+    assert {canonical(name) for name in BACKENDS} == set(STRATEGIES)
+    for name in BACKENDS:
+        assert checked(backend=name).strategy.name == canonical(name)
+
+
+def test_options_and_hardware_survive_a_message() -> None:
+    options = Options(backend="zero3", clip=0.5, deepspeed_config={"a": {"b": 1}})
+    assert Options.from_json(json.loads(json.dumps(options.to_json()))) == options
+    assert Hardware.from_json(json.loads(json.dumps(AMPERE.to_json()))) == AMPERE
+
+
+@pytest.mark.parametrize(("hardware", "precision"), [(CPU, "no"), (AMPERE, "bf16"), (TURING, "no")])
+def test_precision_defaults_to_what_the_hardware_is_best_at(
+    hardware: Hardware, precision: str
+) -> None:
+    assert Options().checked(hardware).precision == precision
+
+
+@pytest.mark.parametrize(
+    ("chosen", "hardware", "said"),
+    [
+        ({"backend": "fsdp3"}, CPU, "use one of ddp, fsdp, fsdp2"),
+        ({"precision": "fp16"}, CPU, "here these work: no, bf16"),
+        ({"precision": "bf16"}, TURING, "here these work: no, fp16"),
+        ({"precision": "fp8"}, AMPERE, "transformer-engine"),
+        ({"precision": "int4"}, CPU, "use one of no, fp16, bf16, fp8"),
+        ({"offload": "cpu"}, CPU, "fsdp2, fsdp1, zero1, zero2, zero3 have it"),
+        ({"backend": "fsdp", "offload": "nvme:/x"}, CPU, "zero3 has it"),
+        ({"backend": "zero2", "offload": "nvme:/x"}, CPU, "zero3 has it"),
+        ({"backend": "zero3", "offload": "nvme"}, CPU, "nvme:/path/to/folder"),
+        ({"backend": "zero3", "offload": "disk"}, CPU, "use one of none, cpu, nvme:PATH"),
+        ({"backend": "zero3", "offload_params": True}, CPU, "add offload cpu"),
+        ({"backend": "zero2", "offload": "cpu", "offload_params": True}, CPU, "zero3 can"),
+        ({"accumulate": 0}, CPU, "1, 2, 3"),
+        ({"clip": 0.0}, CPU, "above 0"),
+        ({"clip": -1.0}, CPU, "above 0"),
+        ({"clip": float("nan")}, CPU, "above 0"),
+        ({"backend": "zero1"}, Hardware(deepspeed=False), "pip install deepspeed"),
+        ({"fsdp_config": {}}, CPU, "it is for fsdp2, fsdp1"),
+        ({"backend": "fsdp", "deepspeed_config": {}}, CPU, "it is for zero1, zero2, zero3"),
+    ],
+)
+def test_what_an_engine_lacks_is_said_in_one_sentence(
+    chosen: dict[str, Any], hardware: Hardware, said: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options(**chosen).checked(hardware)
+    message = str(caught.value)
+    assert said in message
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"deepspeed_config": {"zero_optimization": {"stage": 2}}}, "use backend zero2"),
+        ({"clip": 1.0, "deepspeed_config": {"gradient_clipping": 0.5}}, "keep one of them"),
+        ({"accumulate": 2, "deepspeed_config": {"gradient_accumulation_steps": 4}}, "accumulate"),
+        ({"precision": "bf16", "deepspeed_config": {"fp16": {"enabled": True}}}, "precision"),
+    ],
+)
+def test_a_deepspeed_file_must_agree_with_the_options(chosen: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        checked(backend="zero3", **chosen)
+
+
+def test_a_deepspeed_file_fills_the_options_and_keeps_its_own_keys() -> None:
+    zero = {
+        "stage": 3,
+        "overlap_comm": False,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/fast", "buffer_count": 7},
+    }
+    options = checked(
+        backend="zero3",
+        deepspeed_config={
+            "gradient_clipping": 0.5,
+            "gradient_accumulation_steps": 2,
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+        },
+    )
+    assert (options.clip, options.accumulate, options.precision) == (0.5, 2, "bf16")
+    assert options.offload == "nvme:/fast"
+    config = options.strategy.deepspeed_config(options, CPU)
+    assert config["gradient_clipping"] == 0.5
+    assert config["zero_optimization"]["overlap_comm"] is False
+    offload = config["zero_optimization"]["offload_optimizer"]
+    assert offload == {
+        "device": "nvme",
+        "pin_memory": False,
+        "nvme_path": "/fast",
+        "buffer_count": 7,
+    }
+
+
+def test_auto_values_of_a_deepspeed_file_are_ours_to_fill() -> None:
+    options = checked(
+        backend="zero2",
+        deepspeed_config={"gradient_clipping": "auto", "zero_optimization": {"stage": "auto"}},
+    )
+    config = options.strategy.deepspeed_config(options, CPU)
+    assert config["gradient_clipping"] == 0.0
+    assert config["zero_optimization"]["stage"] == 2
+
+
+def test_an_fsdp_file_is_read_in_the_names_of_accelerate_config() -> None:
+    options = checked(
+        backend="fsdp",
+        fsdp_config={
+            "fsdp_version": 2,
+            "fsdp_offload_params": True,
+            "fsdp_transformer_layer_cls_to_wrap": "GPT2Block",
+            "fsdp_activation_checkpointing": True,
+        },
+    )
+    assert options.offload == "cpu"
+    assert options.activation_checkpointing
+    assert options.fsdp_config == {"transformer_cls_names_to_wrap": "GPT2Block"}
+    assert options.strategy.fsdp_kwargs(options)["cpu_offload"] is True
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [({"fsdp_version": 1}, "use backend fsdp1"), ({"wrap_everything": 1}, "wrap_everything")],
+)
+def test_an_fsdp_file_must_fit(content: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        checked(backend="fsdp2", fsdp_config=content)
+
+
+def test_checking_twice_changes_nothing() -> None:
+    once = checked(backend="zero3", deepspeed_config={"gradient_clipping": 0.5})
+    assert once.checked(CPU) == once
+    wrapped = checked(backend="fsdp", fsdp_config={"fsdp_offload_params": True})
+    assert wrapped.checked(CPU) == wrapped
+
+
+def test_no_engine_clips_unless_asked() -> None:
+    for name in STRATEGIES:
+        options = checked(backend=name)
+        strategy = options.strategy
+        assert strategy.training_arguments(options, CPU)["max_grad_norm"] == 0.0
+        assert strategy.deepspeed_config(options, CPU)["gradient_clipping"] == 0.0
+
+
+def test_only_an_offload_under_deepspeed_builds_anything() -> None:
+    def ops(**chosen: Any) -> tuple[str, ...]:
+        options = checked(**chosen)
+        return options.strategy.extensions(options, CPU)
+
+    assert all(ops(backend=name) == () for name in STRATEGIES)
+    assert ops(backend="fsdp", offload="cpu") == ()
+    assert ops(backend="zero1", offload="cpu") == ("cpu_adam",)
+    assert ops(backend="zero3", offload="nvme:/x")[-1] == "async_io"
+
+
+def test_config_files_are_json_or_yaml(tmp_path: Path) -> None:
+    js, yml = tmp_path / "a.json", tmp_path / "b.yaml"
+    js.write_text('{"zero_optimization": {"stage": 2}}')
+    yml.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n")
+    assert load_config_file(js) == {"zero_optimization": {"stage": 2}}
+    assert load_config_file(yml) == {"fsdp_version": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "{", "not JSON"),
+        ("a.yaml", "a: [", "not YAML"),
+        ("a.json", "[1]", "not a mapping"),
+        ("a.yaml", "!!python/object/apply:os.getcwd []", "not YAML"),
+    ],
+)
+def test_an_unreadable_config_file_is_refused(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(OptionError, match=said):
+        load_config_file(file)
+    with pytest.raises(OptionError, match="cannot read"):
+        load_config_file(tmp_path / "none.json")
+
+
+def test_the_table_needs_no_torch() -> None:
+    module = sys.modules["nbdist.strategies"]
+    assert not {"torch", "accelerate", "yaml"} & vars(module).keys()
