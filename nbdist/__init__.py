@@ -48,7 +48,7 @@ _HOMES = {"Session": "nbdist.kernel.session", "CellResult": "nbdist.kernel.cell"
 
 def session() -> Session | None:
     """The current session, or None."""
-    from nbdist.kernel.session import current  # noqa: PLC0415 - ranks never need it
+    from nbdist.kernel.session import current
 
     return current()
 
@@ -61,35 +61,35 @@ def trainer_arguments() -> dict[str, Any]:
     Raises:
         SessionError: called anywhere else.
     """
-    import os  # noqa: PLC0415 - two lines of one function
+    import os
 
-    from nbdist.errors import SessionError  # noqa: PLC0415
+    from nbdist.errors import SessionError
 
     if "NBDIST_RANK" not in os.environ:
         msg = "trainer_arguments() is for the ranks: call it in a %%distribute cell."
         raise SessionError(msg)
-    from nbdist.rank.trainer import trainer_arguments as on_rank  # noqa: PLC0415 - torch
+    from nbdist.rank.trainer import trainer_arguments as on_rank
 
     return on_rank()
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Add `%%distribute` and `%nbdist`; start to warm up a launcher in the background."""
-    from nbdist import magics  # noqa: PLC0415 - a script does not need them
+    from nbdist import magics
 
     magics.load(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
     """Remove the magics; ranks that run are kept: `nbdist.session().stop()` ends them."""
-    from nbdist import magics  # noqa: PLC0415
+    from nbdist import magics
 
     magics.unload(ipython)
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562
+def __getattr__(name: str) -> Any:
     """Import a public name at its first use."""
-    from importlib import import_module  # noqa: PLC0415
+    from importlib import import_module
 
     if name not in __all__:
         msg = f"module 'nbdist' has no attribute {name!r}"

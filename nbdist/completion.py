@@ -41,7 +41,7 @@ def first_line(text: str) -> int:
 
 def options() -> tuple[str, ...]:
     """Options of `%%distribute`, as its own parser has them."""
-    from nbdist.magics import NbDist  # noqa: PLC0415 - magics imports this module
+    from nbdist.magics import NbDist
 
     parser: Any = NbDist.distribute.parser
     flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001
@@ -50,7 +50,7 @@ def options() -> tuple[str, ...]:
 
 def commands() -> tuple[str, ...]:
     """Commands of `%nbdist`."""
-    from nbdist.magics import COMMANDS, NOT_YET  # noqa: PLC0415 - magics imports this module
+    from nbdist.magics import COMMANDS, NOT_YET
 
     return (*COMMANDS, *NOT_YET)
 

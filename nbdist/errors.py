@@ -73,7 +73,7 @@ class CellError(NbdistError):
         return self._rendered
 
 
-class CellInterrupted(KeyboardInterrupt):  # noqa: N818 - a KeyboardInterrupt, not an error
+class CellInterrupted(KeyboardInterrupt):
     """Stop was pressed; the cell ended on all ranks and their variables are kept."""
 
     def _render_traceback_(self) -> list[str]:

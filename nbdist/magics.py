@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,9 @@ class NbDist(Magics):
     offload = Unicode("none", help="Default of --offload.").tag(config=True)
     output = Unicode("all", help="Default of --output.").tag(config=True)
 
-    def __init__(self, shell: InteractiveShell, **traits: Any) -> None:  # noqa: ANN401
+    shell: InteractiveShell
+
+    def __init__(self, shell: InteractiveShell, **traits: Any) -> None:
         """Start to warm up a launcher."""
         super().__init__(shell, **traits)
         self.engine = LocalEngine()
@@ -56,24 +59,61 @@ class NbDist(Magics):
 
     @no_var_expand
     @magic_arguments("%%distribute")
-    @argument("-b", "--backend", metavar="NAME", help="ddp, fsdp (= fsdp2), fsdp1, zero1, zero2, zero3; another one than the running restarts the ranks")
-    @argument("--auto", action="store_true", help="choose the backend from the real model and machine (a later version)")
-    @argument("-n", "--nproc", type=int, metavar="N", help="number of ranks; default: every visible GPU, without a GPU 2 CPU ranks")
+    @argument(
+        "-b",
+        "--backend",
+        metavar="NAME",
+        help="ddp, fsdp (= fsdp2), fsdp1, zero1, zero2, zero3; another one restarts the ranks",
+    )
+    @argument(
+        "--auto",
+        action="store_true",
+        help="choose the backend from the real model and machine (a later version)",
+    )
+    @argument(
+        "-n",
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="number of ranks; default: every visible GPU, without a GPU 2 CPU ranks",
+    )
     @argument("--gpus", metavar="LIST", help="these devices, as 0,2")
-    @argument("--precision", metavar="NAME", help="no, fp16, bf16, fp8; default: bf16 where the hardware has it, else no")
+    @argument(
+        "--precision",
+        metavar="NAME",
+        help="no, fp16, bf16, fp8; default: bf16 where the hardware has it, else no",
+    )
     @argument("--offload", metavar="WHERE", help="of the optimizer state: none, cpu, nvme:PATH")
-    @argument("--offload-params", action=argparse.BooleanOptionalAction, help="offload the parameters too")
-    @argument("--activation-checkpointing", action=argparse.BooleanOptionalAction, help="recompute activations in the backward pass")
+    @argument(
+        "--offload-params", action=argparse.BooleanOptionalAction, help="offload the parameters too"
+    )
+    @argument(
+        "--activation-checkpointing",
+        action=argparse.BooleanOptionalAction,
+        help="recompute activations in the backward pass",
+    )
     @argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile at prepare()")
     @argument("--accumulate", type=int, metavar="N", help="micro batches in one optimizer step")
     @argument("--clip", type=float, metavar="NORM", help="largest gradient norm")
     @argument("--deepspeed-config", metavar="FILE", help="your own DeepSpeed config, JSON or YAML")
-    @argument("--fsdp-config", metavar="FILE", help="your own FSDP settings, JSON or YAML, with Accelerate's names")
+    @argument(
+        "--fsdp-config",
+        metavar="FILE",
+        help="your own FSDP settings, JSON or YAML, with Accelerate's names",
+    )
     @argument("--ranks", metavar="LIST", help="run on these ranks only, as 0,2-3")
-    @argument("--push", metavar="NAMES", help="variables of the notebook to all ranks before the cell, as a,b")
-    @argument("--pull", metavar="NAMES", help="variables of rank 0 to the notebook after the cell, as c,d")
+    @argument(
+        "--push",
+        metavar="NAMES",
+        help="variables of the notebook to all ranks before the cell, as a,b",
+    )
+    @argument(
+        "--pull", metavar="NAMES", help="variables of rank 0 to the notebook after the cell, as c,d"
+    )
     @argument("--background", action="store_true", help="return at once; %%nbdist wait joins")
-    @argument("--output", metavar="WHOSE", help="whose output is shown: all, none or ranks; default: all")
+    @argument(
+        "--output", metavar="WHOSE", help="whose output is shown: all, none or ranks; default: all"
+    )
     @argument("--fresh", action="store_true", help="restart the ranks first")
     @argument("-h", "--help", action="store_true", help="show this text")
     @cell_magic
@@ -118,13 +158,15 @@ class NbDist(Magics):
         doctor          check this machine: devices, versions, compilers, memory
         plan, switch, save, load, checkpoints, export, panel, profile: in later versions
         """
-        command, *rest = line.split()[:1] + [" ".join(line.split()[1:])]
+        command, _, rest = line.strip().partition(" ")
         if not command:
-            print(self.nbdist.__doc__)
+            print(inspect.getdoc(type(self).nbdist))
         elif command in NOT_YET:
-            print(f"%nbdist {command} is not in nbdist {nbdist.__version__} yet: {NOT_YET[command]}.")
+            print(
+                f"%nbdist {command} is not in nbdist {nbdist.__version__} yet: {NOT_YET[command]}."
+            )
         elif command in COMMANDS:
-            COMMANDS[command](self, *rest)
+            COMMANDS[command](self, rest.strip())
         else:
             known = ", ".join([*COMMANDS, *NOT_YET])
             msg = f"%nbdist has no command {command!r}; it has {known}."
@@ -137,7 +179,9 @@ class NbDist(Magics):
         changes = session_options(asked)
         session = current()
         if session is None:
-            defaults = {name: getattr(self, name) for name in ("backend", "nproc", "precision", "offload")}
+            defaults = {
+                name: getattr(self, name) for name in ("backend", "nproc", "precision", "offload")
+            }
             return Session(**{**defaults, **changes}, engine=self.engine).start()
         differing = session.differing(**changes)
         if differing:
@@ -160,7 +204,9 @@ class NbDist(Magics):
         wanted = name_list(names)
         missing = [name for name in wanted if name not in self.shell.user_ns]
         if missing:
-            msg = f"The notebook has no variable {', '.join(missing)}; define it before it is pushed."
+            msg = (
+                f"The notebook has no variable {', '.join(missing)}; define it before it is pushed."
+            )
             raise OptionError(msg)
         return {name: self.shell.user_ns[name] for name in wanted}
 
@@ -172,53 +218,62 @@ class NbDist(Magics):
 
     # -- commands
 
-    def _status(self, _: str) -> None:
+    def status_command(self, _: str) -> None:
+        """Print state of the session and of each rank."""
         session = self.session_now()
         print(session)
         for member in session.status()["ranks"]:
             life = "alive" if member["alive"] else "ended"
             print(f"  rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}")
 
-    def _pull(self, names: str) -> None:
+    def pull_command(self, names: str) -> None:
+        """Bind variables of rank 0 in the notebook."""
         self.bind_pulled(self.session_now(), names)
 
-    def _push(self, names: str) -> None:
+    def push_command(self, names: str) -> None:
+        """Bind variables of the notebook on all ranks."""
         self.session_now().push(**self.notebook_values(names))
 
-    def _wait(self, _: str) -> None:
+    def wait_command(self, _: str) -> None:
+        """Join the cell that runs in the background."""
         self.session_now().wait()
 
-    def _interrupt(self, _: str) -> None:
+    def interrupt_command(self, _: str) -> None:
+        """Stop the running cell on all ranks."""
         self.session_now().interrupt()
 
-    def _restart(self, _: str) -> None:
+    def restart_command(self, _: str) -> None:
+        """Take new ranks with the same options."""
         self.session_now().restart()
 
-    def _stop(self, _: str) -> None:
+    def stop_command(self, _: str) -> None:
+        """End ranks and launcher; a new launcher warms up."""
         self.session_now().stop()
         self.engine.warm_up()
         print("nbdist: ranks and launcher ended")
 
-    def _log(self, rank: str) -> None:
-        if rank and not rank.isascii() or (rank and not rank.isdigit()):
+    def log_command(self, rank: str) -> None:
+        """Print the last lines of a rank, or of the launcher."""
+        if rank and not (rank.isascii() and rank.isdigit()):
             msg = f"%nbdist log takes a rank such as 0, not {rank!r}."
             raise UsageError(msg)
         print(self.session_now().log(int(rank) if rank else None))
 
-    def _doctor(self, _: str) -> None:
+    def doctor_command(self, _: str) -> None:
+        """Print what the machine has for each backend."""
         print(doctor.report())
 
 
 COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
-    "status": NbDist._status,
-    "pull": NbDist._pull,
-    "push": NbDist._push,
-    "wait": NbDist._wait,
-    "interrupt": NbDist._interrupt,
-    "restart": NbDist._restart,
-    "stop": NbDist._stop,
-    "log": NbDist._log,
-    "doctor": NbDist._doctor,
+    "status": NbDist.status_command,
+    "pull": NbDist.pull_command,
+    "push": NbDist.push_command,
+    "wait": NbDist.wait_command,
+    "interrupt": NbDist.interrupt_command,
+    "restart": NbDist.restart_command,
+    "stop": NbDist.stop_command,
+    "log": NbDist.log_command,
+    "doctor": NbDist.doctor_command,
 }
 
 ENGINE_OPTIONS = (
@@ -301,7 +356,10 @@ def configured(ipython: InteractiveShell) -> NbDist:
             name = next((n for n in section if f"'{n}' trait" in str(error)), None)
             if name is None:
                 raise
-            print(f"nbdist: NbDist.{name} = {section.pop(name)!r} is ignored: {error}", file=sys.stderr)
+            print(
+                f"nbdist: NbDist.{name} = {section.pop(name)!r} is ignored: {error}",
+                file=sys.stderr,
+            )
 
 
 def unload(ipython: InteractiveShell) -> None:

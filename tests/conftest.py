@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -35,9 +36,16 @@ def remains() -> set[str]:
         f"folder {path}"
         for root in ("/tmp", "/dev/shm")  # noqa: S108 - where sessions make private folders
         for path in Path(root).glob("nbdist-*")
-        if path.stat().st_uid == os.getuid()
+        if _ours(path)
     }
     return processes | threads | folders
+
+
+def _ours(path: Path) -> bool:
+    """Whether this process made it, or one that is gone; not another test run's."""
+    made_by = re.fullmatch(r"nbdist-(\d+)-.*", path.name)
+    pid = int(made_by[1]) if made_by else 0
+    return pid == os.getpid() or (pid > 0 and not psutil.pid_exists(pid))
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -12,12 +12,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 STALE_NAMES = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME "
-    "ROLE_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT LOCAL_SIZE CROSS_RANK CROSS_SIZE "
-    # ipykernel: the notebook's parent and widgets channel are not the rank's
-    "JPY_PARENT_PID JPY_SESSION_NAME JPY_INTERRUPT_EVENT".split()
+    name
+    for names in (
+        # torch elastic, MPI launchers, DeepSpeed
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "NODE_RANK"),
+        ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
+        ("MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE"),
+        # ipykernel: the notebook's own parent and channels are not the rank's
+        ("JPY_PARENT_PID", "JPY_SESSION_NAME", "JPY_INTERRUPT_EVENT"),
+    )
+    for name in names
 )
-STALE_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
+STALE_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_")
 
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:

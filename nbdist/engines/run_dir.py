@@ -14,9 +14,10 @@ from pathlib import Path
 
 from nbdist.errors import StartError
 
-PREFIX = "nbdist-"
+PREFIX = f"nbdist-{os.getpid()}-"
+"""Names the kernel, so that what a killed one left behind can be told from what is in use."""
 MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux without the closing zero
-ROOM_FOR_NAMES = 40  # "nbdist-XXXXXXXX" + "/<generation>/r<rank>-<port>" with room to spare
+ROOM_FOR_NAMES = 45  # "/nbdist-<pid>-XXXXXXXX/<generation>/r<rank>-<port>" with room to spare
 MIN_BULK_BYTES = 512 * 2**20  # containers often give /dev/shm 64 MB: not worth using
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - tmpfs; the folder made in it is 0700
 

@@ -90,6 +90,8 @@ class Cell:
         """Id of the execute_request, by rank."""
         self.detached = False
         self.interrupted = False
+        self.joined = False
+        """Whether its end has been told to the user, who may have waited for it."""
         self.death: RankDied | None = None
         self.finished = threading.Event()
         self._on_send = on_send
@@ -153,6 +155,7 @@ class Cell:
             RankDied: a rank ended during the cell.
             CellError: the code raised on a rank.
         """
+        self.joined = True
         if self.death is not None:
             raise self.death
         if self.errors:
@@ -168,6 +171,8 @@ class Cell:
         return self.death is not None or all(state.done(now) for state in self.states.values())
 
     def _finish(self) -> None:
+        if self.detached and self.errors:
+            self.renderer.failure(list(self.errors.values()), waiting=())
         self.renderer.close()
         self.finished.set()
         self._on_done(self)
@@ -191,14 +196,16 @@ class Cell:
         if take is not None:
             take(self, rank, message)
 
-    def _reply(self, rank: int, message: Message) -> None:
+    def take_reply(self, rank: int, message: Message) -> None:
+        """A rank has ended the cell."""
         state, content = self.states[rank], message["content"]
         state.replied_at = time.monotonic()
         state.status = content["status"]
         if state.status == "error" and state.error is None:
             state.error = _rank_error(rank, message)
 
-    def _error(self, rank: int, message: Message) -> None:
+    def take_error(self, rank: int, message: Message) -> None:
+        """The exception that ended the cell on a rank, as soon as it is raised."""
         self.states[rank].error = error = _rank_error(rank, message)
         self.states[rank].keep(
             {
@@ -209,16 +216,19 @@ class Cell:
             }
         )
 
-    def _status(self, rank: int, message: Message) -> None:
+    def take_status(self, rank: int, message: Message) -> None:
+        """A rank is idle: all its output of the cell is here."""
         if message["content"]["execution_state"] == "idle":
             self.states[rank].idle = True
 
-    def _stream(self, rank: int, message: Message) -> None:
+    def take_stream(self, rank: int, message: Message) -> None:
+        """Text that a rank printed."""
         content = message["content"]
         self.states[rank].keep({"output_type": "stream", **content})
         self.renderer.stream(rank, content["name"], content["text"])
 
-    def _display(self, rank: int, message: Message) -> None:
+    def take_display(self, rank: int, message: Message) -> None:
+        """A display of a rank, or the change of one."""
         content = message["content"]
         bundle, metadata = content["data"], content["metadata"]
         update = message["header"]["msg_type"] == "update_display_data"
@@ -234,7 +244,8 @@ class Cell:
             update=update,
         )
 
-    def _result(self, rank: int, message: Message) -> None:
+    def take_result(self, rank: int, message: Message) -> None:
+        """The value of the last expression."""
         content = message["content"]
         metadata = dict(content["metadata"])
         note = metadata.pop(wire.NOTE, None)
@@ -250,10 +261,12 @@ class Cell:
         )
         self.renderer.result(rank, content["data"], metadata)
 
-    def _clear(self, rank: int, message: Message) -> None:
+    def take_clear(self, rank: int, message: Message) -> None:
+        """clear_output() on a rank."""
         self.renderer.clear(rank, wait=message["content"].get("wait", False))
 
-    def _comm(self, rank: int, message: Message) -> None:
+    def take_comm(self, rank: int, message: Message) -> None:
+        """A message of a widget that lives on a rank."""
         self.renderer.relay(
             rank,
             message["header"]["msg_type"],
@@ -262,24 +275,25 @@ class Cell:
             message["buffers"],
         )
 
-    def _send(self, _rank: int, message: Message) -> None:
+    def take_send(self, _rank: int, message: Message) -> None:
+        """A value of send(), while the cell runs."""
         content = message["content"]
         self._on_send(content["name"], content["path"])
 
 
 _TAKERS: dict[tuple[str, str], Callable[[Cell, int, Message], None]] = {
-    ("shell", "execute_reply"): Cell._reply,
-    ("iopub", "status"): Cell._status,
-    ("iopub", "stream"): Cell._stream,
-    ("iopub", "display_data"): Cell._display,
-    ("iopub", "update_display_data"): Cell._display,
-    ("iopub", "execute_result"): Cell._result,
-    ("iopub", "error"): Cell._error,
-    ("iopub", "clear_output"): Cell._clear,
-    ("iopub", "comm_open"): Cell._comm,
-    ("iopub", "comm_msg"): Cell._comm,
-    ("iopub", "comm_close"): Cell._comm,
-    ("iopub", wire.SEND): Cell._send,
+    ("shell", "execute_reply"): Cell.take_reply,
+    ("iopub", "status"): Cell.take_status,
+    ("iopub", "stream"): Cell.take_stream,
+    ("iopub", "display_data"): Cell.take_display,
+    ("iopub", "update_display_data"): Cell.take_display,
+    ("iopub", "execute_result"): Cell.take_result,
+    ("iopub", "error"): Cell.take_error,
+    ("iopub", "clear_output"): Cell.take_clear,
+    ("iopub", "comm_open"): Cell.take_comm,
+    ("iopub", "comm_msg"): Cell.take_comm,
+    ("iopub", "comm_close"): Cell.take_comm,
+    ("iopub", wire.SEND): Cell.take_send,
 }
 
 

@@ -19,6 +19,7 @@ from jupyter_client.connect import write_connection_file
 from jupyter_client.session import Session as Signer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 Channel = Literal["shell", "control", "iopub"]
@@ -67,7 +68,8 @@ def write_connections(folder: Path, *, world_size: int, key: bytes) -> list[Conn
         _, written = write_connection_file(
             str(folder / f"rank{rank}.json"), ip=path, transport="ipc", key=key
         )
-        ports = {channel: int(written[f"{channel}_port"]) for channel in CHANNELS}
+        numbers: Mapping[str, Any] = written
+        ports = {channel: int(numbers[f"{channel}_port"]) for channel in CHANNELS}
         connections.append(Connection(path, ports, key))
     return connections
 
@@ -110,7 +112,7 @@ class Channels:
         rank: int,
         channel: Channel,
         kind: str,
-        content: Any = None,  # noqa: ANN401 - the TypedDicts of `wire` and Jupyter's own
+        content: Any = None,
         *,
         metadata: dict[str, Any] | None = None,
         message_id: str | None = None,
@@ -169,5 +171,5 @@ class Channels:
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
             while True:
                 frames = socket.recv_multipart(zmq.DONTWAIT)
-                _, frames = self._signer.feed_identities(frames)
-                self._reader.receive(rank, channel, self._signer.deserialize(frames))
+                _, signed = self._signer.feed_identities(frames)
+                self._reader.receive(rank, channel, self._signer.deserialize(signed))

@@ -200,7 +200,7 @@ class Gang:
         detail = f"It said:\n{left}" if left else self.log_words()
         return f"The ranks did not start: {in_words(ended)}. {detail}"
 
-    def _next_sign(self) -> Any:  # noqa: ANN401
+    def _next_sign(self) -> Any:
         try:
             return self._signs.get(timeout=START_S)
         except Empty:
@@ -228,8 +228,8 @@ class Gang:
         rank: int,
         channel: Channel,
         kind: str,
-        content: Any,  # noqa: ANN401 - the TypedDicts of `wire`, and Jupyter's own
-        route: Any = None,  # noqa: ANN401 - a Route
+        content: Any,
+        route: Any = None,
         *,
         note: wire.CellNote | None = None,
     ) -> str:
@@ -248,7 +248,7 @@ class Gang:
         for request in requests:
             self._routes.pop(request, None)
 
-    def ask(self, ranks: Iterable[int], kind: str, content: Any) -> dict[int, Any]:  # noqa: ANN401
+    def ask(self, ranks: Iterable[int], kind: str, content: Any) -> dict[int, Any]:
         """Send a request to ranks and wait for the replies, by rank.
 
         Raises:

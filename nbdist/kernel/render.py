@@ -48,7 +48,7 @@ class Renderer:
         logs: log of each rank; made here where not given.
     """
 
-    def __init__(  # noqa: PLR0913 - one place where a cell's output is set up
+    def __init__(
         self,
         screen: Screen,
         *,
@@ -143,13 +143,16 @@ class Renderer:
             self._relay.take(msg_type, _cleaned(content), metadata, buffers)
 
     def failure(self, errors: Sequence[RankError], *, waiting: Sequence[int]) -> None:
-        """Show errors at once while other ranks, perhaps waiting for these, run on."""
+        """Show errors of a cell that has returned, or whose other ranks still run."""
         groups = tracebacks.grouped(errors)
         label = rank_label(tuple(waiting))
         several = len(waiting) > 1
-        note = f"rank{'s'[:several]} {label} still run{'s'[several:]}; Stop interrupts the cell."
+        lines = tracebacks.render(groups)
+        if waiting:
+            running = f"rank{'s'[:several]} {label} still run{'s'[several:]}"
+            lines.append(f"{running}; Stop interrupts the cell.")
         self._lane.tick(self._clock())
-        self._screen.write("stderr", "\n".join([*tracebacks.render(groups), note, ""]))
+        self._screen.write("stderr", "\n".join([*lines, ""]))
         self._screen.flush()
 
     def tick(self) -> None:

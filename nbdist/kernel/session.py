@@ -61,7 +61,7 @@ class Session:
         OptionError: a value that is not allowed, or that the backend does not have.
     """
 
-    def __init__(  # noqa: PLR0913 - the contract of the user's API
+    def __init__(
         self,
         nproc: int | None = None,
         backend: str = "ddp",
@@ -70,7 +70,7 @@ class Session:
         devices: str | Sequence[int] | None = None,
         *,
         engine: LocalEngine | None = None,
-        **options: Any,  # noqa: ANN401 - checked by strategies.Options
+        **options: Any,
     ) -> None:
         """Check the options; start nothing yet."""
         self.state: State = "new"
@@ -79,6 +79,7 @@ class Session:
         self._death: RankDied | None = None
         self._cells: list[Cell] = []
         self._running: Cell | None = None
+        self._background: Cell | None = None
         self._counter = itertools.count(1)
         self._gang = Gang(
             engine or LocalEngine(),
@@ -115,7 +116,7 @@ class Session:
         """What the engine was given."""
         return self._choice.options
 
-    def differing(self, **changes: Any) -> dict[str, tuple[object, object]]:  # noqa: ANN401
+    def differing(self, **changes: Any) -> dict[str, tuple[object, object]]:
         """Which options would really change: name -> (now, then).
 
         Raises:
@@ -157,7 +158,7 @@ class Session:
         if current() is self:
             _set_current(None)
 
-    def restart(self, **changes: Any) -> Self:  # noqa: ANN401 - checked by strategies.Options
+    def restart(self, **changes: Any) -> Self:
         """Start new ranks, with changed options if given; the old ranks' variables are lost.
 
         Raises:
@@ -197,7 +198,7 @@ class Session:
 
     # -- cells
 
-    def run(  # noqa: PLR0913 - the contract, and what the magic adds
+    def run(
         self,
         code: str,
         ranks: str | Sequence[int] | None = None,
@@ -236,6 +237,7 @@ class Session:
         renderer = Renderer(screen, ranks=chosen, show=shown, logs=logs)
         cell = self._send_cell(code, chosen, renderer, count)
         if background:
+            self._background = cell
             cell.detach(pinned)
         else:
             self._join(cell, pinned)
@@ -243,13 +245,13 @@ class Session:
         return CellResult(cell)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the cell that runs in the background; False when the time is up.
+        """Wait for the last cell that was sent to the background; False when the time is up.
 
         Raises:
-            CellError: the cell raised on a rank.
+            CellError: the cell raised on a rank; told once.
         """
-        cell = self._running
-        return cell is None or CellResult(cell).wait(timeout_s)
+        cell = self._background
+        return cell is None or cell.joined or CellResult(cell).wait(timeout_s)
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
@@ -262,9 +264,11 @@ class Session:
 
     def _shown(self, output: str | Sequence[int]) -> Show:
         """Whose output is displayed."""
-        if output == "all" or output == "none":  # noqa: PLR1714 - narrows the type
-            return output
-        return frozenset(rank_names.chosen(output, self.world_size))
+        if output == "all":
+            return "all"
+        if output == "none":
+            return "none"
+        return frozenset(rank_names.chosen(output, self.world_size, option="--output"))
 
     def _send_cell(
         self, code: str, ranks: Sequence[int], renderer: Renderer, count: int | None
@@ -342,20 +346,19 @@ class Session:
 
     # -- values
 
-    def push(self, *, ranks: str | Sequence[int] | None = None, **values: object) -> int:
-        """Bind values on the ranks; returns the bytes moved through shared memory.
+    def push(self, **values: object) -> int:
+        """Bind values on all ranks; returns the bytes moved through shared memory.
 
         Tensors keep dtype and shape and arrive on the CPU.
 
         Raises:
             PayloadError: a value that cannot be moved; says where and what to do.
         """
-        chosen = rank_names.chosen(ranks, self.world_size)
         self._ensure_free()
         self.start()
-        return transfer.push(values, chosen, self._gang)
+        return transfer.push(values, range(self.world_size), self._gang)
 
-    def pull(self, *names: str, rank: int = 0, as_numpy: bool = False) -> Any:  # noqa: ANN401
+    def pull(self, *names: str, rank: int = 0, as_numpy: bool = False) -> Any:
         """Fetch variables of one rank: one value for one name, else a list.
 
         torch tensors come as CPU tensors (torch is imported here, at this moment), or with

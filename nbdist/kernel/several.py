@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 HOLD_S = 0.15
 """How long a line waits for the other ranks to print the same."""
 _CLEAR_HOLD_S = 1.0
+_DISPLAY_HOLD_S = 1.0
+"""A figure takes each rank a different time to draw; shown twice it is worse than late."""
 _SETTLE_S = 0.15
 _PLAIN_MIMES = frozenset({"text/plain"})
 
@@ -87,7 +89,9 @@ class Several:
             key = _digest(bundle, metadata)
         else:
             self._held_ids.add(display_id)
-        self._put(rank, ("show", key), "", _Show(bundle, metadata, display_id), now)
+        hold_s = _DISPLAY_HOLD_S if display_id is None else self._hold_s
+        content = _Show(bundle, metadata, display_id)
+        self._merge.put(rank, Item(("show", key), "", now, hold_s, content))
 
     def gap(self, rank: int, gap: Gap, now: float) -> None:
         """Take a piece that is not shown."""

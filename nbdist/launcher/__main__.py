@@ -8,6 +8,7 @@ ranks on `Halt`, and everything when the kernel is gone.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import shutil
 import signal
@@ -21,10 +22,22 @@ from queue import SimpleQueue
 from nbdist import wire
 from nbdist.launcher import family
 
-FIRST = ("torch", "torch.distributed", "accelerate", "ipykernel.kernelapp", "ipykernel.zmqshell")
+FIRST = (
+    "torch",
+    "torch.distributed",
+    "accelerate",
+    "ipykernel.kernelapp",
+    "ipykernel.debugger",
+    "IPython.core.completerlib",
+    "IPython.core.debugger",
+)
 """What every rank needs; ranks can be forked once these are in."""
 THEN = ["torch._dynamo", "transformers.modeling_utils", "deepspeed"]
 """What many cells import; done while nothing else is asked for."""
+
+
+log = logging.getLogger("nbdist.launcher")
+"""Its messages go to stderr, which is the launcher's log."""
 
 
 class Link:
@@ -43,7 +56,7 @@ class Link:
         try:
             self._socket.sendall(wire.to_line(message))
         except OSError as error:
-            print(f"not sent, the kernel is gone: {message} ({error})", file=sys.stderr)
+            log.warning("not sent, the kernel is gone: %s (%s)", message, error)
 
     def close_in_rank(self) -> None:
         """Let go of the link in a forked rank: only the launcher may hold it open."""
@@ -73,7 +86,7 @@ def next_launch(link: Link) -> wire.Launch:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            print(f"{name}: {error}; a cell that needs it will say so", file=sys.stderr)
+            log.warning("%s: %s; a cell that needs it will say so", name, error)
     return link.launches.get()
 
 
@@ -81,11 +94,12 @@ def main() -> None:
     """Serve launches until the kernel is gone."""
     started = time.monotonic()
     family.adopt_orphans()
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # no warning at each start
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Stop is the ranks' business
     link = Link(int(sys.argv[1]), [sys.argv[2], os.environ["NBDIST_BULK_DIR"]])
     for name in FIRST:
         importlib.import_module(name)
-    from nbdist.launcher import ranks  # noqa: PLC0415 - imports torch, counted above
+    from nbdist.launcher import ranks
 
     link.send(wire.Warm(time.monotonic() - started))
     while True:

@@ -220,7 +220,7 @@ def _last_line(log: Path) -> str:
 
 def _load(op: str, folder: Path) -> None:
     """Import a built op and register it with DeepSpeed, so that ranks find it loaded."""
-    from deepspeed.ops.op_builder import builder  # noqa: PLC0415 - a second of import
+    from deepspeed.ops.op_builder import builder
 
     loaded = builder.OpBuilder._loaded_ops  # noqa: SLF001
     if op in loaded:
@@ -228,7 +228,7 @@ def _load(op: str, folder: Path) -> None:
     loaded[op] = _imported(op, folder / f"{op}.so")
     if op == "pin_memory":
         # deepspeed 0.19: async_io finds symbols of this one in the global table.
-        from deepspeed.ops.op_builder import PinMemoryBuilder  # noqa: PLC0415
+        from deepspeed.ops.op_builder import PinMemoryBuilder
 
         PinMemoryBuilder().load(verbose=False)
 
@@ -250,7 +250,7 @@ def _imported(op: str, library: Path) -> ModuleType:
 def _main(op: str) -> None:
     """Build one op: the whole life of the building process."""
     family.die_with_parent()
-    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
+    from deepspeed.accelerator import get_accelerator
 
     get_accelerator().create_op_builder(_BUILDERS[op]).load(verbose=True)
 

@@ -8,11 +8,11 @@ impossible.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import socket
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 NAME = "nbdist"
 LOOPBACK = "127.0.0.1"
 BACKLOG = 128
-STORE_TIMEOUT = datetime.timedelta(seconds=60)
+STORE_TIMEOUT = dt.timedelta(seconds=60)
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -35,7 +35,7 @@ class LoopbackRendezvous(RendezvousHandler):
         self._run_id = parameters.run_id
         listener = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
         self._port = listener.getsockname()[1]
-        self._store: TCPStore | None = TCPStore(
+        self._store = TCPStore(
             LOOPBACK,
             self._port,
             is_master=True,
@@ -77,7 +77,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Drop the store, which closes its socket."""
-        self._store = None
+        del self._store
         return True
 
 

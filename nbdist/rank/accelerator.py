@@ -91,6 +91,8 @@ def install(options: Options, hardware: Hardware, *, choose: Choose | None = Non
     To be called once, with checked options, after the default process group was made.
 
     Args:
+        options: the session's, checked.
+        hardware: what the ranks run on.
         choose: where given, decides the options at the first `prepare()` of the late one.
     """
     global _current  # noqa: PLW0603 - a rank has one session in its life
@@ -117,7 +119,7 @@ class LateAccelerator(Accelerator):  # type: ignore[misc]
         self._choose = choose
         self.state = PartialState()
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Build the engine where there is none, then prepare as Accelerate does."""
         if not self._built:
             self._build(args)
@@ -135,7 +137,7 @@ class LateAccelerator(Accelerator):  # type: ignore[misc]
         state = "built" if self._built else "built at the first prepare()"
         return f"<accelerator: {current().options.strategy.title} ({state})>"
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         """Build the engine for what an Accelerator has only with one."""
         of_engine = name in _ENGINE_NAMES or name in vars(Accelerator)
         if self.__dict__.get("_built", True) or not of_engine:
@@ -158,7 +160,7 @@ class LateAccelerator(Accelerator):  # type: ignore[misc]
 
 
 @functools.wraps(_original_init)
-def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     """Build an Accelerator; its engine is the session's where none is given."""
     given = inspect.signature(_original_init).bind_partial(self, *args, **kwargs).arguments
     named = {key: value for key, value in given.items() if key != "self" and value is not None}
@@ -222,7 +224,7 @@ _ENGINE_KWARGS = {"ddp": _ddp_kwargs, "fsdp": _fsdp_kwargs, "deepspeed": _zero_k
 
 
 @functools.wraps(_original_prepare)
-def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401
+def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
     """Prepare under any engine; adds activation checkpointing, units and clipping."""
     session: Session | None = self._nbdist_session
     options = session.options if session else None
@@ -251,7 +253,7 @@ def _is_prepared(model: nn.Module) -> bool:
     return bool(getattr(model, "_is_accelerate_prepared", False))
 
 
-def _checkpoint_activations(model: nn.Module, config: Any) -> None:  # noqa: ANN401
+def _checkpoint_activations(model: nn.Module, config: Any) -> None:
     """Recompute activations, or say that the model offers no block to recompute."""
     if not wrap.checkpoint_activations(model, fsdp.units(model, config)):
         message = (
@@ -299,10 +301,10 @@ def _clip_step(
 @functools.wraps(_original_clip)
 def _clip_grad_norm(
     self: Accelerator,
-    parameters: Any,  # noqa: ANN401
+    parameters: Any,
     max_norm: float,
     norm_type: float = 2,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Clip now, or under DeepSpeed at the coming step; returns the norm before."""
     self._nbdist_clipped = math.isfinite(max_norm)
     if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_engine_wrapped:

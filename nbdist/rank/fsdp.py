@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -69,7 +69,7 @@ def _precision(options: Options, compute: torch.dtype) -> MixedPrecision | Mixed
     """Compute in a small type, reduce gradients in fp32, leave buffers and outputs alone.
 
     accelerate 1.15's own policy also rounds the loss it returns (FSDP2) and the buffers,
-    rotary frequencies among them (FSDP1); the other engines do not.
+    rotary frequencies among them (Fsdp1); the other engines do not.
     """
     policy = _POLICIES[options.strategy.level]
     return policy(param_dtype=compute, reduce_dtype=torch.float32)
@@ -94,7 +94,7 @@ def units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
 
 def shard_ready(accelerator: Accelerator, model: nn.Module, config: Mapping[str, Any]) -> None:
     """Give all ranks one start and tell Accelerate the units; before `prepare`."""
-    if isinstance(model, (FSDPModule, FSDP1)):
+    if isinstance(model, (FSDPModule, Fsdp1)):
         return
     made = accelerator.state.fsdp_plugin
     if not made.cpu_ram_efficient_loading:
@@ -105,7 +105,7 @@ def shard_ready(accelerator: Accelerator, model: nn.Module, config: Mapping[str,
 
 def prepare(
     accelerator: Accelerator, original: Callable[..., Any], args: Sequence[object], **kwargs: Any
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Prepare as Accelerate does; under FSDP2 model and optimizer may come one by one."""
     models = [one for one in args if isinstance(one, nn.Module)]
     optimizers = [one for one in args if isinstance(one, Optimizer)]
@@ -118,7 +118,7 @@ def prepare(
 
 def clip(model: nn.Module, parameters: Iterable[torch.Tensor], max_norm: float) -> None:
     """Clip the gradients of a model under FSDP1, whose norm needs all ranks."""
-    if isinstance(model, FSDP1):
+    if isinstance(model, Fsdp1):
         model.clip_grad_norm_(max_norm)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -134,7 +134,7 @@ def _let_fsdp2_take_our_policy() -> None:
     if hasattr(original, "__wrapped__"):
         return
 
-    def policy(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:  # noqa: ANN401
+    def policy(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
         ours = fsdp2_plugin.auto_wrap_policy
         return ours if isinstance(ours, wrap.UnitPolicy) else original(fsdp2_plugin, model)
 
@@ -152,7 +152,7 @@ def _model_alone(
     original: Callable[..., Any],
     args: Sequence[object],
     model: nn.Module,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Prepare a model whose optimizer comes later, or never.
 
     accelerate 1.15 insists on an optimizer to move to the shards: a stand-in is given.
@@ -169,7 +169,7 @@ def _model_alone(
 
 def _optimizers_alone(
     accelerator: Accelerator, args: Sequence[object], optimizers: Sequence[Optimizer]
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Prepare optimizers of a model that is prepared already."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
-import zmq
+from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
-from ipykernel.zmqshell import ZMQInteractiveShell, ZMQShellDisplayHook
+from ipykernel.zmqshell import ZMQInteractiveShell
 from traitlets import Float, Type
 from traitlets.config import Config
 
@@ -27,6 +27,9 @@ from nbdist.errors import PayloadError, SessionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import zmq
+    from jupyter_client.session import Session as Signer
 
 Message = dict[str, Any]
 STOPPED = {"ename": "KeyboardInterrupt", "evalue": "", "traceback": ["KeyboardInterrupt"]}
@@ -59,13 +62,15 @@ class RankShell(ZMQInteractiveShell):
 class RankKernel(IPythonKernel):
     """Runs cells and answers the requests of `wire`."""
 
+    shell: RankShell
+    session: Signer  # traitlets' types say that both may be None; on a rank they never are
     shell_class = Type(RankShell)
     _execute_sleep = Float(0.0)  # ipykernel 7.4 waits 0.5 ms per cell for old front ends
 
-    def __init__(self, **traits: Any) -> None:  # noqa: ANN401 - traitlets' own signature
+    def __init__(self, **traits: Any) -> None:
         """Register the requests that Jupyter does not have."""
         super().__init__(**traits)
-        self.before_reply: Callable[[], None] = _nothing
+        self.before_reply: Callable[[], object] = _nothing
         self.running: str | None = None
         """Request of the cell that runs now."""
         self.unwanted: str | None = None
@@ -76,7 +81,7 @@ class RankKernel(IPythonKernel):
             wire.PULL: self.pull_request,
         }
 
-    async def execute_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
+    async def execute_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Answer every cell, also one that is interrupted outside of the user's code.
 
         ipykernel 7.4 only logs such a KeyboardInterrupt and sends no reply.
@@ -87,7 +92,7 @@ class RankKernel(IPythonKernel):
             content = {"status": "error", **STOPPED}
             self.session.send(stream, "execute_reply", content, parent, ident=ident)
 
-    async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Message:  # noqa: ANN401, FBT001
+    async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Message:  # noqa: FBT001
         """Run a cell under the notebook's own In[count]; free its frames if it failed."""
         request = self.get_parent("shell")
         note = request["metadata"].get(wire.NOTE)
@@ -108,7 +113,7 @@ class RankKernel(IPythonKernel):
     def _publish_execute_input(self, *_: object) -> None:
         """Send nothing: the notebook has the code, and 1,000 ranks need not repeat it."""
 
-    async def interrupt_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
+    async def interrupt_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Interrupt one cell, running or still on its way, and this process alone.
 
         ipykernel would signal the whole group, and so the rank's DataLoader processes.
@@ -126,9 +131,11 @@ class RankKernel(IPythonKernel):
         )
         raise SessionError(msg)
 
-    getpass = raw_input
+    def getpass(self, prompt: str = "", *_: object, **__: object) -> NoReturn:
+        """Refuse `getpass.getpass()` in the same way."""
+        self.raw_input(prompt)
 
-    def join_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
+    def join_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Answer that this rank has passed the first barrier."""
         own = psutil.Process()
         reply = wire.JoinReply(
@@ -136,13 +143,13 @@ class RankKernel(IPythonKernel):
         )
         self._answer(stream, ident, parent, reply)
 
-    def push_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
+    def push_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Bind the variables of a payload file in the user's namespace."""
         path = parent["content"]["path"]
         self.shell.push(payload.read(path, delete=False))
         self._answer(stream, ident, parent, wire.FileReply(status="ok", path=path))
 
-    def pull_request(self, stream: Any, ident: Any, parent: Message) -> None:  # noqa: ANN401
+    def pull_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Write variables of the user's namespace into a payload file."""
         request = parent["content"]
         try:
@@ -155,11 +162,17 @@ class RankKernel(IPythonKernel):
     def _named(self, names: list[str]) -> dict[str, object]:
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
-            msg = f"No variable {', '.join(missing)} on this rank; define it in a %%distribute cell."
+            msg = (
+                f"No variable {', '.join(missing)} on this rank; define it in a %%distribute cell."
+            )
             raise NameError(msg)
         return {name: self.shell.user_ns[name] for name in names}
 
-    def _answer(self, stream: Any, ident: Any, parent: Message, content: Any) -> None:  # noqa: ANN401
+    def publish(self, kind: str, content: Any) -> None:
+        """Send a message of `wire` on iopub, under the cell that runs; from any thread."""
+        self.session.send(self.iopub_socket, kind, content, parent=self.get_parent("shell"))
+
+    def _answer(self, stream: Any, ident: Any, parent: Message, content: Any) -> None:
         kind = parent["header"]["msg_type"].replace("_request", "_reply")
         self.session.send(stream, kind, content, parent, ident=ident)
 
@@ -211,7 +224,7 @@ def release_frames(shell: ZMQInteractiveShell) -> None:
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     for view in (shell.InteractiveTB, shell.SyntaxTB):
-        view.tb = view.evalue = view.etype = None
+        vars(view).update(tb=None, evalue=None, etype=None, last_syntax_error=None)
     shell.last_execution_result = None
     gc.collect()  # exception and frame often refer to each other
 

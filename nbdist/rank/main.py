@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
-from nbdist import strategies
+from nbdist import strategies, wire
 from nbdist.launcher import family
 from nbdist.rank import accelerator, namespace
 from nbdist.rank.kernel import RankApp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from nbdist import wire
 
 
 def rank_main(launch: wire.Launch, close_link: Callable[[], None]) -> None:
@@ -57,7 +55,7 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
         accelerator=accelerator.install(options, hardware),
     )
     app = RankApp.for_rank(rank, run_dir=Path(launch.run_dir), user_ns=names)
-    namespace.connect(names, app.kernel, bulk=Path(launch.bulk_dir), spare=Path(launch.run_dir))
+    namespace.connect(app.kernel, bulk=Path(launch.bulk_dir), spare=Path(launch.run_dir))
     pass_first_barrier()
     return app
 
@@ -69,9 +67,7 @@ def join_group(launch: wire.Launch, local_rank: int) -> None:
         distributed.init_process_group("gloo")
         return
     torch.cuda.set_device(local_rank)
-    distributed.init_process_group(
-        "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local_rank)
-    )
+    distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local_rank))
 
 
 def share_cores(world_size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +36,10 @@ def initial(
     }
 
 
-def connect(names: dict[str, Any], kernel: RankKernel, *, bulk: Path, spare: Path) -> None:
+def connect(kernel: RankKernel, *, bulk: Path, spare: Path) -> None:
     """Add `report` and `send`, which need the rank's kernel."""
     reporter = Reporter(Publisher(kernel).report)
-    kernel.before_reply = lambda: reporter.flush(FLUSH_S)
+    kernel.before_reply = functools.partial(reporter.flush, FLUSH_S)
     sender = Sender(kernel, [bulk, spare])
     kernel.shell.push({"report": reporter.report, "send": sender.send})
 
@@ -50,18 +50,11 @@ class Publisher:
     def __init__(self, kernel: RankKernel) -> None:
         """Publish through `kernel`."""
         self._kernel = kernel
-        self._lock = threading.Lock()
 
     def report(self, rows: list[dict[str, float]]) -> None:
-        """Send rows under the cell that runs now."""
+        """Send rows; the reporter never calls this twice at once."""
         encoded = [{k: wire.finite_or_text(v) for k, v in row.items()} for row in rows]
-        with self._lock:
-            self._kernel.session.send(
-                self._kernel.iopub_socket,
-                wire.REPORT,
-                wire.Report(rows=encoded),
-                parent=self._kernel.get_parent("shell"),
-            )
+        self._kernel.publish(wire.REPORT, wire.Report(rows=encoded))
 
 
 class Sender:
@@ -81,13 +74,8 @@ class Sender:
         Raises:
             PayloadError: a value that cannot be moved; the message says where it is.
         """
-        if not isinstance(name, str) or not name.isidentifier():
+        if not str(name).isidentifier():
             msg = f"send({name!r}, ...): the name must be a Python identifier, such as 'sample'."
             raise OptionError(msg)
         path = payload.write_where_room({name: value}, self._folders)
-        self._kernel.session.send(
-            self._kernel.iopub_socket,
-            wire.SEND,
-            wire.Send(name=name, path=str(path)),
-            parent=self._kernel.get_parent("shell"),
-        )
+        self._kernel.publish(wire.SEND, wire.Send(name=name, path=str(path)))

@@ -42,7 +42,7 @@ def skip_shared_memory_op() -> None:
     for `inference_all_reduce` alone; training goes through gloo either way. Without
     them nothing is left in /dev/shm.
     """
-    import deepspeed  # noqa: PLC0415 - a second of import, for DeepSpeed backends only
+    import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -58,7 +58,7 @@ def _cpu_rank(original: Init) -> Init:
     """Wrap PartialState's init: a gloo group of CPU ranks whatever it is asked for."""
 
     @functools.wraps(original)
-    def init(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:  # noqa: ARG001, ANN401, FBT001, FBT002
+    def init(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:  # noqa: ARG001, FBT001, FBT002
         fresh = not PartialState._shared_state  # noqa: SLF001
         kwargs.pop("backend", None)
         original(self, cpu=True, **kwargs)
@@ -73,7 +73,7 @@ def _as_on_a_gpu(original: Init) -> Init:
     """Wrap AcceleratorState's init: plugins count on a CPU too."""
 
     @functools.wraps(original)
-    def init(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def init(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
         if not PartialState._shared_state:  # noqa: SLF001
             PartialState()
         shared = PartialState._shared_state  # noqa: SLF001

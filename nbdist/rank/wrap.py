@@ -48,6 +48,7 @@ def units(
     """Return the modules that become units, outermost first, never the model itself.
 
     Args:
+        model: the bare model, or one whose activations are checkpointed.
         names: class names of the blocks, where the user gives them.
         min_num_params: for a cut by size, the smallest unit.
 
@@ -116,7 +117,7 @@ class UnitPolicy:
         """Remember the units by identity."""
         self._chosen = frozenset(map(id, chosen))
 
-    def __call__(self, module: nn.Module, recurse: bool = False, **_: Any) -> bool:  # noqa: ANN401, FBT001, FBT002
+    def __call__(self, module: nn.Module, recurse: bool = False, **_: Any) -> bool:  # noqa: FBT001, FBT002
         """Return True for a unit, and for "look into its children?" (FSDP1) always."""
         return recurse or id(module) in self._chosen
 
@@ -135,7 +136,7 @@ def checkpoint_activations(model: nn.Module, chosen: Collection[nn.Module]) -> b
             config.use_cache = False
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return True
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: PLC0415
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
     )
 

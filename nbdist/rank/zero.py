@@ -46,7 +46,7 @@ _CUTS_PARAMETERS = 3
 class BackwardOnly(DeepSpeedEngineWrapper):  # type: ignore[misc]
     """Accelerate's wrapper of an engine, without the step."""
 
-    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:  # noqa: ANN401, FBT001, FBT002
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
         """Accumulate gradients; reduce them over the ranks where a step follows."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
@@ -90,7 +90,7 @@ def plugin(options: Options, hardware: Hardware) -> DeepSpeedPlugin:
 
 def start(hardware: Hardware) -> None:
     """Let DeepSpeed adopt the process group, quietly; after the first call nothing."""
-    import deepspeed  # noqa: PLC0415 - a second of import, for DeepSpeed backends only
+    import deepspeed
 
     if hardware.kind == "cpu":
         rehearsal.skip_shared_memory_op()
@@ -112,7 +112,7 @@ def forget_globals(made: DeepSpeedPlugin) -> None:
     With it `from_pretrained` would give cut parameters (of one dimension each) in the
     second run of a cell but not in the first.
     """
-    from transformers.integrations.deepspeed import (  # noqa: PLC0415 - only with DeepSpeed
+    from transformers.integrations.deepspeed import (
         unset_hf_deepspeed_config,
     )
 
@@ -126,12 +126,11 @@ def prepare(
     args: Sequence[object],
     *,
     options: Options | None,
-    **kwargs: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+    **kwargs: Any,
+) -> Any:
     """Prepare as Accelerate does; a cell may be run again with a new model.
 
-    Args:
-        options: None for a user's own plugin, whose config is left as it is.
+    `options` are None for a user's own plugin, whose config is left as it is.
     """
     model = next((one for one in args if isinstance(one, nn.Module)), None)
     optimizer = next((one for one in args if isinstance(one, (Optimizer, DummyOptim))), None)
@@ -187,9 +186,9 @@ def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) 
 
 
 @torch.no_grad()
-def _norm(zero: Any) -> torch.Tensor:  # noqa: ANN401
+def _norm(zero: Any) -> torch.Tensor:
     """Return the norm of a ZeRO optimizer's gradients; inf where one is not finite."""
-    from deepspeed.runtime.utils import combine_grad_norm_groups  # noqa: PLC0415
+    from deepspeed.runtime.utils import combine_grad_norm_groups
 
     if hasattr(zero, "scaled_global_norm"):
         norm = zero.scaled_global_norm()

@@ -20,7 +20,9 @@ def test_values_by_rank(session: Session) -> None:
 
 
 def test_names_from_the_start(session: Session) -> None:
-    code = "(accelerator.num_processes, str(device), callable(report), callable(send), torch.__name__)"
+    code = (
+        "(accelerator.num_processes, str(device), callable(report), callable(send), torch.__name__)"
+    )
     assert session.run(code).values[1] == (2, "cpu", True, True, "torch")
 
 
@@ -121,7 +123,9 @@ def test_rank_outside_the_session(session: Session) -> None:
 
 
 def test_background_cell(session: Session) -> None:
-    result = session.run("import time\nwhile not globals().get('go'): time.sleep(0.01)", background=True)
+    result = session.run(
+        "import time\nwhile not globals().get('go'): time.sleep(0.01)", background=True
+    )
     assert not result.done
     with pytest.raises(SessionBusy, match="%nbdist wait"):
         session.run("1")
@@ -166,7 +170,8 @@ def test_push_and_pull(session: Session) -> None:
 def test_send_arrives_while_the_cell_runs(session: Session) -> None:
     session.received.clear()
     result = session.run(
-        "if rank == 0: send('early', {'x': 1})\nimport time\nwhile True: time.sleep(0.01)", background=True
+        "if rank == 0: send('early', {'x': 1})\nimport time\nwhile True: time.sleep(0.01)",
+        background=True,
     )
     eventually(lambda: "early" in session.received, within_s=10)
     assert session.received["early"] == {"x": 1}
@@ -206,14 +211,20 @@ def test_flood_ends_and_is_counted(session: Session, capsys: pytest.CaptureFixtu
     assert psutil.Process().memory_info().rss - before < 50e6
 
 
-def test_output_after_the_end_is_labelled(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_after_the_end_is_labelled(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
     session.run("import threading\nthreading.Timer(0.3, lambda: print('late', rank)).start()")
     seen: list[str] = []
-    eventually(lambda: seen.append(capsys.readouterr().out) or "late 1" in "".join(seen), within_s=10)
+    eventually(
+        lambda: seen.append(capsys.readouterr().out) or "late 1" in "".join(seen), within_s=10
+    )
     assert "[0] late 0" in "".join(seen)
     assert "[1] late 1" in "".join(seen)
 
 
 def test_unusual_text_does_no_harm(session: Session) -> None:
-    assert session.run("print('\\ud800', chr(0), '\\x1b[31mred')\nimport os\nos.write(1, b'\\xff\\xfe\\n')\nrank").values == {0: 0, 1: 1}
+    assert session.run(
+        "print('\\ud800', chr(0), '\\x1b[31mred')\nimport os\nos.write(1, b'\\xff\\xfe\\n')\nrank"
+    ).values == {0: 0, 1: 1}
     assert session.run("print('x' * 20_000_000)\nrank").values == {0: 0, 1: 1}

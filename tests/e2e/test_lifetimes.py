@@ -121,7 +121,12 @@ def test_listeners_stay_on_loopback() -> None:
 
 
 def test_stale_environment_and_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "x", "LOCAL_RANK": "3"}.items():
+    for name, value in {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "x",
+        "LOCAL_RANK": "3",
+    }.items():
         monkeypatch.setenv(name, value)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))

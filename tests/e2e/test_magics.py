@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 def test_loading_brings_no_torch(notebook: LiveKernel) -> None:
-    shown = notebook.run("import sys\nsorted({'torch', 'accelerate', 'transformers'} & set(sys.modules))")
+    shown = notebook.run(
+        "import sys\nsorted({'torch', 'accelerate', 'transformers'} & set(sys.modules))"
+    )
     assert "[]" in shown.text
 
 
@@ -29,7 +31,9 @@ def test_last_expression_is_merged(notebook: LiveKernel) -> None:
 
 
 def test_rich_output(notebook: LiveKernel) -> None:
-    shown = notebook.run("%%distribute --ranks 0\nfrom IPython.display import HTML\nHTML('<b>bold</b>')")
+    shown = notebook.run(
+        "%%distribute --ranks 0\nfrom IPython.display import HTML\nHTML('<b>bold</b>')"
+    )
     assert any("text/html" in output.get("data", {}) for output in shown.outputs)
 
 
@@ -117,7 +121,12 @@ def test_capture(notebook: LiveKernel) -> None:
 
 
 def test_background(notebook: LiveKernel) -> None:
-    assert notebook.run("%%distribute --background\nimport time\nwhile not globals().get('go'): time.sleep(0.01)").status == "ok"
+    assert (
+        notebook.run(
+            "%%distribute --background\nimport time\nwhile not globals().get('go'): time.sleep(0.01)"
+        ).status
+        == "ok"
+    )
     busy = notebook.run("%%distribute\n1")
     assert busy.status == "error"
     assert "%nbdist wait" in busy.text
@@ -128,7 +137,9 @@ def test_background(notebook: LiveKernel) -> None:
 
 def test_stop_button(notebook: LiveKernel) -> None:
     notebook.run("%%distribute\nseen = 0")
-    request = notebook.send("%%distribute\nimport time\nprint('going')\nwhile True:\n    seen += 1; time.sleep(0.01)")
+    request = notebook.send(
+        "%%distribute\nimport time\nprint('going')\nwhile True:\n    seen += 1; time.sleep(0.01)"
+    )
     notebook.collect(request, until="[0-1] going")
     notebook.manager.interrupt_kernel()
     shown = notebook.collect(request)
@@ -153,7 +164,9 @@ def test_widget_progress_bar_reaches_the_front_end(notebook: LiveKernel) -> None
     )
     assert shown.status == "ok"
     assert any(output["kind"] == "comm_open" for output in shown.outputs)
-    views = [o for o in shown.outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
+    views = [
+        o for o in shown.outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})
+    ]
     assert len(views) == 1
 
 

@@ -71,7 +71,12 @@ def test_heavy_libraries_stay_on_the_ranks(path: Path) -> None:
     if room(path) in {"rank", "launcher"}:
         return
     top = ast.parse(path.read_text()).body
-    names = {alias.name.split(".")[0] for node in top if isinstance(node, ast.Import) for alias in node.names}
+    names = {
+        alias.name.split(".")[0]
+        for node in top
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     names |= {str(node.module).split(".")[0] for node in top if isinstance(node, ast.ImportFrom)}
     assert not names & HEAVY
 
@@ -88,7 +93,11 @@ def test_loading_brings_no_torch() -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    calls = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     assert not calls & {"eval", "exec"}
     assert not {name.split(".")[0] for name in imported(path)} & {"pickle", "marshal", "shelve"}
 
@@ -100,5 +109,7 @@ def test_backends_are_told_apart_in_one_table() -> None:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare):
-                compared = {c.value for c in [node.left, *node.comparators] if isinstance(c, ast.Constant)}
+                compared = {
+                    c.value for c in [node.left, *node.comparators] if isinstance(c, ast.Constant)
+                }
                 assert not compared & names, f"{path}:{node.lineno}"

@@ -8,13 +8,12 @@ backends is said here and nowhere else: a new backend is one more row of `STRATE
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError
+from nbdist.strategies.files import with_deepspeed_file, with_fsdp_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,35 +24,6 @@ ALIASES: Mapping[str, str] = MappingProxyType({"fsdp": "fsdp2"})
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
 Plain = dict[str, Any]
-
-FSDP_KEYS = frozenset(
-    {
-        "activation_checkpointing",
-        "auto_wrap_policy",
-        "backward_prefetch",
-        "cpu_offload",
-        "cpu_ram_efficient_loading",
-        "forward_prefetch",
-        "fsdp_version",
-        "ignored_modules",
-        "limit_all_gathers",
-        "min_num_params",
-        "mixed_precision_policy",
-        "reshard_after_forward",
-        "sharding_strategy",
-        "state_dict_type",
-        "sync_module_states",
-        "transformer_cls_names_to_wrap",
-        "use_orig_params",
-    }
-)
-"""Keys of an --fsdp-config file: fields of Accelerate's FullyShardedDataParallelPlugin."""
-
-_FSDP_FILE_NAMES = {
-    "offload_params": "cpu_offload",
-    "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
-    "version": "fsdp_version",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +132,9 @@ class Options:
         _check_numbers(options)
         _check_config_owner(options)
         if options.fsdp_config is not None:
-            options = _with_fsdp_file(options, options.fsdp_config)
+            options = with_fsdp_file(options, options.fsdp_config)
         if options.deepspeed_config is not None:
-            options = _with_deepspeed_file(options, options.deepspeed_config)
+            options = with_deepspeed_file(options, options.deepspeed_config)
         _check_offload(options)
         return replace(options, precision=_precision(options, hardware))
 
@@ -232,7 +202,11 @@ class Strategy:
             "ddp_find_unused_parameters": False,
         }
 
-    def extensions(self, options: Options, hardware: Hardware) -> tuple[str, ...]:
+    def extensions(
+        self,
+        options: Options,
+        hardware: Hardware,  # noqa: ARG002 - what a GPU engine compiles may come to differ
+    ) -> tuple[str, ...]:
         """DeepSpeed ops to build before the ranks start, in DeepSpeed's own names."""
         if self.engine != "deepspeed":
             return ()
@@ -328,47 +302,6 @@ def canonical(name: str) -> str:
         message = f"{name!r} is not a backend; use one of {', '.join(BACKENDS)}."
         raise OptionError(message)
     return resolved
-
-
-def load_config_file(path: str | Path) -> Plain:
-    """Return the content of a JSON or YAML file for --fsdp-config or --deepspeed-config.
-
-    YAML is read with the safe loader. An Accelerate config file works too: its
-    `fsdp_config` section is taken.
-
-    Raises:
-        OptionError: the file cannot be read, is neither JSON nor YAML, or is not a mapping.
-    """
-    file = Path(path).expanduser()
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"cannot read the config file {str(path)!r}: {error}."
-        raise OptionError(message) from error
-    content = _parsed(text, file)
-    section = content.get("fsdp_config", content) if isinstance(content, dict) else content
-    if not isinstance(section, dict) or not all(isinstance(key, str) for key in section):
-        message = f"{str(path)!r} holds {type(section).__name__}, not a mapping of names to values."
-        raise OptionError(message)
-    return section
-
-
-def _parsed(text: str, file: Path) -> object:
-    """Parse JSON, or YAML where the name says so."""
-    if file.suffix not in {".yaml", ".yml"}:
-        try:
-            parsed: object = json.loads(text)
-        except ValueError as error:
-            message = f"{str(file)!r} is not JSON ({error}); name it .yaml if it is YAML."
-            raise OptionError(message) from error
-        return parsed
-    import yaml  # noqa: PLC0415 - only here, and not part of the standard library
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        message = f"{str(file)!r} is not YAML: {' '.join(str(error).split())}."
-        raise OptionError(message) from error
 
 
 def _merged(base: Plain, top: Mapping[str, Any]) -> Plain:
@@ -483,123 +416,3 @@ _NEEDS = {
     "bf16": "a GPU of compute capability 8.0 or newer",
     "fp8": "a GPU of compute capability 8.9 or newer and transformer-engine or torchao installed",
 }
-
-
-def _agree(option: str, given: object, key: str, filed: object, *, unset: object) -> Any:  # noqa: ANN401
-    """Return the value that the option and the file say; refuse two different ones."""
-    if filed is None or filed == "auto" or filed == given:
-        return given
-    if given == unset:
-        return filed
-    message = f"{option} is {given!r} but the config file says {key} = {filed!r}; keep one of them."
-    raise OptionError(message)
-
-
-def _with_fsdp_file(options: Options, content: Mapping[str, Any]) -> Options:
-    """Take over what an FSDP config file says, in the plugin's own names."""
-    plain: Plain = {}
-    for key, value in content.items():
-        short = key.removeprefix("fsdp_")
-        plain[_FSDP_FILE_NAMES.get(short, short)] = value
-    unknown = sorted(plain.keys() - FSDP_KEYS)
-    if unknown:
-        message = (
-            f"the fsdp_config has unknown keys: {', '.join(unknown)}; "
-            f"known are {', '.join(sorted(FSDP_KEYS))}."
-        )
-        raise OptionError(message)
-    version = plain.pop("fsdp_version", None)
-    if version is not None and int(version) != options.strategy.level:
-        message = (
-            f"the fsdp_config is for version {version} but the backend is {options.backend}; "
-            f"use backend fsdp{version}."
-        )
-        raise OptionError(message)
-    offload = "cpu" if plain.pop("cpu_offload", False) else None
-    checkpointing = plain.pop("activation_checkpointing", None)
-    return replace(
-        options,
-        fsdp_config=plain,
-        offload=_agree("offload", options.offload, "cpu_offload", offload, unset="none"),
-        activation_checkpointing=bool(checkpointing) or options.activation_checkpointing,
-    )
-
-
-def _with_deepspeed_file(options: Options, content: Mapping[str, Any]) -> Options:
-    """Take over what a DeepSpeed config file says."""
-    zero = content.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        message = "zero_optimization of the deepspeed_config is not a mapping."
-        raise OptionError(message)
-    stage = zero.get("stage", "auto")
-    if stage not in ("auto", options.strategy.level):
-        message = (
-            f"the deepspeed_config has ZeRO stage {stage} but the backend is {options.backend}; "
-            f"use backend zero{stage} or change the stage."
-        )
-        raise OptionError(message)
-    accumulate = content.get("gradient_accumulation_steps")
-    clipping = content.get("gradient_clipping") or None
-    return replace(
-        options,
-        deepspeed_config=_without_ours(content, options.strategy.level),
-        accumulate=_agree(
-            "accumulate",
-            options.accumulate,
-            "gradient_accumulation_steps",
-            accumulate,
-            unset=1,
-        ),
-        clip=_agree("clip", options.clip, "gradient_clipping", clipping, unset=None),
-        precision=_agree(
-            "precision", options.precision, "precision", _filed_precision(content), unset=None
-        ),
-        offload=_agree(
-            "offload", options.offload, "offload_optimizer", _filed_offload(zero), unset="none"
-        ),
-        offload_params=options.offload_params or _filed_device(zero, "offload_param") != "none",
-    )
-
-
-def _without_ours(content: Mapping[str, Any], stage: int) -> Plain:
-    """Return the file without what the options say."""
-    plain = {
-        key: value
-        for key, value in content.items()
-        if key not in {"gradient_clipping", "gradient_accumulation_steps"}
-    }
-    zero = dict(content.get("zero_optimization", {})) | {"stage": stage}
-    for section in ("offload_optimizer", "offload_param"):
-        # Where to offload is an option by now; what is left tunes it.
-        tuning = {k: v for k, v in (zero.pop(section, None) or {}).items() if k not in _PLACE}
-        if tuning:
-            zero[section] = tuning
-    plain["zero_optimization"] = zero
-    return plain
-
-
-_PLACE = ("device", "nvme_path")
-
-
-def _filed_precision(content: Mapping[str, Any]) -> str | None:
-    """Return fp16 or bf16 where the DeepSpeed config enables it."""
-    for name in ("fp16", "bf16"):
-        section = content.get(name)
-        if isinstance(section, dict) and section.get("enabled") is True:
-            return name
-    return None
-
-
-def _filed_device(zero: Mapping[str, Any], key: str) -> str:
-    """Return the device of one of ZeRO's offload sections."""
-    section = zero.get(key)
-    return str(section.get("device") or "none") if isinstance(section, dict) else "none"
-
-
-def _filed_offload(zero: Mapping[str, Any]) -> str | None:
-    """Return the offload that a DeepSpeed config asks for, in our words."""
-    device = _filed_device(zero, "offload_optimizer")
-    if device == "none":
-        return None
-    path = zero["offload_optimizer"].get("nvme_path") or ""
-    return f"nvme:{path}" if device == "nvme" else device

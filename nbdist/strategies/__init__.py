@@ -1,0 +1,33 @@
+"""The backends: one table, the options of a session, the user's own config files; pure.
+
+table   Options, Hardware, and a Strategy for each backend
+files   --fsdp-config and --deepspeed-config
+"""
+
+from __future__ import annotations
+
+from nbdist.strategies.files import load_config_file
+from nbdist.strategies.table import (
+    ALIASES,
+    BACKENDS,
+    OFFLOADS,
+    PRECISIONS,
+    STRATEGIES,
+    Hardware,
+    Options,
+    Strategy,
+    canonical,
+)
+
+__all__ = [
+    "ALIASES",
+    "BACKENDS",
+    "OFFLOADS",
+    "PRECISIONS",
+    "STRATEGIES",
+    "Hardware",
+    "Options",
+    "Strategy",
+    "canonical",
+    "load_config_file",
+]

@@ -1,0 +1,139 @@
+"""All six engines on two real CPU ranks: the same cell, the same losses."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+
+from nbdist import CellError, Session
+from nbdist.strategies import STRATEGIES
+
+STEPS = 30
+WRAPPED = {
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "FSDPGPT2LMHeadModel",
+    "fsdp1": "FullyShardedDataParallel",
+    "zero1": "DeepSpeedEngine",
+    "zero2": "DeepSpeedEngine",
+    "zero3": "DeepSpeedEngine",
+}
+"""What `prepare()` must return: Accelerate 1.15 falls back to DDP without a word."""
+
+MODEL = textwrap.dedent(
+    """
+    import math
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def build():
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=211, n_embd=45, n_head=3, n_layer=2, n_positions=24, bos_token_id=0,
+            eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        )
+        return GPT2LMHeadModel(config)
+
+    tokens = torch.randint(0, 211, (64, 24), generator=torch.Generator().manual_seed(5))
+    tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % 211
+    """
+)
+CELL = textwrap.dedent(
+    """
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 10))
+    loader = torch.utils.data.DataLoader(tokens, batch_size=4)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    losses = []
+    while len(losses) < {steps}:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                if {cell_clip} and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), {cell_clip})
+                optimizer.step(); schedule.step(); optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if len(losses) == {steps}: break
+    (type(model).__name__, losses)
+    """
+)
+TRAINER = textwrap.dedent(
+    """
+    import nbdist, tempfile
+    from transformers import Trainer, TrainingArguments
+    rows = [{{"input_ids": row, "labels": row}} for row in tokens]
+    args = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps={steps},
+        logging_steps=1, learning_rate=3e-3, report_to="none", save_strategy="no", seed=3,
+        disable_tqdm=True, **nbdist.trainer_arguments(),
+    )
+    trainer = Trainer(model=build(), args=args, train_dataset=rows)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    (type(trainer.model_wrapped).__name__, losses)
+    """
+)
+
+
+def losses(backend: str, **options: Any) -> dict[str, list[float]]:
+    """Losses of every way to write the training, under one backend."""
+    ways = {
+        "plain": CELL.format(steps=STEPS, cell_clip=None),
+        "own": "accelerator = __import__('accelerate').Accelerator()\n"
+        + CELL.format(steps=STEPS, cell_clip=0.5),
+        "trainer": TRAINER.format(steps=STEPS),
+    }
+    found = {}
+    with Session(nproc=2, backend=backend, **options) as session:
+        session.run(MODEL)
+        for way, code in ways.items():
+            wrapped, found[way] = session.run(code).values[0]
+            assert wrapped == WRAPPED[backend]
+            assert len(found[way]) == STEPS
+    return found
+
+
+@pytest.fixture(scope="module")
+def under_ddp() -> dict[str, list[float]]:
+    return losses("ddp")
+
+
+@pytest.fixture(scope="module")
+def under_ddp_with_options() -> dict[str, list[float]]:
+    return losses("ddp", clip=0.5, accumulate=2)
+
+
+def assert_same(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    for way, values in expected.items():
+        apart = max(abs(a - b) for a, b in zip(found[way], values, strict=True))
+        assert apart <= 1e-4, f"{way}: {apart}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", [name for name in STRATEGIES if name != "ddp"])
+def test_losses_lie_on_those_of_ddp(backend: str, under_ddp: dict[str, list[float]]) -> None:
+    assert_same(losses(backend), under_ddp)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", [name for name in STRATEGIES if name != "ddp"])
+def test_clip_and_accumulate_mean_the_same(
+    backend: str, under_ddp_with_options: dict[str, list[float]]
+) -> None:
+    assert_same(losses(backend, clip=0.5, accumulate=2), under_ddp_with_options)
+
+
+def test_the_late_accelerator_answers_without_an_engine() -> None:
+    with Session(nproc=2, backend="zero3") as session:
+        before = session.run("(accelerator.num_processes, str(accelerator.device))").values
+        assert before == {0: (2, "cpu"), 1: (2, "cpu")}
+        assert "built at the first prepare" in session.run("repr(accelerator)").values[0]
+
+
+def test_an_optimizer_alone_under_deepspeed_is_one_sentence() -> None:
+    with Session(nproc=2, backend="zero2") as session:
+        session.run(MODEL + "\nmodel = build()")
+        with pytest.raises(CellError, match="one call for both"):
+            session.run("accelerator.prepare(torch.optim.AdamW(model.parameters()))")
