@@ -137,7 +137,8 @@ class NbDist(Magics):
             asked.ranks,
             asked.background,
             output=asked.output or self.output,
-            count=self.shell.execution_count,
+            # IPython 9.18 counts execution_count up before the cell runs, older ones after
+            count=len(self.shell.history_manager.input_hist_raw) - 1,
         )
         if asked.pull:
             self.bind_pulled(session, asked.pull)

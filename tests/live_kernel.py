@@ -24,6 +24,8 @@ class Shown:
     """What one cell left under it."""
 
     status: str = ""
+    count: int = 0
+    """Its number, In[count]."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -95,7 +97,9 @@ class LiveKernel:
             return bool(content["execution_state"] == "idle")
         if kind == "update_display_data":
             _replace(shown.outputs, content)
-        elif kind != "execute_input":
+        elif kind == "execute_input":
+            shown.count = content["execution_count"]
+        else:
             shown.outputs.append({"kind": kind, **content})
         return False
 

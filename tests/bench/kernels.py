@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import psutil
+import zmq
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
@@ -38,6 +39,9 @@ class Cell:
     seconds: float = 0.0
     status: str = ""
     stdout: list[str] = field(default_factory=list)
+    stderr: list[str] = field(default_factory=list)
+    displays: dict[str, str] = field(default_factory=dict)
+    """Last text of each display, by its id."""
     errors: list[str] = field(default_factory=list)
     peak_bytes: int = 0
     """Largest resident memory of the kernel seen while the cell ran, where asked for."""
@@ -46,6 +50,11 @@ class Cell:
     def text(self) -> str:
         """All that was written to stdout."""
         return "".join(self.stdout)
+
+    @property
+    def page(self) -> str:
+        """All text that a reader sees in the end, streams first."""
+        return "\n".join([self.text, "".join(self.stderr), *self.displays.values()])
 
 
 class CellFailed(RuntimeError):  # noqa: N818 - reads as what happened
@@ -79,6 +88,8 @@ class Kernel:
                 stderr=log,
             )
         self.client: BlockingKernelClient = self.manager.client()
+        # ZMQ drops what exceeds a high-water mark, unseen: a flood would look as if lines were lost
+        self.client.context.setsockopt(zmq.RCVHWM, 0)
         self.client.start_channels()
         self.client.wait_for_ready(timeout=START_S)
         self.process = psutil.Process(self.manager.provisioner.pid)
@@ -215,8 +226,11 @@ def take_output(client: BlockingKernelClient, request: str, cell: Cell) -> bool:
     match message["msg_type"]:
         case "status":
             return bool(content["execution_state"] == "idle")
-        case "stream" if content["name"] == "stdout":
-            cell.stdout.append(content["text"])
+        case "stream":
+            (cell.stdout if content["name"] == "stdout" else cell.stderr).append(content["text"])
+        case "display_data" | "update_display_data":
+            place = content.get("transient", {}).get("display_id", message["header"]["msg_id"])
+            cell.displays[place] = content["data"].get("text/plain", "")
         case "error":
             cell.errors.extend(content["traceback"])
     return False

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 MB = 1e6
 LINES = 200_000
 FLOOD = f"for number in range({LINES}): print(rank, 'line', number)"
-COUNTED = re.compile(r"([\d,]+) lines")
+SHOWN = re.compile(r"^\[(\d)\] \1 line \d+$", re.MULTILINE)
+COUNTED = re.compile(r"^\[(0|1|0-1)\] ([\d,]+) lines? .*not shown", re.MULTILINE)
 
 
 def measure() -> Iterator[Row]:
@@ -28,7 +29,7 @@ def measure() -> Iterator[Row]:
         kernel.settle()
         live = kernel.resident_bytes()
         flood = kernel.run(f"%%distribute\n{FLOOD}", timeout_s=600, watch_memory=True)
-    shown, counted = lines(flood.text)
+    shown, counted = lines(flood.page)
     yield Row(
         name="memory that a live session adds to the kernel",
         value=(live - bare) / MB,
@@ -52,13 +53,10 @@ def measure() -> Iterator[Row]:
     )
 
 
-def lines(text: str) -> tuple[int, int]:
-    """Lines of the flood that were shown, and lines that a sentence counts instead."""
-    shown = sum(" line " in line for line in text.splitlines())
-    counted = sum(
-        int(found.replace(",", ""))
-        for line in text.splitlines()
-        if " line " not in line
-        for found in COUNTED.findall(line)
-    )
-    return shown, counted
+def lines(page: str) -> tuple[int, int]:
+    """Lines of the flood that are shown, and lines that a sentence counts instead."""
+    counted = [
+        int(number.replace(",", "")) * (2 if label == "0-1" else 1)  # equal gaps are told once
+        for label, number in COUNTED.findall(page)
+    ]
+    return len(SHOWN.findall(page)), sum(counted)

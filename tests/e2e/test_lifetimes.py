@@ -134,6 +134,17 @@ def test_stale_environment_and_busy_port(monkeypatch: pytest.MonkeyPatch) -> Non
             assert session.run("(rank, world_size)").values == {0: (0, 2), 1: (1, 2)}
 
 
+def test_a_kernel_that_used_accelerate_and_openmp(tmp_path: Path) -> None:
+    with LiveKernel(tmp_path, ACCELERATE_USE_FSDP="true") as kernel:
+        kernel.run(
+            "import torch, accelerate\naccelerate.Accelerator(cpu=True)\n"
+            "(torch.ones(300, 300, requires_grad=True) @ torch.ones(300, 300)).sum().backward()"
+        )
+        kernel.run("%load_ext nbdist")
+        shown = kernel.run("%%distribute\naccelerator.prepare(torch.nn.Linear(2, 2))")
+        assert "[0-1] DistributedDataParallel" in shown.text
+
+
 def test_long_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()

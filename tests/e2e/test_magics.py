@@ -57,6 +57,7 @@ def test_error_marks_the_cell_failed(notebook: LiveKernel) -> None:
     assert shown.error["ename"] == "CellError"
     assert "ValueError: bad batch" in shown.text
     assert "line 3" in shown.text  # the cell's own count, the magic being line 1
+    assert f"In[{shown.count}]" in shown.text
     assert "ranks 0-1" in shown.text
     assert "nbdist/" not in shown.text
 
@@ -176,6 +177,11 @@ def test_other_backend_restarts_and_says_so(notebook: LiveKernel) -> None:
     assert "backend ddp -> fsdp2" in shown.text
     assert "lost" in shown.text
     assert "[0-1] False" in shown.text
+
+
+def test_fresh_takes_new_ranks(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute\nlost = 1")
+    assert "[0-1] False" in notebook.run("%%distribute --fresh\n'lost' in globals()").text
 
 
 def test_commands(notebook: LiveKernel) -> None:
