@@ -55,7 +55,11 @@ class NbDist(Magics):
         """Start to warm up a launcher."""
         super().__init__(shell, **traits)
         self.engine = LocalEngine()
-        self.engine.warm_up()
+        self.warm_up()
+
+    def warm_up(self) -> None:
+        """Start a launcher in the background for the devices found here."""
+        self.engine.warm_up("cuda" if devices.found().gpus else "cpu")
 
     @no_var_expand
     @magic_arguments("%%distribute")
@@ -138,7 +142,7 @@ class NbDist(Magics):
             asked.background,
             output=asked.output or self.output,
             # IPython 9.18 counts execution_count up before the cell runs, older ones after
-            count=len(self.shell.history_manager.input_hist_raw) - 1,
+            count=len(self.shell.user_ns["_ih"]) - 1,
         )
         if asked.pull:
             self.bind_pulled(session, asked.pull)
@@ -250,7 +254,7 @@ class NbDist(Magics):
     def stop_command(self, _: str) -> None:
         """End ranks and launcher; a new launcher warms up."""
         self.session_now().stop()
-        self.engine.warm_up()
+        self.warm_up()
         print("nbdist: ranks and launcher ended")
 
     def log_command(self, rank: str) -> None:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
@@ -27,6 +27,7 @@ from nbdist.errors import StartError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+Kind = Literal["cpu", "cuda"]
 CLOSE_S = 5.0
 """How long a launcher may take to end its ranks before it is killed with them."""
 LOG_TAIL_BYTES = 4000
@@ -45,8 +46,9 @@ class Launcher:
     message of the launcher, on the link's thread; a dead launcher is one last `Ended`.
     """
 
-    def __init__(self) -> None:
-        """Start the process."""
+    def __init__(self, kind: Kind) -> None:
+        """Start the process, for ranks on a CPU or on GPUs."""
+        self.kind = kind
         self.run_dir = RunDir.create()
         self.listener: Callable[[wire.LinkMessage], None] = _nobody
         self._link, theirs = socket.socketpair()
@@ -66,7 +68,10 @@ class Launcher:
     def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         fd = theirs.fileno()
         command = [sys.executable, "-m", "nbdist.launcher", str(fd), str(self.run_dir.path)]
-        env = scrubbed(os.environ) | {"NBDIST_BULK_DIR": str(self.run_dir.bulk)}
+        env = scrubbed(os.environ) | {
+            "NBDIST_BULK_DIR": str(self.run_dir.bulk),
+            "DS_ACCELERATOR": self.kind,  # read when DeepSpeed is imported, and only then
+        }
         with self.run_dir.log.open("ab") as log:
             return subprocess.Popen(  # noqa: S603 - our own module under this interpreter
                 command,
@@ -144,20 +149,18 @@ class LocalEngine:
         """Hold no launcher yet."""
         self._warm: Launcher | None = None
 
-    def warm_up(self) -> None:
-        """Start a launcher in the background, if none waits."""
-        if self._warm is None or not self._warm.alive:
-            self.close()
-            self._warm = Launcher()
+    def warm_up(self, kind: Kind) -> None:
+        """Start a launcher in the background, if none of this kind waits."""
+        self._warm = self.take(kind)
 
-    def take(self) -> Launcher:
+    def take(self, kind: Kind) -> Launcher:
         """Hand over the warm launcher, or a new one; the caller closes it."""
-        self.warm_up()
-        launcher, self._warm = self._warm, None
-        if launcher is None:  # pragma: no cover - warm_up just set it
-            msg = "No launcher."
-            raise StartError(msg)
-        return launcher
+        warm, self._warm = self._warm, None
+        if warm is not None and warm.alive and warm.kind == kind:
+            return warm
+        if warm is not None:
+            warm.close()
+        return Launcher(kind)
 
     def close(self) -> None:
         """End a launcher that nobody took."""

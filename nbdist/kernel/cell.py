@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from nbdist.kernel.render import Renderer
     from nbdist.kernel.screen import Screen
 
+    Taker = Callable[["Cell", int, Message], None]
+
 IDLE_DEADLINE_S = 2.0
 """After a rank's reply its output may still be on the way; its `idle` ends the wait."""
 TICK_S = 0.05
@@ -96,15 +98,18 @@ class Cell:
         self.finished = threading.Event()
         self._on_send = on_send
         self._on_done = on_done
-        self._inbox: SimpleQueue[tuple[int, Channel, Message] | RankDied] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Taker, int, Message] | RankDied] = SimpleQueue()
         self._lock = threading.Lock()
         self._told_of_failure = False
         self._heard_at = time.monotonic()
 
     def deliver(self, rank: int, channel: Channel, message: Message) -> None:
         """Take a message; called on the reader thread."""
+        take = _TAKERS.get((channel, message["header"]["msg_type"]))
+        if take is None or message["content"].get("execution_state") == "busy":
+            return  # waking the main thread for it would cost more than the rest of it
         self._heard_at = time.monotonic()
-        self._inbox.put((rank, channel, message))
+        self._inbox.put((take, rank, message))
 
     def die(self, death: RankDied) -> None:
         """End the cell because its ranks are gone."""
@@ -186,14 +191,11 @@ class Cell:
             self._told_of_failure = True
             self.renderer.failure(failed, waiting=self.pending)
 
-    def _take(self, item: tuple[int, Channel, Message] | RankDied) -> None:
+    def _take(self, item: tuple[Taker, int, Message] | RankDied) -> None:
         if isinstance(item, RankDied):
             self.death = item
-            return
-        rank, channel, message = item
-        kind = message["header"]["msg_type"]
-        take = _TAKERS.get((channel, kind))
-        if take is not None:
+        else:
+            take, rank, message = item
             take(self, rank, message)
 
     def take_reply(self, rank: int, message: Message) -> None:
@@ -281,7 +283,7 @@ class Cell:
         self._on_send(content["name"], content["path"])
 
 
-_TAKERS: dict[tuple[str, str], Callable[[Cell, int, Message], None]] = {
+_TAKERS: dict[tuple[str, str], Taker] = {
     ("shell", "execute_reply"): Cell.take_reply,
     ("iopub", "status"): Cell.take_status,
     ("iopub", "stream"): Cell.take_stream,

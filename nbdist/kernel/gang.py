@@ -26,7 +26,7 @@ from nbdist.kernel.channel import Channels, write_connections
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from nbdist.engines.local import Launcher, LocalEngine
+    from nbdist.engines.local import Kind, Launcher, LocalEngine
     from nbdist.engines.run_dir import RunDir
     from nbdist.kernel.channel import Channel, Message
 
@@ -38,6 +38,8 @@ START_S = 120.0
 HALT_S = 15.0
 REPLY_S = 600.0
 """A rank may be copying many gigabytes before it answers push or pull."""
+WATCH_S = 0.4
+"""How often the ranks' processes are looked at."""
 REPORT_S = 0.8
 """How long the launcher may take to report a rank that is gone."""
 KEY_BYTES = 32
@@ -92,6 +94,7 @@ class Gang:
         self._lock = threading.Lock()
         self._up = False
         self._missing_since: float | None = None
+        self._watch_due = 0.0
 
     # -- life
 
@@ -109,9 +112,10 @@ class Gang:
         Raises:
             StartError: they did not come up; nothing is left running.
         """
-        if self._launcher is None or not self._launcher.alive:
+        kind: Kind = "cpu" if devices is None else "cuda"
+        if self._launcher is None or not self._launcher.alive or self._launcher.kind != kind:
             self.close()
-            self._launcher = self._engine.take()
+            self._launcher = self._engine.take(kind)
         try:
             self._launch(self._launcher, world_size, devices, dict(options), dict(hardware))
             self._await_ranks(world_size, progress)
@@ -312,7 +316,9 @@ class Gang:
 
     def idle(self) -> bool:
         """Look whether the ranks live, then let the session do what is due."""
-        if self._up:
+        now = time.monotonic()
+        if self._up and now >= self._watch_due:
+            self._watch_due = now + WATCH_S
             self._watch()
         return self._on_idle()
 

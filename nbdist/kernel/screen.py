@@ -96,7 +96,9 @@ class LiveScreen:
             _send(msg_type, content, parent_header(), metadata=metadata, buffers=buffers)
 
     def flush(self) -> None:
-        """Flush both streams."""
+        """Flush both streams, if anything was written: ipykernel 7.4 takes 0.4 ms for each."""
+        if self._last is None:
+            return
         self._last = None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

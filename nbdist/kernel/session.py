@@ -122,6 +122,8 @@ class Session:
         Raises:
             OptionError: a value that is not allowed.
         """
+        if not changes:
+            return {}
         now, then = self._choice.flat(), Choice.of({**self._asked, **changes}).flat()
         return {name: (now[name], then[name]) for name in now if now[name] != then[name]}
 

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from accelerate import notebook_launcher
@@ -18,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nbdist import strategies, wire
-from nbdist.launcher import extensions, rendezvous
+from nbdist.launcher import extensions, offload, rendezvous
 from nbdist.rank.main import rank_main
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def run(launch: wire.Launch, link: Link) -> wire.Ended:
     gc.collect()
     gc.freeze()  # a collection on a rank would copy every page it shares with the launcher
     try:
-        fork(launch, link)
+        with offload.folder(options) as own:
+            fork(replace(launch, options=own.to_json()), link)
     except ChildFailedError as error:
         codes = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
         return wire.Ended(launch.generation, codes)

@@ -144,6 +144,7 @@ def prepare(
         _fill(accelerator, args, model, optimizer)
     result = original(accelerator, *args, **kwargs)
     engine = accelerator.deepspeed_engine_wrapped.engine
+    _keep_gradients_in_memory(engine.optimizer)
     for one in accelerator._optimizers:  # noqa: SLF001
         if isinstance(one, StepsItself) and one.optimizer is engine.optimizer:
             one.engine = engine
@@ -225,6 +226,28 @@ def _fill(
         # accelerate 1.15 would make an Adam of any other optimizer.
         config["zero_force_ds_cpu_optimizer"] = False
     _size_buffers(zero, model)
+
+
+def _keep_gradients_in_memory(made: Any) -> None:
+    """Let an NVMe offload swap optimizer state and parameters, not gradients.
+
+    deepspeed 0.19.8 reads gradients above `aio.block_size` back wrong: about half of the
+    elements of such a weight were updated in the wrong direction at the first step, without
+    a word. They stay in host memory, 4 bytes a parameter divided by the ranks.
+    """
+    swapper = getattr(made, "optimizer_swapper", None)
+    if swapper is None:
+        return
+    original = swapper._adjust_for_misaligned_lengths  # noqa: SLF001
+
+    def adjusted(*, tensors: Any, offsets: Any) -> Any:
+        pieces, places = original(tensors=tensors, offsets=offsets)
+        kept = [piece.clone() for piece in pieces]
+        for piece in kept:
+            piece.swappable = False
+        return kept, places
+
+    swapper._adjust_for_misaligned_lengths = adjusted  # noqa: SLF001
 
 
 def _sized(one: object) -> bool:
