@@ -106,8 +106,8 @@ class Cell:
     def deliver(self, rank: int, channel: Channel, message: Message) -> None:
         """Take a message; called on the reader thread."""
         take = _TAKERS.get((channel, message["header"]["msg_type"]))
-        if take is None or message["content"].get("execution_state") == "busy":
-            return  # waking the main thread for it would cost more than the rest of it
+        if take is None:
+            return
         self._heard_at = time.monotonic()
         self._inbox.put((take, rank, message))
 

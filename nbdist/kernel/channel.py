@@ -117,15 +117,14 @@ class Channels:
         metadata: dict[str, Any] | None = None,
         message_id: str | None = None,
     ) -> None:
-        """Send one request from any thread; never blocks."""
+        """Queue one request from any thread; `wake()` sends what is queued."""
         message = self._signer.msg(kind, content or {}, metadata=metadata)
         if message_id is not None:
             message["header"]["msg_id"] = message["msg_id"] = message_id
         self._outbox.append((rank, channel, self._signer.serialize(message)))
-        self.wake()
 
     def wake(self) -> None:
-        """Make the reader thread look at its queue and call `Reader.idle`."""
+        """Make the reader thread send what is queued and call `Reader.idle`."""
         with self._wake_lock, contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):
             # suppressed: the reader thread is closing its sockets and needs no waking
             self._wake.send(b"", zmq.DONTWAIT)

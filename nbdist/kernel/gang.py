@@ -183,6 +183,7 @@ class Gang:
         """Wait until each rank's output is heard and each rank has passed the barrier."""
         for rank in range(world_size):
             self.post(rank, "shell", wire.JOIN, {}, lambda *sign: self._signs.put(sign))
+        self.wake()
         heard: set[int] = set()
         joined: dict[int, Member] = {}
         while len(heard) < world_size or len(joined) < world_size:
@@ -237,7 +238,11 @@ class Gang:
         *,
         note: wire.CellNote | None = None,
     ) -> str:
-        """Send one request; `route` gets what answers it. Returns its id, for `forget`."""
+        """Queue one request; `route` gets what answers it. `wake()` sends.
+
+        Returns:
+            Its id, for `forget`.
+        """
         if self._channels is None:
             raise _not_started()
         request = secrets.token_hex(16)
@@ -264,6 +269,7 @@ class Gang:
             self.post(rank, "shell", kind, content, lambda *answer: answers.put(answer))
             for rank in waiting
         ]
+        self.wake()
         replies: dict[int, Any] = {}
         try:
             while waiting - replies.keys():
@@ -288,7 +294,7 @@ class Gang:
         raise SessionError(msg)
 
     def wake(self) -> None:
-        """Make the reader thread call `on_idle` soon."""
+        """Send what is queued, and have `on_idle` called soon."""
         if self._channels is not None:
             self._channels.wake()
 

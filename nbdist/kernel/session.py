@@ -263,6 +263,7 @@ class Session:
             for rank in cell.pending:
                 content = wire.Interrupt(request=cell.requests[rank])
                 self._gang.post(rank, "control", "interrupt_request", content)
+            self._gang.wake()
 
     def _shown(self, output: str | Sequence[int]) -> Show:
         """Whose output is displayed."""
@@ -282,6 +283,7 @@ class Session:
             cell.requests[rank] = self._gang.post(
                 rank, "shell", "execute_request", wire.execute(code), cell.deliver, note=note
             )
+        self._gang.wake()
         self._cells.append(cell)
         for old in self._cells[:-KEPT_CELLS]:
             self._gang.forget(old.requests.values())

@@ -19,7 +19,7 @@ from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQInteractiveShell
-from traitlets import Float, Type
+from traitlets import DottedObjectName, Float, Type
 from traitlets.config import Config
 
 from nbdist import payload, wire
@@ -113,6 +113,11 @@ class RankKernel(IPythonKernel):
     def _publish_execute_input(self, *_: object) -> None:
         """Send nothing: the notebook has the code, and 1,000 ranks need not repeat it."""
 
+    def _publish_status(self, status: str, *args: Any, **kwargs: Any) -> None:
+        """Say `idle`; that a rank is busy is known to the one who sent the cell."""
+        if status != "busy":
+            super()._publish_status(status, *args, **kwargs)
+
     async def interrupt_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Interrupt one cell, running or still on its way, and this process alone.
 
@@ -179,6 +184,8 @@ class RankKernel(IPythonKernel):
 
 class RankApp(IPKernelApp):
     """Opens a rank's sockets from a connection file that the kernel wrote."""
+
+    outstream_class = DottedObjectName("nbdist.rank.stream.RankStream")
 
     @classmethod
     def for_rank(cls, rank: int, *, run_dir: Path, user_ns: dict[str, Any]) -> RankApp:
