@@ -39,7 +39,9 @@ READY = """() => {
     const w = window.jupyterapp?.shell.currentWidget;
     return w?.context?.isReady && w.sessionContext.isReady && w.sessionContext.session?.kernel;
 }"""
-RUN = "() => { window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => window.ran = 1); }"
+RUN = """() => {
+    window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => window.ran = 1);
+}"""
 CONTENT = "() => window.jupyterapp.shell.currentWidget.content.model.toJSON()"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,6 +17,7 @@ from tests.live_kernel import LiveKernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 START = """%load_ext nbdist
 %%distribute -n 2
