@@ -281,6 +281,16 @@ COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
     "doctor": NbDist.doctor_command,
 }
 
+MATCHER = completion.matcher(
+    options=[
+        flag
+        for action in NbDist.distribute.parser._actions  # noqa: SLF001 - argparse has no other way
+        for flag in action.option_strings
+        if flag.startswith("--")
+    ],
+    commands=[*COMMANDS, *NOT_YET],
+)
+
 ENGINE_OPTIONS = (
     "backend",
     "nproc",
@@ -339,7 +349,7 @@ def numbered(line: str, cell: str) -> str:
 def load(ipython: InteractiveShell) -> None:
     """Register the magics and the completer, and say what was found."""
     ipython.register_magics(configured(ipython))
-    ipython.Completer.custom_matchers.append(completion.matcher)
+    ipython.Completer.custom_matchers.append(MATCHER)
     found = devices.found().describe()
     print(
         f"nbdist {nbdist.__version__} \N{MIDDLE DOT} {found} \N{MIDDLE DOT}"
@@ -374,7 +384,7 @@ def unload(ipython: InteractiveShell) -> None:
     manager.magics["cell"].pop("distribute")
     manager.magics["line"].pop("nbdist")
     ipython.configurables.remove(magics)
-    ipython.Completer.custom_matchers.remove(completion.matcher)
+    ipython.Completer.custom_matchers.remove(MATCHER)
     magics.engine.close()
     if current() is not None:
         print("nbdist: the ranks are kept; nbdist.session().stop() ends them")

@@ -23,7 +23,7 @@ from nbdist.launcher import extensions, offload, rendezvous
 from nbdist.rank.main import rank_main
 
 if TYPE_CHECKING:
-    from nbdist.launcher.__main__ import Link
+    from nbdist.launcher.link import Link
 
 POLL_S = 0.02
 """How often torch elastic looks at the ranks; its default 0.1 s is felt at a restart."""

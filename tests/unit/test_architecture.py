@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "kernel": {*PURE, "engines"},
     "launcher": {*PURE, "rank"},
     "rank": {*PURE, "launcher"},
-    "completion": {"strategies", "magics"},
+    "completion": {"strategies"},
     "doctor": {"kernel", "engines"},
     "magics": {*PURE, "", "completion", "doctor", "kernel", "engines"},
     "": {*PURE, "kernel", "magics", "rank"},

@@ -1,0 +1,55 @@
+"""The launcher's end of the link to the kernel, read on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import threading
+from queue import SimpleQueue
+
+from nbdist import wire
+from nbdist.launcher import family
+
+log = logging.getLogger("nbdist.launcher")
+"""Its messages go to stderr, which is the launcher's log."""
+
+
+class Link:
+    """The launcher's end of the link to the kernel."""
+
+    def __init__(self, fd: int, folders: list[str]) -> None:
+        """Take over the inherited socket and start to read it."""
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        self._folders = folders
+        self.launches: SimpleQueue[wire.Launch] = SimpleQueue()
+        threading.Thread(target=self._read, name="link", daemon=True).start()
+
+    def send(self, message: wire.LinkMessage) -> None:
+        """Send one message; a kernel that is gone is the reading thread's business."""
+        try:
+            self._socket.sendall(wire.to_line(message))
+        except OSError as error:
+            log.warning("not sent, the kernel is gone: %s (%s)", message, error)
+
+    def close_in_rank(self) -> None:
+        """Let go of the link in a forked rank: only the launcher may hold it open."""
+        self._socket.close()
+
+    def _read(self) -> None:
+        with self._socket.makefile("rb") as lines:
+            for line in lines:
+                message = wire.from_line(line)
+                if isinstance(message, wire.Launch):
+                    self.launches.put(message)
+                elif isinstance(message, wire.Halt):
+                    family.end_descendants()
+        self._kernel_is_gone()
+
+    def _kernel_is_gone(self) -> None:
+        family.end_descendants()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)  # the main thread may sit in torch elastic; nothing is left to save
