@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 IDLE_DEADLINE_S = 2.0
 """After a rank's reply its output may still be on the way; its `idle` ends the wait."""
 TICK_S = 0.05
+SLOW_TICK_S = 0.25
 KEPT_TEXT = 1_000_000
 """Characters of each rank's streams kept in `CellResult.outputs`."""
 KEPT_OUTPUTS = 1_000
@@ -127,7 +128,16 @@ class Cell:
         idle_s = time.monotonic() - self._heard_at
         return self.finished.is_set() and self._inbox.empty() and idle_s > QUIET_S
 
-    def pump(self, timeout_s: float = TICK_S) -> None:
+    @property
+    def patience_s(self) -> float:
+        """How long `pump` may wait: briefly while output is held, else sparing the CPU.
+
+        On CPU ranks the kernel takes its time from the training itself.
+        """
+        lately = time.monotonic() - self._heard_at < QUIET_S
+        return TICK_S if lately else SLOW_TICK_S
+
+    def pump(self, timeout_s: float) -> None:
         """Render what arrived; wait up to `timeout_s` for the first message."""
         with self._lock:
             try:

@@ -38,7 +38,7 @@ START_S = 120.0
 HALT_S = 15.0
 REPLY_S = 600.0
 """A rank may be copying many gigabytes before it answers push or pull."""
-WATCH_S = 0.4
+WATCH_S = 0.7
 """How often the ranks' processes are looked at."""
 REPORT_S = 0.8
 """How long the launcher may take to report a rank that is gone."""

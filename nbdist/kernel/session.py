@@ -294,7 +294,7 @@ class Session:
         """Show the cell's output until it is over; Stop interrupts the ranks."""
         try:
             while not cell.finished.is_set():
-                cell.pump()
+                cell.pump(cell.patience_s)
         except KeyboardInterrupt:
             self._join_interrupted(cell)
         finally:
@@ -307,7 +307,7 @@ class Session:
             try:
                 self.interrupt()
                 while not cell.finished.is_set():
-                    cell.pump()
+                    cell.pump(cell.patience_s)
             except KeyboardInterrupt:
                 if time.monotonic() - asked_at > PATIENCE_S:
                     raise CellInterrupted(stuck_words(cell)) from None

@@ -25,7 +25,7 @@ from nbdist.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-INTERVAL_S = 0.05
+INTERVAL_S = 0.2
 """Shortest time between two batches."""
 _BATCH_ROWS = 4096
 _SLOTS = 1024
