@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -68,7 +69,7 @@ class Region:
         """Rows with labels; equal rows of several ranks once."""
         rows: dict[tuple[str, int], list[int]] = {}
         seen: Counter[tuple[int, str]] = Counter()
-        for rank, block in self._members:
+        for rank, block in sorted(self._members, key=itemgetter(0)):
             for line in block.lines():
                 if line.strip():
                     seen[rank, line] += 1

@@ -28,6 +28,7 @@ _CLEAR_HOLD_S = 1.0
 _DISPLAY_HOLD_S = 1.0
 """A figure takes each rank a different time to draw; shown twice it is worse than late."""
 _SETTLE_S = 0.15
+_WIDGET = "application/vnd.jupyter.widget-view+json"
 _PLAIN_MIMES = frozenset({"text/plain"})
 
 
@@ -89,7 +90,8 @@ class Several:
             key = _digest(bundle, metadata)
         else:
             self._held_ids.add(display_id)
-        hold_s = _DISPLAY_HOLD_S if display_id is None else self._hold_s
+        alone = display_id is not None or _WIDGET in bundle  # each rank's own: no twin to wait for
+        hold_s = self._hold_s if alone else _DISPLAY_HOLD_S
         content = _Show(bundle, metadata, display_id)
         self._merge.put(rank, Item(("show", key), "", now, hold_s, content))
 
