@@ -92,6 +92,8 @@ class Gang:
         self._routes: dict[str, Any] = {}
         self._signs: SimpleQueue[Any] = SimpleQueue()
         self._lock = threading.Lock()
+        self._ended = 0
+        """Generation whose end the launcher has reported."""
         self._up = False
         self._missing_since: float | None = None
         self._watch_due = 0.0
@@ -133,6 +135,8 @@ class Gang:
             return
         gone: SimpleQueue[wire.LinkMessage] = SimpleQueue()
         launcher.listener = gone.put
+        if self._ended == self._generation:
+            return  # they are gone already: there is nothing that the launcher could report
         launcher.send(wire.Halt())
         try:
             while not isinstance(gone.get(timeout=HALT_S), wire.Ended):
@@ -345,6 +349,7 @@ class Gang:
     def _from_launcher(self, message: wire.LinkMessage) -> None:
         self._signs.put(message)
         if isinstance(message, wire.Ended):
+            self._ended = message.generation
             self._died(message)
 
     def _died(self, ended: wire.Ended) -> None:

@@ -1,4 +1,4 @@
-"""stdout and stderr of a rank: ipykernel's, with a flush that costs nothing when idle."""
+"""stdout and stderr of a rank: ipykernel's, cheaper to flush and safe for any text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ class RankStream(OutStream):
     _written = False
 
     def write(self, string: str) -> int | None:  # type: ignore[override]
-        """Buffer text as ipykernel does."""
+        """Buffer text as ipykernel does, lone surrogates made visible.
+
+        jupyter_client 8.10 cannot encode them and would lose the whole batch.
+        """
         self._written = True
+        try:
+            string.encode()
+        except UnicodeEncodeError:
+            string = string.encode(errors="backslashreplace").decode()
         return super().write(string)
 
     def flush(self) -> None:

@@ -405,7 +405,7 @@ def test_nested_bars_keep_a_row_each_and_do_not_touch_other_ranks() -> None:
             cell.err(0, piece)
             cell.pass_(0.02)
         cell.pass_(0.2)
-    assert cell.screen.text == "[1]  77%|#######   |\n[0] outer 50%\n[0] inner 100%\n"
+    assert cell.screen.text == "[0] outer 50%\n[0] inner 100%\n[1]  77%|#######   |\n"
     assert len(cell.screen.outputs) == 1
 
 
