@@ -23,11 +23,14 @@ VALUES: dict[str, tuple[str, ...]] = {
 """Options whose values can be listed."""
 
 
-def matcher(*, options: Sequence[str], commands: Sequence[str]) -> MatcherAPIv2:
+def matcher(
+    *, options: Sequence[str], valued: Sequence[str], commands: Sequence[str]
+) -> MatcherAPIv2:
     """Make IPython's matcher for the lines of the two magics; silent on all others.
 
     Args:
         options: of `%%distribute`.
+        valued: those of them that take a value.
         commands: of `%nbdist`.
     """
 
@@ -37,7 +40,8 @@ def matcher(*, options: Sequence[str], commands: Sequence[str]) -> MatcherAPIv2:
         magic, *words = line.lstrip().split(" ")
         choices: Sequence[str] = ()
         if magic == "%%distribute" and context.cursor_line == first_line(context.full_text):
-            choices = VALUES.get(words[-2] if words[1:] else "", options) if words else ()
+            before = words[-2] if words[1:] else ""
+            choices = VALUES.get(before, () if before in valued else options) if words else ()
         elif magic == "%nbdist" and words and not words[1:]:
             choices = commands
         return _result(choices, words[-1] if words else "")

@@ -7,6 +7,7 @@
     |   |-- StartError       launcher or ranks did not come up
     |   `-- RankDied         a rank or the launcher ended; the ranks' variables are gone
     |-- PayloadError         a value that cannot be moved between kernel and ranks (also TypeError)
+    |-- CellSyntaxError      the cell's text is not Python; nothing was sent (magics only)
     `-- CellError            the cell raised on at least one rank
 
 `CellInterrupted` is a KeyboardInterrupt: Stop was pressed, the ranks keep their variables.
@@ -53,6 +54,14 @@ class RankDied(SessionError):  # noqa: N818 - reads as the event it names
 
 class PayloadError(NbdistError, TypeError):
     """A value that cannot be moved between the kernel and the ranks."""
+
+
+class CellSyntaxError(NbdistError):
+    """The text of a `%%distribute` cell is not Python; no rank has seen it."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show place and caret as IPython does for a cell of its own."""
+        return str(self).splitlines()
 
 
 class CellError(NbdistError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -15,8 +16,8 @@ from traitlets import Enum, Int, TraitError, Unicode
 import nbdist
 from nbdist import completion, doctor, strategies
 from nbdist.engines.local import LocalEngine
-from nbdist.errors import OptionError, SessionError
-from nbdist.kernel import devices
+from nbdist.errors import CellSyntaxError, OptionError, SessionError
+from nbdist.kernel import devices, source
 from nbdist.kernel.session import Session, current
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ NOT_YET = {
     "profile": "the profiler",
 }
 """Commands of later versions, and what to do until then."""
+
+
+def norm(text: str) -> float | str:
+    """Read --clip: a number, or "none"."""
+    return "none" if text == "none" else float(text)
 
 
 @magics_class
@@ -62,7 +68,7 @@ class NbDist(Magics):
         self.engine.warm_up("cuda" if devices.found().gpus else "cpu")
 
     @no_var_expand
-    @magic_arguments("%%distribute")
+    @magic_arguments("%distribute")
     @argument(
         "-b",
         "--backend",
@@ -98,7 +104,7 @@ class NbDist(Magics):
     )
     @argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile at prepare()")
     @argument("--accumulate", type=int, metavar="N", help="micro batches in one optimizer step")
-    @argument("--clip", type=float, metavar="NORM", help="largest gradient norm")
+    @argument("--clip", type=norm, metavar="NORM", help="largest gradient norm, or none")
     @argument("--deepspeed-config", metavar="FILE", help="your own DeepSpeed config, JSON or YAML")
     @argument(
         "--fsdp-config",
@@ -127,6 +133,11 @@ class NbDist(Magics):
         The ranks stay alive between cells and keep their variables. From the start they
         have `accelerator`, `rank`, `local_rank`, `world_size`, `device`, `report`, `send`
         and `torch`. The last expression is displayed, per rank, once where equal.
+
+        Example:
+            %%distribute --backend fsdp --pull final
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            final = train(model, optimizer, loader)
         """
         asked = parse_argstring(self.distribute, line)
         if asked.help:
@@ -136,14 +147,18 @@ class NbDist(Magics):
         session = self.session_for(asked)
         if asked.push:
             session.push(**self.notebook_values(asked.push))
-        session.run(
-            numbered(line, cell),
-            asked.ranks,
-            asked.background,
-            output=asked.output or self.output,
-            # IPython 9.18 counts execution_count up before the cell runs, older ones after
-            count=len(self.shell.user_ns["_ih"]) - 1,
-        )
+        # IPython 9.18 counts execution_count up before the cell runs, older ones after
+        count = len(self.shell.user_ns["_ih"]) - 1
+        try:
+            session.run(
+                numbered(line, cell),
+                asked.ranks,
+                asked.background,
+                output=asked.output or self.output,
+                count=count,
+            )
+        except SyntaxError as error:
+            raise CellSyntaxError(place_in_cell(error, count)) from None
         if asked.pull:
             self.bind_pulled(session, asked.pull)
 
@@ -288,6 +303,12 @@ MATCHER = completion.matcher(
         for flag in action.option_strings
         if flag.startswith("--")
     ],
+    valued=[
+        flag
+        for action in NbDist.distribute.parser._actions  # noqa: SLF001
+        for flag in action.option_strings
+        if action.nargs is None
+    ],
     commands=[*COMMANDS, *NOT_YET],
 )
 
@@ -304,14 +325,25 @@ ENGINE_OPTIONS = (
 )
 
 
+def place_in_cell(error: SyntaxError, count: int) -> str:
+    """Say where in the notebook's cell a syntax error is."""
+    text = "".join(traceback.format_exception_only(error))
+    return text.replace(f'File "{source.CELL}"', f"Cell In[{count}]").strip("\n")
+
+
 def session_options(asked: argparse.Namespace) -> dict[str, Any]:
     """What the line says of the session; what it leaves out stays as it runs."""
     options = {name: getattr(asked, name) for name in ENGINE_OPTIONS}
     options["devices"] = asked.gpus
     for name in ("deepspeed_config", "fsdp_config"):
         file = getattr(asked, name)
-        options[name] = strategies.load_config_file(file) if file else None
-    return {name: value for name, value in options.items() if value is not None}
+        named = file and file != "none"
+        options[name] = strategies.load_config_file(file) if named else file
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in ("clip", "deepspeed_config", "fsdp_config"):
+        if given.get(name) == "none":
+            given[name] = None
+    return given
 
 
 def refuse_contradictions(asked: argparse.Namespace) -> None:

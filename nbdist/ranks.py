@@ -56,6 +56,12 @@ def parse_ranks(text: str, world_size: int, *, option: str = "--ranks") -> tuple
     return tuple(sorted(wanted))
 
 
+def words(ranks: Iterable[int]) -> str:
+    """Write ranks as part of a sentence: "rank 0", "ranks 0-1"."""
+    named = list(ranks)
+    return f"rank{'' if len(named) == 1 else 's'} {label(named)}"
+
+
 def label(ranks: Iterable[int]) -> str:
     """Write ranks as short as they can be read back: "0-3", "0,2-3"; "" for none."""
     runs: list[list[int]] = []

@@ -181,13 +181,19 @@ class Cell:
                 rendered=tracebacks.render(groups, ranks=self.ranks),
             )
 
+    def show_errors(self) -> None:
+        """Show the errors of a cell that nobody waits for, once."""
+        if self.errors and not self._told_of_failure:
+            self._told_of_failure = True
+            self.renderer.failure(list(self.errors.values()), waiting=self.pending)
+
     def _over(self) -> bool:
         now = time.monotonic()
         return self.death is not None or all(state.done(now) for state in self.states.values())
 
     def _finish(self) -> None:
-        if self.detached and self.errors:
-            self.renderer.failure(list(self.errors.values()), waiting=())
+        if self.detached:
+            self.show_errors()
         self.renderer.close()
         self.finished.set()
         self._on_done(self)
@@ -195,11 +201,10 @@ class Cell:
     def _tell_of_failure(self) -> None:
         """Show an error at once while other ranks run on, perhaps waiting for the failed one."""
         failed = [error for error in self.errors.values() if error.ename != "KeyboardInterrupt"]
-        if self._told_of_failure or not failed or not self.pending or self.interrupted:
+        if not failed or not self.pending:
             return
         if time.time() - min(error.at for error in failed) > PROMPT_ERROR_S:
-            self._told_of_failure = True
-            self.renderer.failure(failed, waiting=self.pending)
+            self.show_errors()
 
     def _take(self, item: tuple[Taker, int, Message] | RankDied) -> None:
         if isinstance(item, RankDied):
@@ -213,6 +218,9 @@ class Cell:
         state, content = self.states[rank], message["content"]
         state.replied_at = time.monotonic()
         state.status = content["status"]
+        for page in content.get("payload", []):
+            if page.get("source") == "page":  # `len?`: a front end would open its pager
+                self.renderer.stream(rank, "stdout", page["data"].get("text/plain", "") + "\n")
         if state.status == "error" and state.error is None:
             state.error = _rank_error(rank, message)
 
@@ -315,7 +323,7 @@ def _rank_error(rank: int, message: Message) -> wire.RankError:
         rank=rank,
         ename=content["ename"],
         evalue=content["evalue"],
-        traceback=content["traceback"],
+        traceback=content["traceback"] or [f"{content['ename']}: {content['evalue']}"],
         at=message["header"]["date"].timestamp(),
     )
 

@@ -150,7 +150,7 @@ class Renderer:
         lines = tracebacks.render(groups)
         if waiting:
             running = f"rank{'s'[:several]} {label} still run{'s'[several:]}"
-            lines.append(f"{running}; Stop interrupts the cell.")
+            lines.append(f"{running}. Stop interrupts the cell; %nbdist restart takes new ranks.")
         self._lane.tick(self._clock())
         self._screen.write("stderr", "\n".join([*lines, ""]))
         self._screen.flush()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist import ranks as rank_names
 from nbdist import strategies, wire
 from nbdist.engines.local import LocalEngine
-from nbdist.errors import CellInterrupted, RankDied, SessionBusy
+from nbdist.errors import CellInterrupted, RankDied, SessionBusy, SessionError
 from nbdist.kernel import devices as machine
 from nbdist.kernel import source, transfer
 from nbdist.kernel.cell import Cell, CellResult
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 State = Literal["new", "ready", "running", "dead", "stopped"]
 Ranks = "str | Sequence[int] | None"
 
+CONFIG_OF = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
+"""Which engine a config file is for."""
 PATIENCE_S = 3.0
 """A Stop after this time gives up on ranks that the first has not ended."""
 KEPT_CELLS = 64
@@ -74,6 +77,7 @@ class Session:
     ) -> None:
         """Check the options; start nothing yet."""
         self.state: State = "new"
+        self._pid = os.getpid()
         self.received: dict[str, Any] = {}
         """Values of send(), by name."""
         self._death: RankDied | None = None
@@ -124,8 +128,17 @@ class Session:
         """
         if not changes:
             return {}
-        now, then = self._choice.flat(), Choice.of({**self._asked, **changes}).flat()
+        now, then = self._choice.flat(), Choice.of(self._with(changes)).flat()
         return {name: (now[name], then[name]) for name in now if now[name] != then[name]}
+
+    def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """What was asked for, changed; another engine leaves the old one's config file behind."""
+        asked = {**self._asked, **changes}
+        engine = strategies.STRATEGIES[strategies.canonical(asked["backend"])].engine
+        for name, owner in CONFIG_OF.items():
+            if owner != engine and name not in changes:
+                asked[name] = None
+        return asked
 
     # -- life
 
@@ -140,13 +153,18 @@ class Session:
         started, choice = time.monotonic(), self._choice
         with StatusLine() as line:
             line.show(f"nbdist: starting {self.describe()}")
-            self._gang.start(
-                world_size=self.world_size,
-                devices=choice.visible,
-                options=choice.options.to_json(),
-                hardware=choice.hardware.to_json(),
-                progress=lambda text: line.show(f"nbdist: {text}"),
-            )
+            try:
+                self._gang.start(
+                    world_size=self.world_size,
+                    devices=choice.visible,
+                    options=choice.options.to_json(),
+                    hardware=choice.hardware.to_json(),
+                    progress=lambda text: line.show(f"nbdist: {text}"),
+                )
+            except KeyboardInterrupt:
+                line.show("nbdist: the start was stopped")
+                msg = "stopped while the ranks were starting; the next cell starts them anew."
+                raise CellInterrupted(msg) from None
             line.show(f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s")
         self.state, self._death = "ready", None
         _set_current(self)
@@ -167,7 +185,7 @@ class Session:
             OptionError: a value that is not allowed; the old ranks are still there.
             StartError: the new ranks did not come up.
         """
-        self._configure({**self._asked, **changes})
+        self._configure(self._with(changes))
         self._end_cells(RankDied("The ranks were restarted; their variables are gone."))
         self._gang.halt()
         self.state = "new"
@@ -247,13 +265,18 @@ class Session:
         return CellResult(cell)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the last cell that was sent to the background; False when the time is up.
+        """Wait for the cell that still runs or ran in the background; False: the time is up.
 
         Raises:
             CellError: the cell raised on a rank; told once.
+            CellInterrupted: Stop was pressed; the cell goes on.
         """
-        cell = self._background
-        return cell is None or cell.joined or CellResult(cell).wait(timeout_s)
+        cell = self._running or self._background
+        try:
+            return cell is None or cell.joined or CellResult(cell).wait(timeout_s)
+        except KeyboardInterrupt:
+            msg = "stopped waiting; the cell goes on in the background, %nbdist interrupt stops it."
+            raise CellInterrupted(msg) from None
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
@@ -310,15 +333,22 @@ class Session:
                     cell.pump(cell.patience_s)
             except KeyboardInterrupt:
                 if time.monotonic() - asked_at > PATIENCE_S:
+                    cell.show_errors()
                     raise CellInterrupted(stuck_words(cell)) from None
         if all(error.ename == "KeyboardInterrupt" for error in cell.errors.values()):
             raise CellInterrupted("stopped on all ranks; every variable is kept.") from None
 
     def _ensure_free(self) -> None:
+        if os.getpid() != self._pid:
+            msg = "The session belongs to the process that made it; this is a fork of that one."
+            raise SessionError(msg)
+        if self.state == "stopped":
+            msg = "The session was stopped; start() gives it new ranks."
+            raise SessionError(msg)
         if self._running is not None:
             msg = (
-                "A cell is still running on the ranks: wait for it with %nbdist wait"
-                " or stop it with %nbdist interrupt."
+                "A cell is still running on the ranks: wait for it with %nbdist wait, stop it"
+                " with %nbdist interrupt, or take new ranks with %nbdist restart."
             )
             raise SessionBusy(msg)
         if self._death is not None:
@@ -371,7 +401,7 @@ class Session:
         Raises:
             PayloadError: no such variable, or one that cannot be moved.
         """
-        (chosen,) = rank_names.chosen([rank], self.world_size)
+        (chosen,) = rank_names.chosen([rank], self.world_size, option="rank")
         self._ensure_free()
         self.start()
         values = transfer.pull(names, chosen, self._gang, as_numpy=as_numpy)
@@ -400,7 +430,7 @@ class Session:
         """Last lines that a rank wrote; without a rank, the launcher's own log."""
         if rank is None:
             return self._gang.log_tail()
-        (chosen,) = rank_names.chosen([rank], self.world_size)
+        (chosen,) = rank_names.chosen([rank], self.world_size, option="rank")
         return self.logs[chosen].tail(lines)
 
     def __repr__(self) -> str:
@@ -411,8 +441,8 @@ class Session:
 def stuck_words(cell: Cell) -> str:
     """Say which ranks did not stop, and what can be done."""
     return (
-        f"ranks {rank_names.label(cell.pending)} did not stop, probably inside a collective;"
-        " wait for them with %nbdist wait, or take new ranks with %nbdist restart."
+        f"{rank_names.words(cell.pending)} did not stop, probably inside a collective that waits"
+        " for another rank; %nbdist restart takes new ranks, %nbdist wait goes on waiting."
     )
 
 

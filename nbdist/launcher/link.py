@@ -36,7 +36,7 @@ class Link:
 
     def close_in_rank(self) -> None:
         """Let go of the link in a forked rank: only the launcher may hold it open."""
-        self._socket.close()
+        os.close(self._socket.detach())  # close() would wait for the reader's file object
 
     def _read(self) -> None:
         with self._socket.makefile("rb") as lines:

@@ -9,7 +9,7 @@ import threading
 import psutil
 import pytest
 
-from nbdist import CellError, CellInterrupted, OptionError, Session, SessionBusy
+from nbdist import CellError, CellInterrupted, OptionError, Session, SessionBusy, SessionError
 from tests.conftest import eventually
 
 
@@ -233,3 +233,32 @@ def test_unusual_text_does_no_harm(session: Session) -> None:
         "print('\\ud800', chr(0), '\\x1b[31mred')\nimport os\nos.write(1, b'\\xff\\xfe\\n')\nrank"
     ).values == {0: 0, 1: 1}
     assert session.run("print('x' * 20_000_000)\nrank").values == {0: 0, 1: 1}
+
+
+def test_stop_shows_the_error_behind_a_stuck_collective(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = session.run(
+        "import torch.distributed as dist\n"
+        "if rank == 1: raise ValueError('bad batch')\n"
+        "dist.barrier()",
+        background=True,
+    )
+    seen = ""
+
+    def told() -> bool:
+        nonlocal seen
+        seen += capsys.readouterr().err
+        return "bad batch" in seen and "restart" in seen
+
+    eventually(told, within_s=10)
+    assert not result.done
+    session.restart()
+    assert session.run("rank").values == {0: 0, 1: 1}
+
+
+def test_a_stopped_session_says_so() -> None:
+    with Session(nproc=1) as session:
+        session.run("1")
+    with pytest.raises(SessionError, match="start"):
+        session.run("1")

@@ -95,6 +95,8 @@ def test_a_killed_launcher_takes_the_ranks_and_is_told() -> None:
         psutil.Process(next(iter(ranks)).ppid()).kill()
         eventually(lambda: gone(ranks), within_s=5)
         eventually(lambda: session.state == "dead", within_s=5)
+        with pytest.raises(RankDied, match="launcher"):
+            session.run("1")
 
 
 def test_one_rank_is_a_process_of_its_own() -> None:

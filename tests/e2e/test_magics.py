@@ -65,7 +65,9 @@ def test_error_marks_the_cell_failed(notebook: LiveKernel) -> None:
 def test_syntax_error_is_said_once(notebook: LiveKernel) -> None:
     shown = notebook.run("%%distribute\nx = = 1")
     assert shown.status == "error"
-    assert shown.text.count("SyntaxError") == 1
+    assert shown.text.count("SyntaxError:") == 1
+    assert f"Cell In[{shown.count}], line 2" in shown.text
+    assert "magics.py" not in shown.text
 
 
 @pytest.mark.parametrize(
@@ -175,6 +177,21 @@ def test_other_backend_restarts_and_says_so(notebook: LiveKernel) -> None:
     assert "[0-1] False" in shown.text
 
 
+def test_options_can_be_taken_back(notebook: LiveKernel) -> None:
+    assert "clip 0.5" in notebook.run("%%distribute --clip 0.5\n1").text
+    assert "clip" not in notebook.run("%nbdist status").text.replace("clip 0.5", "")
+    notebook.run("%%distribute --clip none\n1")
+    assert "clip" not in notebook.run("%nbdist status").text
+
+
+def test_a_question_mark_answers(notebook: LiveKernel) -> None:
+    assert "number of items" in notebook.run("%%distribute\nlen?").text
+
+
+def test_an_error_without_a_traceback_has_its_text(notebook: LiveKernel) -> None:
+    assert "not found" in "".join(notebook.run("%%distribute\n%nope").error["traceback"])
+
+
 def test_fresh_takes_new_ranks(notebook: LiveKernel) -> None:
     notebook.run("%%distribute\nlost = 1")
     assert "[0-1] False" in notebook.run("%%distribute --fresh\n'lost' in globals()").text
@@ -204,6 +221,7 @@ def test_help_is_complete(notebook: LiveKernel) -> None:
         ("%%distribute --backend ze", {"zero1", "zero2", "zero3"}),
         ("%%distribute --precision ", {"no", "fp16", "bf16", "fp8"}),
         ("%nbdist sta", {"status"}),
+        ("%%distribute --offload n", {"none", "nvme:"}),
     ],
 )
 def test_completion(notebook: LiveKernel, line: str, expected: set[str]) -> None:
