@@ -144,21 +144,19 @@ class NbDist(Magics):
             print(self.distribute.__doc__)
             return
         refuse_contradictions(asked)
+        # IPython 9.18 counts execution_count up before the cell runs, older ones after
+        count = len(self.shell.user_ns["_ih"]) - 1
+        code = numbered(line, cell)
+        try:
+            source.check(code)
+        except SyntaxError as error:
+            raise CellSyntaxError(place_in_cell(error, count)) from None
         session = self.session_for(asked)
         if asked.push:
             session.push(**self.notebook_values(asked.push))
-        # IPython 9.18 counts execution_count up before the cell runs, older ones after
-        count = len(self.shell.user_ns["_ih"]) - 1
-        try:
-            session.run(
-                numbered(line, cell),
-                asked.ranks,
-                asked.background,
-                output=asked.output or self.output,
-                count=count,
-            )
-        except SyntaxError as error:
-            raise CellSyntaxError(place_in_cell(error, count)) from None
+        session.run(
+            code, asked.ranks, asked.background, output=asked.output or self.output, count=count
+        )
         if asked.pull:
             self.bind_pulled(session, asked.pull)
 

@@ -34,6 +34,10 @@ class Link:
         except OSError as error:
             log.warning("not sent, the kernel is gone: %s (%s)", message, error)
 
+    def remove_at_end(self, folder: str) -> None:
+        """Remove this folder too when the kernel is gone: the main thread gets no time for it."""
+        self._folders.append(folder)
+
     def close_in_rank(self) -> None:
         """Let go of the link in a forked rank: only the launcher may hold it open."""
         os.close(self._socket.detach())  # close() would wait for the reader's file object

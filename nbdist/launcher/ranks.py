@@ -47,6 +47,8 @@ def run(launch: wire.Launch, link: Link) -> wire.Ended:
     gc.freeze()  # a collection on a rank would copy every page it shares with the launcher
     try:
         with offload.folder(options) as own:
+            if own.offload_path is not None:
+                link.remove_at_end(own.offload_path)
             fork(replace(launch, options=own.to_json()), link)
     except ChildFailedError as error:
         codes = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
