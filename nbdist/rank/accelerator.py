@@ -16,6 +16,7 @@ import functools
 import inspect
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from nbdist.errors import OptionError, SessionError
-from nbdist.rank import fsdp, rehearsal, wrap, zero
+from nbdist.rank import fsdp, leftovers, rehearsal, wrap, zero
 from nbdist.strategies import Hardware, Options
 
 Choose = Callable[[Sequence[object]], Options]
@@ -67,7 +68,11 @@ class Session:
 _current: Session | None = None
 _original_init = Accelerator.__init__
 _original_prepare = Accelerator.prepare
+_original_prepare_model = Accelerator.prepare_model
 _original_clip = Accelerator.clip_grad_norm_
+
+_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that were prepared for evaluation only."""
 
 _ENGINE_NAMES = frozenset(_original_init.__code__.co_names)
 """Attributes that a built Accelerator has and an unbuilt one has not, among other names."""
@@ -102,7 +107,10 @@ def install(options: Options, hardware: Hardware, *, choose: Choose | None = Non
     zero.install()
     Accelerator.__init__ = _init
     Accelerator.prepare = _prepare
+    Accelerator.prepare_model = _prepare_model
     Accelerator.clip_grad_norm_ = _clip_grad_norm
+    for name in ("backward", "save_state", "load_state"):
+        setattr(Accelerator, name, _after_letting_go(getattr(Accelerator, name)))
     return LateAccelerator(choose=choose)
 
 
@@ -174,6 +182,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     _original_init(self, **named)
     self._nbdist_session = None if own else session
     self._nbdist_clipped = False
+    leftovers.know(self)
     for variable in _LEFT_BEHIND:
         os.environ.pop(variable, None)
     if self.distributed_type == DistributedType.DEEPSPEED:
@@ -228,8 +237,13 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     """Prepare under any engine; adds activation checkpointing, units and clipping."""
     session: Session | None = self._nbdist_session
     options = session.options if session else None
+    for model in _evaluated.intersection(one for one in args if isinstance(one, nn.Module)):
+        _take_back(self, model)
     new = [one for one in args if isinstance(one, nn.Module) and not _is_prepared(one)]
     kind = self.distributed_type
+    _check_something(args)
+    if new:
+        leftovers.let_go()
     if options is not None:
         config = options.fsdp_config or {}
         for model in new:
@@ -246,6 +260,54 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     if options is not None and options.clip is not None:
         _clip_before_steps(self, options.clip)
     return result
+
+
+def _check_something(args: Sequence[object]) -> None:
+    """Refuse a call with nothing but None, which a Trainer makes.
+
+    transformers 5.23: `evaluate()` under FSDP1 takes the wrapped model for `model` alone, and
+    `train()` after it goes on without an optimizer.
+    """
+    if args and all(one is None for one in args):
+        message = (
+            "there is nothing to prepare, only None; if this is Trainer.train() after "
+            "Trainer.evaluate() under fsdp1, make a new model and Trainer for train(), call "
+            "train() first, or use backend fsdp2."
+        )
+        raise OptionError(message)
+
+
+def _after_letting_go(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that uses what was prepared."""
+
+    @functools.wraps(original)
+    def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        leftovers.let_go_of_the_rest()
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+@functools.wraps(_original_prepare_model)
+def _prepare_model(self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Prepare one model; remember the one that is prepared for evaluation only."""
+    made = _original_prepare_model(self, model, *args, **kwargs)
+    if kwargs.get("evaluation_mode"):
+        _evaluated.add(made)
+    return made
+
+
+def _take_back(accelerator: Accelerator, model: nn.Module) -> None:
+    """Undo a preparation for evaluation, so that the model can be prepared for training.
+
+    accelerate 1.15 takes it for prepared: a Trainer that evaluated before `train()` would
+    train each rank alone under DDP, without a word.
+    """
+    _evaluated.discard(model)
+    accelerator._models[:] = [one for one in accelerator._models if one is not model]  # noqa: SLF001
+    vars(model).pop("_is_accelerate_prepared", None)
+    if "_original_forward" in vars(model):
+        model.forward = vars(model).pop("_original_forward")
 
 
 def _is_prepared(model: nn.Module) -> bool:
@@ -309,4 +371,6 @@ def _clip_grad_norm(
     self._nbdist_clipped = math.isfinite(max_norm)
     if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_engine_wrapped:
         return zero.clip_grad_norm(self, max_norm, norm_type)
+    if self.distributed_type == DistributedType.FSDP:
+        return fsdp.clip_grad_norm(self, parameters, max_norm, norm_type)
     return _original_clip(self, parameters, max_norm, norm_type)

@@ -47,7 +47,7 @@ _POLICIES: Mapping[int, type[MixedPrecision | MixedPrecisionPolicy]] = {
 }
 
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter of a model prepared alone under FSDP2 -> the shard that took its place."""
+"""Whole parameter of a model under FSDP2 -> the shard that took its place."""
 
 
 def plugin(options: Options, hardware: Hardware, precision: str) -> FullyShardedDataParallelPlugin:
@@ -96,6 +96,7 @@ def shard_ready(accelerator: Accelerator, model: nn.Module, config: Mapping[str,
     """Give all ranks one start and tell Accelerate the units; before `prepare`."""
     if isinstance(model, (FSDPModule, Fsdp1)):
         return
+    _check_not_inside(model)
     made = accelerator.state.fsdp_plugin
     if not made.cpu_ram_efficient_loading:
         wrap.same_start(model)
@@ -106,14 +107,69 @@ def shard_ready(accelerator: Accelerator, model: nn.Module, config: Mapping[str,
 def prepare(
     accelerator: Accelerator, original: Callable[..., Any], args: Sequence[object], **kwargs: Any
 ) -> Any:
-    """Prepare as Accelerate does; under FSDP2 model and optimizer may come one by one."""
+    """Prepare as Accelerate does; under FSDP2 model and optimizer may come one by one.
+
+    A model that is prepared already stays as it is.
+    """
     models = [one for one in args if isinstance(one, nn.Module)]
     optimizers = [one for one in args if isinstance(one, Optimizer)]
-    if not accelerator.is_fsdp2 or bool(models) == bool(optimizers):
+    if not accelerator.is_fsdp2:
         return original(accelerator, *args, **kwargs)
-    if models:
-        return _model_alone(accelerator, original, args, models[0])
-    return _optimizers_alone(accelerator, args, optimizers)
+    if all(map(_is_sharded, models)) and (models or optimizers):
+        # accelerate 1.15 would match parameters by address, and shards without rows share one.
+        accelerator._models += [one for one in models if one not in accelerator._models]  # noqa: SLF001
+        return _beside_the_model(accelerator, args, optimizers)
+    if optimizers or not models:
+        return original(accelerator, *args, **kwargs)
+    return _model_alone(accelerator, original, args, models[0])
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether a model is prepared under FSDP2, compiled or not."""
+    return isinstance(getattr(model, "_orig_mod", model), FSDPModule)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Return to shards, and remember which shard each whole parameter came from.
+
+    torch 2.13 leaves the outermost unit whole after a forward without a backward, so an
+    optimizer that is built after an evaluation holds whole parameters.
+    """
+    before = dict(model.named_parameters())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for name, parameter in model.named_parameters():
+        if before[name] is not parameter:
+            _moved[before[name]] = parameter
+
+
+def _check_not_inside(model: nn.Module) -> None:
+    """Refuse the bare model of what FSDP1 has wrapped: it holds shards without their wrapper."""
+    if any(isinstance(one, Fsdp1) for one in model.modules()):
+        message = (
+            f"this {type(model).__name__} was prepared already; use the model that "
+            "accelerator.prepare() returned, or build it anew."
+        )
+        raise OptionError(message)
+
+
+def clip_grad_norm(
+    accelerator: Accelerator,
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+) -> Any:
+    """Clip as Accelerate does, with any number of models.
+
+    accelerate 1.15 compares lists of tensors by value, which raises for a second model.
+    """
+    accelerator.unscale_gradients()
+    clipped = list(parameters)
+    for model in accelerator._models:  # noqa: SLF001
+        if isinstance(model, Fsdp1) and list(map(id, clipped)) == list(map(id, model.parameters())):
+            return model.clip_grad_norm_(max_norm, norm_type)
+    return accelerator._clip_grad_norm_dtensor_aware(clipped, max_norm, norm_type=norm_type)  # noqa: SLF001
 
 
 def clip(model: nn.Module, parameters: Iterable[torch.Tensor], max_norm: float) -> None:
@@ -167,17 +223,20 @@ def _model_alone(
     return tuple(result) if len(result) > 1 else result[0]
 
 
-def _optimizers_alone(
+def _beside_the_model(
     accelerator: Accelerator, args: Sequence[object], optimizers: Sequence[Optimizer]
 ) -> Any:
-    """Prepare optimizers of a model that is prepared already."""
+    """Prepare optimizers, loaders and schedulers; their model is prepared already."""
+    for model in filter(_is_sharded, accelerator._models):  # noqa: SLF001
+        _reshard(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [_moved.get(old, old) for old in group["params"]]
             if not all(isinstance(one, DTensor) for one in group["params"]):
                 message = (
-                    "the optimizer holds parameters of a model that is not prepared; under fsdp2 "
-                    "use model, optimizer = accelerator.prepare(model, optimizer)."
+                    "the optimizer holds parameters that are not those of a prepared model; under "
+                    "fsdp2 use model, optimizer = accelerator.prepare(model, optimizer) with both "
+                    "newly built, or build the optimizer from the prepared model."
                 )
                 raise OptionError(message)
     result = [_prepared(accelerator, one) for one in args]

@@ -14,6 +14,7 @@ import io
 import logging
 import math
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import accelerate.accelerator as accelerate_module
@@ -25,7 +26,7 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
-from nbdist.rank import rehearsal
+from nbdist.rank import leftovers, rehearsal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 
 _HAVE_CPU_VERSION = (Adam, AdamW, Adagrad)
 """Optimizers that accelerate 1.15 replaces by DeepSpeed's own ones for an offload."""
+
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""Model -> the engine that was built around it."""
 
 _CUTS_PARAMETERS = 3
 """The ZeRO stage that does."""
@@ -92,6 +96,7 @@ def start(hardware: Hardware) -> None:
     """Let DeepSpeed adopt the process group, quietly; after the first call nothing."""
     import deepspeed
 
+    leftovers.let_engines_go()
     if hardware.kind == "cpu":
         rehearsal.skip_shared_memory_op()
     # deepspeed 0.19 uses names that torch 2.13 deprecates, and each collective would say so.
@@ -134,6 +139,8 @@ def prepare(
     """
     model = next((one for one in args if isinstance(one, nn.Module)), None)
     optimizer = next((one for one in args if isinstance(one, (Optimizer, DummyOptim))), None)
+    if engine_of(model) is not None:
+        return _again(accelerator, original, args, model, optimizer)
     _check_together(accelerator.state.deepspeed_plugin.zero_stage, model, optimizer)
     if model is None:
         return original(accelerator, *args, **kwargs)
@@ -144,6 +151,7 @@ def prepare(
         _fill(accelerator, args, model, optimizer)
     result = original(accelerator, *args, **kwargs)
     engine = accelerator.deepspeed_engine_wrapped.engine
+    _engines[model] = weakref.ref(engine)
     _keep_gradients_in_memory(engine.optimizer)
     for one in accelerator._optimizers:  # noqa: SLF001
         if isinstance(one, StepsItself) and one.optimizer is engine.optimizer:
@@ -151,6 +159,38 @@ def prepare(
     if optimizer is None and before is not None:
         accelerator.deepspeed_engine_wrapped = before
     return result
+
+
+def engine_of(model: nn.Module | None) -> Any:
+    """Return the living engine that a model is, or is in; else None."""
+    if model is None or hasattr(model, "set_gradient_accumulation_boundary"):
+        return model
+    found = _engines.get(model)
+    return found and found()
+
+
+def _again(
+    accelerator: Accelerator,
+    original: Callable[..., Any],
+    args: Sequence[object],
+    model: nn.Module | None,
+    optimizer: object,
+) -> Any:
+    """Return an engine with its own optimizer as they are, the rest prepared; refuse others."""
+    engine = engine_of(model)
+    if model is not engine or getattr(optimizer, "engine", engine) is not engine:
+        message = (
+            f"this {type(getattr(engine, 'module', engine)).__name__} is in a DeepSpeed engine "
+            "already; build the model anew and use one call for both: "
+            "model, optimizer = accelerator.prepare(model, optimizer)."
+        )
+        raise OptionError(message)
+    accelerator.deepspeed_engine_wrapped = BackwardOnly(engine)
+    rest = [one for one in args if one is not engine and one is not optimizer]
+    made = original(accelerator, *rest) if rest else ()
+    left = iter(made if len(rest) > 1 else [made])
+    result = [one if one is engine or one is optimizer else next(left) for one in args]
+    return tuple(result) if len(result) > 1 else result[0]
 
 
 def _check_together(stage: int, model: nn.Module | None, optimizer: object) -> None:
@@ -161,10 +201,14 @@ def _check_together(stage: int, model: nn.Module | None, optimizer: object) -> N
     alone = "model" if optimizer is None else "optimizer"
     if (model is None) == (optimizer is None) or (model is not None and stage == _CUTS_PARAMETERS):
         return
+    advice = (
+        "or model.to(device) for a model that is not trained"
+        if model is not None
+        else "and for a Trainer that evaluated before train() make a new one with a new model"
+    )
     message = (
         f"the {alone} came to accelerator.prepare() alone; under DeepSpeed ZeRO-{stage} use one "
-        "call for both: model, optimizer = accelerator.prepare(model, optimizer)"
-        f"{', or model.to(device) for a model that is not trained' if model else ''}."
+        f"call for both: model, optimizer = accelerator.prepare(model, optimizer), {advice}."
     )
     raise OptionError(message)
 
@@ -231,9 +275,10 @@ def _fill(
 def _keep_gradients_in_memory(made: Any) -> None:
     """Let an NVMe offload swap optimizer state and parameters, not gradients.
 
-    deepspeed 0.19.8 reads gradients above `aio.block_size` back wrong: about half of the
-    elements of such a weight were updated in the wrong direction at the first step, without
-    a word. They stay in host memory, 4 bytes a parameter divided by the ranks.
+    Measured with deepspeed 0.19.8 and gradients above `aio.block_size` on NVMe: about half of
+    the elements of such a weight moved in the wrong direction at the first step, without a
+    word; with gradients kept they move as without an offload. Where in DeepSpeed it goes wrong
+    is not known. They stay in host memory: 4 bytes a parameter divided by the ranks.
     """
     swapper = getattr(made, "optimizer_swapper", None)
     if swapper is None:

@@ -1,0 +1,242 @@
+"""Preparing again: what a notebook does all day, on two real CPU ranks under all six engines."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist import CellError, Session
+from nbdist.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MODEL = textwrap.dedent(
+    """
+    import gc, tempfile, weakref, nbdist
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    def build():
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=211, n_embd=45, n_head=3, n_layer=2, n_positions=24, bos_token_id=0,
+            eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        )
+        return GPT2LMHeadModel(config)
+
+    def adam(model):
+        return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def train(model, optimizer, steps=4):
+        model.train()
+        for start in range(steps):
+            batch = tokens[4 * (2 * start + rank):][:4]
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step(); optimizer.zero_grad()
+        return accelerator.reduce(loss.detach(), "mean").item()
+
+    tokens = torch.randint(0, 211, (64, 24), generator=torch.Generator().manual_seed(5))
+    tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % 211
+    models = []
+    """
+)
+RERUN = textwrap.dedent(
+    """
+    model = build()
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+    loader = torch.utils.data.DataLoader(tokens, batch_size=4)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    still_alive = sum(one() is not None for one in models)
+    models += [weakref.ref(model), weakref.ref(accelerator.unwrap_model(model))]
+    for batch in loader:
+        outputs = model(input_ids=batch, labels=batch)
+        loss = outputs.loss
+        accelerator.backward(loss)
+        optimizer.step(); schedule.step(); optimizer.zero_grad()
+        break
+    still_alive, len(accelerator._models), len(accelerator._optimizers)
+    """
+)
+TRAINER = textwrap.dedent(
+    """
+    rows = [{{"input_ids": row, "labels": row}} for row in tokens]
+    args = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=6, seed=3,
+        logging_steps=1, learning_rate=3e-3, report_to="none", save_strategy="no",
+        disable_tqdm=True, **nbdist.trainer_arguments(),
+    )
+    trainer = Trainer(model=build(), args=args, train_dataset=rows, eval_dataset=rows[:8])
+    {before}
+    trainer.train()
+    [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    """
+)
+IN_ONE_CALL = "model = build(); model, optimizer = accelerator.prepare(model, adam(model))\n"
+
+
+@pytest.fixture(scope="module", params=list(STRATEGIES))
+def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """One session for each backend, with the model defined."""
+    with Session(nproc=2, backend=request.param) as session:
+        session.run(MODEL)
+        yield session
+
+
+def of(session: Session) -> str:
+    """Backend of a session."""
+    return str(session.options.backend)
+
+
+def value(session: Session, code: str) -> Any:
+    """Last value of a cell on rank 0."""
+    return session.run(code).values[0]
+
+
+def test_a_rerun_frees_the_earlier_model_before_the_new_one_needs_room(ranks: Session) -> None:
+    for _ in range(3):
+        assert ranks.run(RERUN).values == {0: (0, 1, 1), 1: (0, 1, 1)}
+    ranks.run("del model, optimizer, schedule, loader, outputs, loss")
+
+
+def test_preparing_what_is_prepared_changes_nothing(ranks: Session) -> None:
+    expected = value(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
+    code = (
+        "again = accelerator.prepare(model, optimizer); "
+        "assert again[0] is model and again[1] is optimizer; "
+        "loader, same = accelerator.prepare(torch.utils.data.DataLoader(tokens), model); "
+        "assert same is model and len(loader) == 32\n"
+    )
+    found = value(
+        ranks, IN_ONE_CALL + "train(model, optimizer)\n" + code + "train(model, optimizer)"
+    )
+    assert found == pytest.approx(expected, abs=1e-5)
+    ranks.run("del model, optimizer, again, same, loader")
+
+
+def test_an_optimizer_that_was_in_use_during_prepare_goes_afterwards(ranks: Session) -> None:
+    watch = "models.append(weakref.ref(accelerator.unwrap_model(model)))\n"
+    for _ in range(2):
+        ranks.run(IN_ONE_CALL + watch + "loss = train(model, optimizer)")
+    assert value(ranks, "gc.collect(); sum(one() is not None for one in models)") == 1
+    assert value(ranks, "len(accelerator._optimizers)") == 1
+    ranks.run("del model, optimizer")
+
+
+def test_the_bare_model_of_a_prepared_one_is_right_or_one_sentence(ranks: Session) -> None:
+    expected = value(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
+    first = "net = build(); raw = adam(net); "
+    twice = "model, optimizer = accelerator.prepare(net, raw); train(model, optimizer)\n"
+    if of(ranks) in {"ddp", "fsdp2"}:
+        assert value(ranks, first + twice * 2) == expected
+    else:
+        with pytest.raises(CellError, match=r"GPT2LMHeadModel .* already"):
+            ranks.run(first + twice * 2)
+    ranks.run("del model, optimizer, net, raw")
+
+
+def test_two_models_stay_and_both_train(ranks: Session) -> None:
+    other = IN_ONE_CALL.replace("model", "critic").replace("optimizer", "second")
+    code = IN_ONE_CALL + other + "two = train(model, optimizer), train(critic, second)\n"
+    if of(ranks) in {"zero1", "zero2", "zero3"}:
+        # accelerate 1.15 has one engine to go backward in: the last one
+        code = code.replace("train(model, optimizer)", "train(critic, second)")
+    losses, kept = value(ranks, code + "two, len(accelerator._models)")
+    ranks.run("del model, optimizer, critic, second")
+    assert kept == 2
+    assert losses[0] == losses[1] or of(ranks).startswith("zero")
+
+
+def test_the_state_of_the_living_models_is_saved(ranks: Session, tmp_path: Path) -> None:
+    for _ in range(2):
+        ranks.run(IN_ONE_CALL)
+    ranks.run(f"_ = accelerator.save_state({str(tmp_path)!r})")
+    saved = {name.name for name in tmp_path.iterdir()}
+    assert saved - {"random_states_0.pkl", "random_states_1.pkl"}
+    assert not [name for name in saved if "_1" in name and "random" not in name]
+    ranks.run("model, optimizer = accelerator.free_memory(model, optimizer)")
+    assert ranks.run(RERUN).values[0][0] == 0
+
+
+@pytest.mark.parametrize("ranks", ["ddp", "fsdp2"], indirect=True)
+def test_a_trainer_may_evaluate_before_it_trains(ranks: Session) -> None:
+    expected = value(ranks, TRAINER.format(before=""))
+    found = value(ranks, TRAINER.format(before="trainer.evaluate()"))
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("ranks", ["fsdp1", "zero3"], indirect=True)
+def test_a_trainer_that_cannot_train_after_evaluating_says_so(ranks: Session) -> None:
+    with pytest.raises(CellError, match=r"make a new model and Trainer|with a new model"):
+        ranks.run(TRAINER.format(before="trainer.evaluate()"))
+
+
+@pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)
+def test_model_first_and_its_optimizer_later_is_the_same(ranks: Session) -> None:
+    expected = value(ranks, IN_ONE_CALL + "train(model, optimizer)")
+    before = "model = build(); raw = adam(model); model = accelerator.prepare(model)\n"
+    after = "model = accelerator.prepare(build())\nwith torch.no_grad(): model(input_ids=tokens)\n"
+    ways = (
+        before + "optimizer = accelerator.prepare(raw)\n",
+        before + "model, optimizer = accelerator.prepare(model, raw)\n",
+        after + "optimizer = accelerator.prepare(adam(model))\n",
+        after + "model, optimizer = accelerator.prepare(model, adam(model))\n",
+    )
+    for way in ways:
+        assert value(ranks, way + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(CellError, match="not those of a prepared model"):
+        ranks.run("accelerator.prepare(adam(build()))")
+
+
+FSDP_FILE = {
+    "fsdp_version": 2,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "GPT2MLP",
+    "fsdp_reshard_after_forward": True,
+    "fsdp_offload_params": False,
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+}
+DEEPSPEED_FILE = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+
+def test_an_fsdp_config_file_cuts_where_it_says() -> None:
+    with Session(nproc=2, backend="fsdp", fsdp_config=FSDP_FILE) as session:
+        session.run(MODEL)
+        units = "[type(m).__name__ for m in model.modules() if hasattr(m, 'unshard')]"
+        found = value(session, IN_ONE_CALL + f"train(model, optimizer), {units}")
+        assert found[1].count("FSDPGPT2MLP") == 2
+        assert "FSDPGPT2Block" not in found[1]
+        assert found[0] < 5.4
+
+
+def test_a_deepspeed_config_file_with_auto_values_trains() -> None:
+    with Session(nproc=2, backend="zero3", deepspeed_config=DEEPSPEED_FILE) as session:
+        session.run(MODEL)
+        for _ in range(2):
+            assert session.run(RERUN).values[0] == (0, 1, 1)
+        config = "accelerator.deepspeed_config['zero_optimization']['reduce_bucket_size']"
+        assert value(session, config) == 45 * 45
+        assert value(session, "train(model, optimizer)") < 5.4
