@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from nbdist.errors import StartError
 from nbdist.launcher import family
@@ -38,6 +38,8 @@ LIMIT_S: Final = 1800.0
 """For the build of one op; the slowest seen took 262 s on a loaded machine of two cores."""
 TICK_S: Final = 1.0
 """Between two progress lines."""
+END_S: Final = 10.0
+"""For a building process to end its compilers."""
 BUILT: Final = "nbdist-built"
 """File in an op's folder that says its build came to an end."""
 
@@ -201,13 +203,21 @@ def _build(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(TICK_S)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        _end(child)
     if child.returncode != 0 or not (folder / f"{op}.so").exists():
         message = f"DeepSpeed's {op} could not be built ({_last_line(log)}); see {log}."
         raise StartError(message)
     (folder / BUILT).touch()
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a building process with its compilers; nothing where it has ended."""
+    child.terminate()
+    try:
+        child.wait(END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def _last_line(log: Path) -> str:
@@ -248,11 +258,23 @@ def _imported(op: str, library: Path) -> ModuleType:
 
 
 def _main(op: str) -> None:
-    """Build one op: the whole life of the building process."""
-    family.die_with_parent()
+    """Build one op: the whole life of the building process.
+
+    Ended by its parent, or by its parent's death, it ends its compilers first: ninja puts each
+    into a process group of its own, and one that stayed would write into the next build.
+    """
+    family.adopt_orphans()
+    signal.signal(signal.SIGTERM, _end_compilers)
+    family.die_with_parent(signal.SIGTERM)
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().create_op_builder(_BUILDERS[op]).load(verbose=True)
+
+
+def _end_compilers(*_: object) -> NoReturn:
+    """End everything that this process has started, then this process."""
+    family.end_descendants()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,15 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent() -> None:
-    """End this process with SIGKILL when the thread that forked it ends.
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Send this process a signal, SIGKILL, when the thread that forked it ends.
 
     torch's own guard is SIGINT, which an idle ipykernel ignores (ipykernel 7.4).
     """
     parent = os.getppid()
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def end_descendants(*, grace_s: float = GRACE_S) -> None:

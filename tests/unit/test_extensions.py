@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,28 @@ def test_a_folder_that_cannot_be_made_is_named(
     monkeypatch.setattr(extensions, "_check_tools", lambda _: None)
     with pytest.raises(StartError, match="NBDIST_CACHE_DIR"):
         extensions.ensure(("cpu_adam",), progress=pytest.fail)
+
+
+def test_a_second_session_waits_for_the_first_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extensions, "TICK_S", 0.0)
+    first = os.open(tmp_path / "nbdist-lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    said: list[str] = []
+
+    def finish_the_first(line: str) -> None:
+        said.append(line)
+        fcntl.flock(first, fcntl.LOCK_UN)
+
+    with extensions._locked(tmp_path, progress=finish_the_first, limit_s=60):
+        pass
+    assert said == ["another session builds DeepSpeed's ops, waiting: 0 s"]
+    fcntl.flock(first, fcntl.LOCK_EX)
+    waiting = extensions._locked(tmp_path, progress=pytest.fail, limit_s=-1)
+    with pytest.raises(StartError, match="another session has been building"), waiting:
+        pass
+    os.close(first)
 
 
 def test_the_log_line_that_says_most(tmp_path: Path) -> None:
