@@ -38,7 +38,7 @@ def _version(package: str) -> str:
 def _compilers() -> str:
     missing = [name for name in ("g++", "ninja") if shutil.which(name) is None]
     if missing:
-        return f"{', '.join(missing)} not on PATH: DeepSpeed backends on CPU, --compile need them"
+        return f"{', '.join(missing)} not on PATH: offload under DeepSpeed and --compile need them"
     return "g++ and ninja found"
 
 

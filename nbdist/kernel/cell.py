@@ -92,7 +92,6 @@ class Cell:
         self.requests: dict[int, str] = {}
         """Id of the execute_request, by rank."""
         self.detached = False
-        self.interrupted = False
         self.joined = False
         """Whether its end has been told to the user, who may have waited for it."""
         self.death: RankDied | None = None

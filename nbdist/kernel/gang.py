@@ -20,6 +20,7 @@ import psutil
 
 from nbdist import wire
 from nbdist.engines.environment import scrubbed
+from nbdist.engines.local import LAUNCHER_GONE
 from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.kernel.channel import Channels, write_connections
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from nbdist.engines.local import Kind, Launcher, LocalEngine
     from nbdist.engines.run_dir import RunDir
     from nbdist.kernel.channel import Channel, Message
-
-Route = "Callable[[int, Channel, Message], None]"
-"""Takes what a rank answers to one request: rank, channel, message."""
 
 START_S = 120.0
 """Without any sign of launcher or ranks for this long, a start has failed."""
@@ -194,7 +192,7 @@ class Gang:
             match self._next_sign():
                 case wire.Progress(text=text):
                     progress(text)
-                case wire.Ended() as ended if ended.generation in {self._generation, -1}:
+                case wire.Ended() as ended if ended.generation in {self._generation, LAUNCHER_GONE}:
                     raise StartError(self._why_not_started(ended, world_size))
                 case int(rank):
                     heard.add(rank)
@@ -242,7 +240,7 @@ class Gang:
         *,
         note: wire.CellNote | None = None,
     ) -> str:
-        """Queue one request; `route` gets what answers it. `wake()` sends.
+        """Queue one request; `route(rank, channel, message)` gets the answers. `wake()` sends.
 
         Returns:
             Its id, for `forget`.

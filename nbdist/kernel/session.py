@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from nbdist.kernel.render import Show
 
 State = Literal["new", "ready", "running", "dead", "stopped"]
-Ranks = "str | Sequence[int] | None"
 
 CONFIG_OF = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 """Which engine a config file is for."""
@@ -282,7 +281,6 @@ class Session:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
         cell = self._running
         if cell is not None:
-            cell.interrupted = True
             for rank in cell.pending:
                 content = wire.Interrupt(request=cell.requests[rank])
                 self._gang.post(rank, "control", "interrupt_request", content)

@@ -55,7 +55,9 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
         accelerator=accelerator.install(options, hardware),
     )
     app = RankApp.for_rank(rank, run_dir=Path(launch.run_dir), user_ns=names)
-    namespace.connect(app.kernel, bulk=Path(launch.bulk_dir), spare=Path(launch.run_dir))
+    # the kernel takes payload files from the launcher's two folders, not from one start's own
+    spare = Path(launch.run_dir).parent
+    namespace.connect(app.kernel, bulk=Path(launch.bulk_dir), spare=spare)
     pass_first_barrier()
     return app
 
@@ -63,19 +65,19 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
 def join_group(launch: wire.Launch, local_rank: int) -> None:
     """Make the default process group and choose this rank's device."""
     if launch.devices is None:
-        share_cores(launch.world_size)
+        share_cores(launch)
         distributed.init_process_group("gloo")
         return
     torch.cuda.set_device(local_rank)
     distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local_rank))
 
 
-def share_cores(world_size: int) -> None:
+def share_cores(launch: wire.Launch) -> None:
     """Split the cores among CPU ranks, unless the user set OMP_NUM_THREADS."""
-    # torch elastic sets OMP_NUM_THREADS=1 when it is unset: indistinguishable from the
-    # user's own 1, which gives the same result on two cores and is asked for otherwise
-    chosen = int(os.environ.get("NBDIST_NUM_THREADS") or 0)
-    torch.set_num_threads(chosen or max(1, len(os.sched_getaffinity(0)) // world_size))
+    # asked of the kernel's environment: in ours torch elastic has set 1 where it was unset
+    chosen = launch.env.get("OMP_NUM_THREADS", "")
+    share = max(1, len(os.sched_getaffinity(0)) // launch.world_size)
+    torch.set_num_threads(int(chosen) if chosen.isdecimal() and int(chosen) else share)
 
 
 def pass_first_barrier() -> None:

@@ -262,3 +262,14 @@ def test_a_stopped_session_says_so() -> None:
         session.run("1")
     with pytest.raises(SessionError, match="start"):
         session.run("1")
+
+
+def test_send_without_room_in_shared_memory(session: Session) -> None:
+    session.run("if rank == 0:\n    del send.__self__._folders[0]\n    send('spared', [1, 2])")
+    assert session.received["spared"] == [1, 2]
+
+
+def test_threads_are_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with Session(nproc=1) as session:
+        assert session.run("torch.get_num_threads()").values == {0: 3}
