@@ -7,9 +7,9 @@ import os
 import platform
 import shutil
 
+from nbdist import machine
 from nbdist.engines.environment import scrubbed
 from nbdist.engines.run_dir import MIN_BULK_BYTES, SHARED_MEMORY
-from nbdist.kernel import devices
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "ipykernel", "jupyter_client")
 GB = 1e9
@@ -19,7 +19,7 @@ def report() -> str:
     """All findings, a line each."""
     lines = [
         f"python        {platform.python_version()} on {platform.platform()}",
-        f"devices       {devices.found().describe()}",
+        f"devices       {machine.found().describe()}",
         *(f"{name:<13} {_version(name)}" for name in PACKAGES),
         f"compilers     {_compilers()}",
         f"shared memory {_shared_memory()}",

@@ -2,6 +2,7 @@
 
     NbdistError
     |-- OptionError          an option, name or value that is not allowed (also ValueError)
+    |-- PlanError            a model or a device that cannot be planned for (also ValueError)
     |-- SessionError         the session cannot do this now
     |   |-- SessionBusy      a cell is still running on the ranks
     |   |-- StartError       launcher or ranks did not come up
@@ -34,6 +35,10 @@ class NbdistError(Exception):
 
 class OptionError(NbdistError, ValueError):
     """An option, a name or a value that is not allowed."""
+
+
+class PlanError(NbdistError, ValueError):
+    """A model, a workload or a device that the planner cannot plan for."""
 
 
 class SessionError(NbdistError):

@@ -14,10 +14,10 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from traitlets import Enum, Int, TraitError, Unicode
 
 import nbdist
-from nbdist import completion, doctor, strategies
+from nbdist import completion, doctor, machine, strategies
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellSyntaxError, OptionError, SessionError
-from nbdist.kernel import devices, source
+from nbdist.kernel import source
 from nbdist.kernel.session import Session, current
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class NbDist(Magics):
 
     def warm_up(self) -> None:
         """Start a launcher in the background for the devices found here."""
-        self.engine.warm_up("cuda" if devices.found().gpus else "cpu")
+        self.engine.warm_up("cuda" if machine.found().gpus else "cpu")
 
     @no_var_expand
     @magic_arguments("%distribute")
@@ -380,7 +380,7 @@ def load(ipython: InteractiveShell) -> None:
     """Register the magics and the completer, and say what was found."""
     ipython.register_magics(configured(ipython))
     ipython.Completer.custom_matchers.append(MATCHER)
-    found = devices.found().describe()
+    found = machine.found().describe()
     print(
         f"nbdist {nbdist.__version__} \N{MIDDLE DOT} {found} \N{MIDDLE DOT}"
         " %%distribute --backend fsdp to begin, %nbdist for help"

@@ -12,12 +12,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from nbdist import machine, strategies, wire
 from nbdist import ranks as rank_names
-from nbdist import strategies, wire
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellInterrupted, RankDied, SessionBusy, SessionError
-from nbdist.kernel import devices as machine
-from nbdist.kernel import source, transfer
+from nbdist.kernel import devices, source, transfer
 from nbdist.kernel.cell import Cell, CellResult
 from nbdist.kernel.gang import Gang
 from nbdist.kernel.metrics import Metrics
@@ -448,7 +447,7 @@ def stuck_words(cell: Cell) -> str:
 class Choice:
     """What the user asked for, checked against this machine."""
 
-    placement: machine.Placement
+    placement: devices.Placement
     hardware: strategies.Hardware
     options: strategies.Options
     gpus_found: bool
@@ -459,8 +458,8 @@ class Choice:
         engine_options = dict(asked)
         nproc, gpus = engine_options.pop("nproc"), engine_options.pop("devices")
         found = machine.found()
-        placement = machine.placement(nproc, gpus, found)
-        hardware = machine.hardware(placement, found)
+        placement = devices.placement(nproc, gpus, found)
+        hardware = devices.hardware(placement, found)
         options = strategies.Options.of(engine_options).checked(hardware)
         return cls(placement, hardware, options, gpus_found=bool(found.gpus))
 

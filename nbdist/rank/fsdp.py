@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.errors import OptionError
 from nbdist.rank import wrap
+from nbdist.trace import units as module_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,10 +86,10 @@ def units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
         names = [name.strip() for name in names.split(",")]
     smallest = config.get("min_num_params")
     by_size = policy == "SIZE_BASED_WRAP"
-    return wrap.units(
+    return module_units.units(
         model,
         names=None if by_size else names,
-        min_num_params=int(smallest or 0) or wrap.SMALLEST_UNIT if by_size else None,
+        min_num_params=int(smallest or 0) or module_units.SMALLEST_UNIT if by_size else None,
     )
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from nbdist import machine
 from nbdist.errors import OptionError
 from nbdist.kernel import devices
-from nbdist.kernel.devices import Gpu, Machine, Placement, placement
+from nbdist.kernel.devices import Placement, placement
+from nbdist.machine import Gpu, Machine
 
 GIB = 1 << 30
 
@@ -95,10 +97,10 @@ def four() -> FakeNvml:
 
 def seen(nvml: FakeNvml, visible: str | None = None) -> list[str]:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    return [gpu.uuid for gpu in devices.found(nvml=nvml, environ=environ).gpus]
+    return [gpu.uuid for gpu in machine.found(nvml=nvml, environ=environ).gpus]
 
 
-def machine(count: int, *, capability: tuple[int, int] = (8, 0), num_cpus: int = 2) -> Machine:
+def machine_of(count: int, *, capability: tuple[int, int] = (8, 0), num_cpus: int = 2) -> Machine:
     gpus = tuple(Gpu(f"GPU-{i}", "NVIDIA L4", 24 * GIB, capability) for i in range(count))
     return Machine(gpus, "PCIe" if count > 1 else None, num_cpus)
 
@@ -108,7 +110,7 @@ def machine(count: int, *, capability: tuple[int, int] = (8, 0), num_cpus: int =
 
 def test_every_gpu_is_found_with_its_figures() -> None:
     nvml = four()
-    found = devices.found(nvml=nvml, environ={})
+    found = machine.found(nvml=nvml, environ={})
     assert found.gpus[2] == Gpu("GPU-c0c", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
     assert found.describe() == "4 x NVIDIA A100 80GB, NVLink"
     assert nvml.calls == ["init", "shutdown"]
@@ -143,7 +145,7 @@ def test_cuda_visible_devices_is_read_as_cuda_does(visible: str, expected: list[
 
 
 def test_without_a_driver_there_is_no_gpu() -> None:
-    found = devices.found(nvml=FakeNvml([], broken=True), environ={})
+    found = machine.found(nvml=FakeNvml([], broken=True), environ={})
     assert found.gpus == ()
     assert found.describe() == "no GPU: 2 CPU ranks"
     assert found.num_cpus >= 1
@@ -151,7 +153,7 @@ def test_without_a_driver_there_is_no_gpu() -> None:
 
 def test_without_pynvml_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert devices.found().gpus == ()
+    assert machine.found().gpus == ()
 
 
 def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
@@ -160,7 +162,7 @@ def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
     )
     nvml = FakeNvml([FakeGpu("GPU-a", "NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), parts)])
     assert seen(nvml) == ["MIG-1"]
-    found = devices.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "MIG-2"})
+    found = machine.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "MIG-2"})
     (gpu,) = found.gpus
     assert (gpu.uuid, gpu.memory_bytes, gpu.capability) == ("MIG-2", 40 * GIB, (9, 0))
     assert "MIG 3g.40gb" in found.describe()
@@ -168,7 +170,7 @@ def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
 
 def test_an_unknown_capability_is_no_error() -> None:
     nvml = FakeNvml([FakeGpu("GPU-a", capability=None)])
-    assert devices.found(nvml=nvml, environ={}).gpus[0].capability == (0, 0)
+    assert machine.found(nvml=nvml, environ={}).gpus[0].capability == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_an_unknown_capability_is_no_error() -> None:
     ],
 )
 def test_machines_are_described_in_a_few_words(nvml: FakeNvml, expected: str) -> None:
-    assert devices.found(nvml=nvml, environ={}).describe() == expected
+    assert machine.found(nvml=nvml, environ={}).describe() == expected
 
 
 # ---- choosing
@@ -210,7 +212,7 @@ def test_machines_are_described_in_a_few_words(nvml: FakeNvml, expected: str) ->
     ],
 )
 def test_ranks_take_gpus(nproc: Any, gpus: Any, count: int, expected: tuple[int, ...]) -> None:
-    placed = placement(nproc, gpus, machine(count))
+    placed = placement(nproc, gpus, machine_of(count))
     assert placed == Placement(len(expected), expected, tuple(f"GPU-{i}" for i in expected))
     assert placed.kind == "cuda"
 
@@ -228,7 +230,7 @@ def test_ranks_take_gpus(nproc: Any, gpus: Any, count: int, expected: tuple[int,
     ],
 )
 def test_without_gpus_ranks_take_the_cpu(nproc: Any, gpus: Any, count: int, expected: int) -> None:
-    placed = placement(nproc, gpus, machine(count))
+    placed = placement(nproc, gpus, machine_of(count))
     assert placed == Placement(expected, None)
     assert placed.kind == "cpu"
 
@@ -252,11 +254,11 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     nproc: Any, gpus: Any, count: int, message: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
-        placement(nproc, gpus, machine(count))
+        placement(nproc, gpus, machine_of(count))
 
 
 def test_more_cpus_take_more_cpu_ranks() -> None:
-    assert placement(64, None, machine(0, num_cpus=16)).nproc == 64
+    assert placement(64, None, machine_of(0, num_cpus=16)).nproc == 64
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "", "two", "1e3", "\u0662", "9" * 50, None])
@@ -270,7 +272,7 @@ def test_n_is_a_whole_number(given: Any) -> None:
 )
 def test_gpus_are_a_list_of_indices(text: str) -> None:
     with pytest.raises(OptionError, match=r"^--gpus .* is not a list of GPUs; use") as caught:
-        placement(None, text, machine(4))
+        placement(None, text, machine_of(4))
     assert len(str(caught.value)) < 160
 
 
@@ -291,7 +293,7 @@ def test_precisions_follow_the_capability(
     capability: tuple[int, int], able: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "_installed", lambda _package: True)
-    here = machine(2, capability=capability)
+    here = machine_of(2, capability=capability)
     hardware = devices.hardware(placement(None, None, here), here)
     assert (hardware.kind, hardware.world_size, hardware.deepspeed) == ("cuda", 2, True)
     assert (hardware.bf16, hardware.fp8) == ("bf16" in able, "fp8" in able)
@@ -299,19 +301,19 @@ def test_precisions_follow_the_capability(
 
 def test_float8_needs_a_library_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_installed", lambda package: package == "deepspeed")
-    here = machine(1, capability=(9, 0))
+    here = machine_of(1, capability=(9, 0))
     assert not devices.hardware(placement(None, None, here), here).fp8
 
 
 def test_only_the_gpus_of_the_session_count() -> None:
     old = Gpu("GPU-old", "Tesla T4", 16 * GIB, (7, 5))
-    here = Machine((*machine(1).gpus, old), "PCIe", 2)
+    here = Machine((*machine_of(1).gpus, old), "PCIe", 2)
     assert devices.hardware(placement(None, "0", here), here).bf16
     assert not devices.hardware(placement(None, None, here), here).bf16
 
 
 def test_cpu_hardware_and_a_missing_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_installed", lambda _package: False)
-    hardware = devices.hardware(placement(4, None, machine(0)), machine(0))
+    hardware = devices.hardware(placement(4, None, machine_of(0)), machine_of(0))
     assert (hardware.kind, hardware.world_size) == ("cpu", 4)
     assert (hardware.bf16, hardware.fp8, hardware.deepspeed) == (False, False, False)

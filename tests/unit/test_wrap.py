@@ -8,6 +8,7 @@ from torch import nn
 
 from nbdist.errors import OptionError
 from nbdist.rank import wrap
+from nbdist.trace import units
 
 
 class Block(nn.Module):
@@ -44,14 +45,14 @@ class Outer(nn.Module):
 
 
 def test_blocks_are_those_the_model_names_and_has() -> None:
-    assert wrap.block_names(Outer()) == {"Block"}
+    assert units.block_names(Outer()) == {"Block"}
     model = Outer()
-    assert wrap.units(model) == list(model.base.blocks)
+    assert units.units(model) == list(model.base.blocks)
 
 
 def test_a_plain_model_is_cut_by_size_without_lists_and_shared_parameters() -> None:
     model = Net()
-    chosen = wrap.units(model)
+    chosen = units.units(model)
     assert chosen
     shared = model.embedding.weight
     for unit in chosen:
@@ -63,13 +64,13 @@ def test_a_plain_model_is_cut_by_size_without_lists_and_shared_parameters() -> N
 
 def test_names_can_be_given_and_must_exist() -> None:
     model = Net()
-    assert wrap.units(model, names=["Block"]) == list(model.blocks)
+    assert units.units(model, names=["Block"]) == list(model.blocks)
     with pytest.raises(OptionError, match="has no module of class Layer; it has Block"):
-        wrap.units(model, names=["Layer"])
+        units.units(model, names=["Layer"])
 
 
 def test_a_small_model_is_one_unit() -> None:
-    assert wrap.units(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
+    assert units.units(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
 
 
 def test_checkpointed_units_give_the_same_gradients() -> None:
@@ -79,7 +80,7 @@ def test_checkpointed_units_give_the_same_gradients() -> None:
     model(x).sum().backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    chosen = wrap.units(model)
+    chosen = units.units(model)
     assert wrap.checkpoint_activations(model, chosen)
     wrappers = wrap.with_checkpoint_wrappers(model, chosen)
     assert not set(wrappers) & set(chosen)

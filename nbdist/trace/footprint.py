@@ -1,0 +1,153 @@
+"""Live bytes of tensors, counted while code runs; on a rank, in a trace, in the benchmark.
+
+torch's CUDA allocator counts what tensors hold; its CPU allocator does not. `Footprint` is a
+dispatch mode that sees every operation, so it works for real and for fake tensors alike, at
+some microseconds an operation. It counts storages, each once, as long as they live, and
+follows FSDP's way of emptying a storage without dropping it. Cf. `MemTracker` of
+torch.distributed._tools (torch 2.13), which hooks modules as well and refuses FSDP1 and
+accumulation for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+OTHER = "other"
+"""Part of what was not told apart: activations and temporaries."""
+
+
+class Footprint(TorchDispatchMode):
+    """Counts bytes of living storages while it is entered.
+
+    Attributes:
+        current: bytes now, by part.
+        total: bytes now.
+        peak: most bytes at one moment since `restart_peak()`.
+        at_peak: the parts at that moment.
+    """
+
+    def __init__(self, *, on_change: Callable[[], object] | None = None) -> None:
+        """Know nothing yet; `on_change` is called after every allocation."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current: Counter[str] = Counter()
+        self.total = 0
+        self.peak = 0
+        self.at_peak: dict[str, int] = {}
+        self._on_change = on_change
+        self._known: dict[int, _Storage] = {}
+        self._resize = torch.UntypedStorage.resize_
+
+    def know(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Count tensors that exist, or that are counted already, as `part`."""
+        for storage in _storages(tensors):
+            seen = self._known.get(storage._cdata)  # noqa: SLF001
+            if seen is None:
+                self._add(storage, part)
+            elif seen.part != part:
+                self.current[seen.part] -= seen.size
+                self.current[part] += seen.size
+                seen.part = part
+
+    def restart_peak(self) -> None:
+        """Forget the peak; the present is the first candidate for the next one."""
+        self.peak, self.at_peak = self.total, dict(self.current)
+
+    def __enter__(self) -> Self:
+        """Begin to count; FSDP's resizing of storages included."""
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Stop counting."""
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation and count what it made."""
+        # A DTensor runs first, so that its operations on local tensors are seen.
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and type(result) is torch.Tensor:
+            self._see(result.untyped_storage())
+        else:
+            for storage in _storages(tree_leaves(result)):
+                self._see(storage)
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        # A meta tensor has a size and no memory; deepspeed 0.19 keeps a model's worth of them.
+        if storage._cdata not in self._known and storage.device.type != "meta":  # noqa: SLF001
+            self._add(storage, OTHER)
+
+    def _add(self, storage: torch.UntypedStorage, part: str) -> None:
+        size = storage.nbytes()
+        key = storage._cdata  # noqa: SLF001
+        gone = weakref.ref(storage, functools.partial(self._remove, key))
+        self._known[key] = _Storage(gone, size, part)
+        self._count(part, size)
+
+    def _remove(self, key: int, _: object) -> None:
+        seen = self._known.pop(key)
+        self._count(seen.part, -seen.size)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        seen = self._known.get(storage._cdata)  # noqa: SLF001
+        if seen is None:
+            self._add(storage, OTHER)
+            return
+        change, seen.size = storage.nbytes() - seen.size, storage.nbytes()
+        self._count(seen.part, change)
+
+    def _count(self, part: str, change: int) -> None:
+        self.current[part] += change
+        self.total += change
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, dict(self.current)
+        if change > 0 and self._on_change is not None:
+            self._on_change()
+
+
+class _Storage:
+    """One storage that is counted."""
+
+    __slots__ = ("gone", "part", "size")
+
+    def __init__(self, gone: weakref.ref[torch.UntypedStorage], size: int, part: str) -> None:
+        self.gone, self.size, self.part = gone, size, part
+
+
+def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+    """Storages of all tensors among values; of a subclass those of its inner tensors."""
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
+        flatten = getattr(value, "__tensor_flatten__", None)  # of a wrapper subclass (DTensor)
+        if flatten is None:
+            yield value.untyped_storage()
+        else:
+            yield from _storages(getattr(value, name) for name in flatten()[0])

@@ -1,0 +1,250 @@
+"""What one rank really holds: tensor bytes of a real training step, by torch's own trackers.
+
+A case is run in a process of its own, which is rank 0 of a fake process group of any size:
+nbdist's own preparation, Accelerate's and the engine's own code, three optimizer steps. FSDP2
+runs under FakeTensorMode with `FSDPMemTracker`, so that a case may be larger than the
+machine; the other engines run on real CPU tensors under nbdist's `Footprint`.
+
+    python tests/bench/footprint.py '{"backend": "fsdp2", "world_size": 8, ...}'
+
+prints one JSON object: peak bytes, by torch's category, from the third step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training setup. `config` is a transformers config as `to_dict()` has it."""
+
+    config: dict[str, Any]
+    backend: str = "fsdp2"
+    world_size: int = 8
+    batch_size: int = 1
+    seq_len: int = 128
+    precision: str = "bf16"
+    offload: str = "none"
+    activation_checkpointing: bool = False
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    """adamw (foreach, as on a GPU), fused, loop (as on a CPU), sgd."""
+    attention: str = "sdpa"
+    keep_outputs: bool = True
+    """The cell's variable `out` holds the logits until the next step, as most cells do."""
+    real: bool = False
+    """A real gloo group: start it with torchrun's variables set."""
+
+
+def measured(case: Case, *, timeout_s: float = 300) -> dict[str, int]:
+    """Run one case in a process of its own; bytes by category and "total"."""
+    text = json.dumps(dataclasses.asdict(case))
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, __file__, text],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environ,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{text}\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def fake_group(world_size: int) -> None:
+    """Be rank 0 of a group whose other ranks do not exist."""
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        LOCAL_SIZE="1",  # deepspeed: not WORLD_SIZE, or it waits for its shared memory op
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29599",
+    )
+    distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+
+
+def model_of(case: Case) -> Any:
+    """Build the model from its config."""
+    import transformers
+    from transformers import masking_utils
+
+    # transformers 5.23 takes FakeTensorMode for tracing and would build a mask of S x S.
+    masking_utils.find_packed_sequence_indices = lambda _: None
+    config = transformers.AutoConfig.for_model(**case.config)
+    config._attn_implementation = case.attention
+    config.use_cache = False
+    architecture = (case.config.get("architectures") or ["AutoModelForCausalLM"])[0]
+    cls = getattr(transformers, architecture)
+    return cls.from_config(config) if architecture.startswith("Auto") else cls(config)
+
+
+def optimizer_of(case: Case, model: Any) -> Any:
+    """Build the optimizer that the case names."""
+    import torch
+
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-4)
+    how = {"adamw": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, **how[case.optimizer])
+
+
+def batch_of(case: Case, model: Any) -> dict[str, Any]:
+    """Tokens, and labels for the loss."""
+    import torch
+
+    ids = torch.randint(0, model.config.vocab_size, (case.batch_size, case.seq_len))
+    if model.config.is_encoder_decoder:
+        return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids, "labels": ids}
+
+
+def run(case: Case) -> dict[str, int]:
+    """Prepare and train three steps; peak bytes of the third."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    if case.real:
+        distributed.init_process_group("gloo")
+    else:
+        fake_group(case.world_size)
+    from nbdist.rank import accelerator as engines
+    from nbdist.strategies import Hardware, Options
+
+    hardware = Hardware(kind="cpu", bf16=True, world_size=distributed.get_world_size())
+    options = Options(
+        backend=case.backend,
+        precision=case.precision,
+        offload=case.offload,
+        activation_checkpointing=case.activation_checkpointing,
+        accumulate=case.accumulate,
+    ).checked(hardware)
+    late = engines.install(options, hardware)
+    if case.backend == "fsdp2" and not case.real:
+        return fsdp2_steps(case, late)
+    return engine_steps(case, late)
+
+
+def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
+    """FSDP2 without memory: fake tensors, the units that nbdist and Accelerate choose."""
+    import torch
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
+
+    from nbdist.rank import accelerator as engines
+    from nbdist.rank import wrap
+    from nbdist.trace import units
+
+    late.distributed_type  # noqa: B018 - asking builds it
+    # A mesh reads its ranks out of a tensor, which a fake one does not have.
+    mesh = init_device_mesh("cpu", (case.world_size,))
+    fully_shard_module._init_default_mesh = lambda: mesh
+    with FakeTensorMode():
+        model = model_of(case)
+        if case.activation_checkpointing:
+            engines._checkpoint_activations(model, {})
+        # What shard_ready() does, without its broadcast: fake weights are equal everywhere.
+        late.state.fsdp_plugin.auto_wrap_policy = wrap.UnitPolicy(units.units(model))
+        # Accelerate's prepare() finds parameters by address, which fake tensors have not.
+        model = fsdp2_prepare_model(late, model).train()
+        optimizer = optimizer_of(case, model)
+        batch = batch_of(case, model)
+
+        def steps(tracker: Any, count: int) -> None:
+            out = None
+            for _ in range(count):
+                for micro in range(case.accumulate):
+                    model.set_requires_gradient_sync(micro == case.accumulate - 1)
+                    out = model(**batch)
+                    out.loss.backward()
+                    if not case.keep_outputs:
+                        del out
+                optimizer.step()
+                optimizer.zero_grad()
+            del out, tracker
+
+        steps(None, 1)  # torch 2.13: sharding propagation of a first step would be counted
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs(tuple(batch.values()))
+        with tracker:
+            steps(tracker, 2)
+        return peak(tracker)
+
+
+def engine_steps(case: Case, late: Any) -> dict[str, int]:
+    """DDP, FSDP1 and DeepSpeed on real CPU tensors."""
+    import torch
+
+    from nbdist.trace.footprint import Footprint
+
+    torch.manual_seed(0)
+    footprint = Footprint()
+    with footprint:
+        model = model_of(case).train()
+        optimizer = optimizer_of(case, model)
+        batch = batch_of(case, model)
+        model, optimizer = late.prepare(model, optimizer)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel) and not case.real:
+            model.register_comm_hook(None, finished)
+        for step in range(3):
+            if step == 2:
+                footprint.restart_peak()
+            for _ in range(case.accumulate):
+                with late.accumulate(model):
+                    out = model(**batch)
+                    late.backward(out.loss)
+                    if not case.keep_outputs:
+                        del out
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return {"total": footprint.peak, **footprint.at_peak}
+
+
+def finished(_, bucket):  # noqa: ANN001, ANN201 - torch reads the annotations
+    """Reduce a DDP bucket over ranks that do not exist."""
+    import torch
+
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def peak(tracker: Any) -> dict[str, int]:
+    """The tracker's peak on the CPU device, by category in lower case."""
+    by_device = tracker.get_tracker_snapshot("peak")
+    (parts,) = [parts for device, parts in by_device.items() if device.type == "cpu"]
+    named = {getattr(key, "value", key): int(value) for key, value in parts.items() if value}
+    return {name.lower(): value for name, value in named.items()}
+
+
+def main() -> None:
+    """Run the case given on the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case")
+    case = Case(**json.loads(parser.parse_args().case))
+    with contextlib.redirect_stdout(sys.stderr):
+        parts = run(case)
+    print(json.dumps(parts), flush=True)
+    os._exit(0)  # a fake group has nobody to say goodbye to
+
+
+if __name__ == "__main__":
+    main()
