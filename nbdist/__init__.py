@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+# The package `nbdist.plan` bears the name of its function: importing the function here, after
+# the package was bound to the name, lets the function have it.
+from nbdist.plan import plan
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -41,6 +45,7 @@ __all__ = [
     "SessionBusy",
     "SessionError",
     "StartError",
+    "plan",
     "session",
     "trainer_arguments",
 ]
@@ -55,13 +60,22 @@ def session() -> Session | None:
     return current()
 
 
-def trainer_arguments() -> dict[str, Any]:
+def trainer_arguments(
+    model: Any = None, *, batch_size: int | None = None, seq_len: int | None = None
+) -> dict[str, Any]:
     """Arguments that put Hugging Face's Trainer under the session's strategy.
 
     Called in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`.
+    Under --auto the strategy is chosen here, for `model`.
+
+    Args:
+        model: the one that Trainer will get; needed under --auto.
+        batch_size: samples of one rank's micro-batch, for --auto. Default: Trainer's own, 8.
+        seq_len: tokens of a sample, for --auto. Default: what the model takes, 2048 at most.
 
     Raises:
         SessionError: called anywhere else.
+        OptionError: --auto, and no model.
     """
     import os
 
@@ -72,7 +86,7 @@ def trainer_arguments() -> dict[str, Any]:
         raise SessionError(msg)
     from nbdist.rank.trainer import trainer_arguments as on_rank
 
-    return on_rank()
+    return on_rank(model, batch_size=batch_size, seq_len=seq_len)
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from types import ModuleType
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -197,25 +197,33 @@ def _link(nvml: Any, handles: Sequence[Any]) -> Literal["NVLink", "PCIe"] | None
     return "NVLink" if all(state == nvml.NVML_P2P_STATUS_OK for state in states) else "PCIe"
 
 
-def usage(machine: Machine, *, nvml: Any = None) -> tuple[Usage, ...]:
-    """Free memory of each GPU now, and who else holds some; empty where NVML does not answer."""
+def usage(machine: Machine, *, own: Collection[int] = (), nvml: Any = None) -> tuple[Usage, ...]:
+    """Free memory of each GPU now, and who else holds some; empty where NVML does not answer.
+
+    Args:
+        machine: from `found()`.
+        own: processes whose memory counts as free: ranks that a plan would replace.
+        nvml: a module with the functions of `pynvml`, for tests.
+    """
     nvml = nvml or _pynvml()
     if nvml is None or not machine.gpus:
         return ()
     try:
         with _opened(nvml):
-            return tuple(_usage(nvml, gpu) for gpu in machine.gpus)
+            return tuple(_usage(nvml, gpu, own) for gpu in machine.gpus)
     except nvml.NVMLError:
         return ()
 
 
-def _usage(nvml: Any, gpu: Gpu) -> Usage:
+def _usage(nvml: Any, gpu: Gpu, own: Collection[int]) -> Usage:
     handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
     try:
-        pids = [one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
-        pids = []  # not told inside a container or on a MIG instance
-    return Usage(nvml.nvmlDeviceGetMemoryInfo(handle).free, tuple(map(_process, pids)))
+        running = []  # not told on some MIG instances
+    ours = sum(one.usedGpuMemory or 0 for one in running if one.pid in own)
+    others = tuple(_process(one.pid) for one in running if one.pid not in own)
+    return Usage(nvml.nvmlDeviceGetMemoryInfo(handle).free + ours, others)
 
 
 def _process(pid: int) -> str:

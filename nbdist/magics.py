@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
 from traitlets import Enum, Int, TraitError, Unicode
 
 import nbdist
-from nbdist import completion, doctor, machine, strategies
+from nbdist import completion, doctor, machine, plan_magic, strategies
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellSyntaxError, OptionError, SessionError
 from nbdist.kernel import source
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 NOT_YET = {
-    "plan": "the memory planner",
     "switch": "switching a living model; %%distribute --backend NAME restarts the ranks instead",
     "save": "checkpoints; send() or %nbdist pull brings a state_dict into the notebook meanwhile",
     "load": "checkpoints; %nbdist push takes a state_dict to the ranks meanwhile",
@@ -78,7 +78,7 @@ class NbDist(Magics):
     @argument(
         "--auto",
         action="store_true",
-        help="choose the backend from the real model and machine (a later version)",
+        help="choose at accelerator.prepare(), from the real model and machine, and say why",
     )
     @argument(
         "-n",
@@ -174,7 +174,9 @@ class NbDist(Magics):
         stop            end ranks and launcher
         log [RANK]      last lines of a rank; without RANK, of the launcher
         doctor          check this machine: devices, versions, compilers, memory
-        plan, switch, save, load, checkpoints, export, panel, profile: in later versions
+        plan [MODEL]    predicted memory and speed under every strategy; -h for its options
+        plan --check    predicted beside measured, for the model on the ranks
+        switch, save, load, checkpoints, export, panel, profile: in later versions
         """
         command, _, rest = line.strip().partition(" ")
         if not command:
@@ -197,10 +199,7 @@ class NbDist(Magics):
         changes = session_options(asked)
         session = current()
         if session is None:
-            defaults = {
-                name: getattr(self, name) for name in ("backend", "nproc", "precision", "offload")
-            }
-            return Session(**{**defaults, **changes}, engine=self.engine).start()
+            return Session(**{**self.defaults(asked), **changes}, engine=self.engine).start()
         differing = session.differing(**changes)
         if differing:
             words = ", ".join(f"{name} {now} -> {then}" for name, (now, then) in differing.items())
@@ -208,6 +207,11 @@ class NbDist(Magics):
         if differing or asked.fresh:
             session.restart(**changes)
         return session
+
+    def defaults(self, asked: argparse.Namespace) -> dict[str, Any]:
+        """Settings for a new session; --auto chooses backend and offload itself."""
+        settings = ("nproc", "precision") if asked.auto else DEFAULTS
+        return {name: getattr(self, name) for name in settings}
 
     def session_now(self) -> Session:
         """The current session, or an error that says how to get one."""
@@ -277,6 +281,14 @@ class NbDist(Magics):
             raise UsageError(msg)
         print(self.session_now().log(int(rank) if rank else None))
 
+    def plan_command(self, line: str) -> None:
+        """Show what every strategy needs for a model, or how well that was predicted."""
+        answer = plan_magic.run(line, self.shell.user_ns, current())
+        if isinstance(answer, str):
+            print(answer)
+        else:
+            display(answer)
+
     def doctor_command(self, _: str) -> None:
         """Print what the machine has for each backend."""
         print(doctor.report())
@@ -291,6 +303,7 @@ COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
     "restart": NbDist.restart_command,
     "stop": NbDist.stop_command,
     "log": NbDist.log_command,
+    "plan": NbDist.plan_command,
     "doctor": NbDist.doctor_command,
 }
 
@@ -309,6 +322,9 @@ MATCHER = completion.matcher(
     ],
     commands=[*COMMANDS, *NOT_YET],
 )
+
+DEFAULTS = ("backend", "nproc", "precision", "offload")
+"""Settings of `%config NbDist` that a new session takes."""
 
 ENGINE_OPTIONS = (
     "backend",
@@ -333,6 +349,7 @@ def session_options(asked: argparse.Namespace) -> dict[str, Any]:
     """What the line says of the session; what it leaves out stays as it runs."""
     options = {name: getattr(asked, name) for name in ENGINE_OPTIONS}
     options["devices"] = asked.gpus
+    options["auto"] = asked.auto or None
     for name in ("deepspeed_config", "fsdp_config"):
         file = getattr(asked, name)
         named = file and file != "none"
@@ -346,8 +363,11 @@ def session_options(asked: argparse.Namespace) -> dict[str, Any]:
 
 def refuse_contradictions(asked: argparse.Namespace) -> None:
     """Raise OptionError for options that cannot hold together."""
-    if asked.auto:
-        msg = "--auto is not in this version yet; name a backend, for example --backend fsdp."
+    if asked.auto and asked.backend:
+        msg = (
+            f"--auto chooses the backend and --backend {asked.backend} names one;"
+            " leave one of the two out."
+        )
         raise OptionError(msg)
     if asked.background and asked.pull:
         msg = (
@@ -383,7 +403,7 @@ def load(ipython: InteractiveShell) -> None:
     found = machine.found().describe()
     print(
         f"nbdist {nbdist.__version__} \N{MIDDLE DOT} {found} \N{MIDDLE DOT}"
-        " %%distribute --backend fsdp to begin, %nbdist for help"
+        " %%distribute --auto to begin, %nbdist for help"
     )
 
 

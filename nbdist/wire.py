@@ -15,9 +15,13 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_join_request/_reply    shell    did the first barrier pass?
     nbdist_push_request/_reply    shell    variables out of a payload file
     nbdist_pull_request/_reply    shell    variables into a payload file
+    nbdist_model_request/_reply   shell    what the planner must know of a model on a rank
+    nbdist_measured_request/_reply  control  a rank's own peak of memory
     interrupt_request             control  Jupyter's own, with the request to interrupt
     nbdist_report                 iopub    rows of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
+    nbdist_chosen                 iopub    the options that auto chose, from rank 0
+    nbdist_advice                 iopub    why memory ran out on a rank, and what would fit
 """
 
 from __future__ import annotations
@@ -31,8 +35,15 @@ from typing import Any, Literal, TypedDict
 JOIN = "nbdist_join_request"
 PUSH = "nbdist_push_request"
 PULL = "nbdist_pull_request"
+MODEL = "nbdist_model_request"
+MEASURED = "nbdist_measured_request"
 REPORT = "nbdist_report"
 SEND = "nbdist_send"
+CHOSEN = "nbdist_chosen"
+ADVICE = "nbdist_advice"
+
+OF_SESSION = frozenset({REPORT, CHOSEN})
+"""Messages on iopub that are the session's, whatever cell they came under."""
 
 NOTE = "nbdist"
 """Key of `CellNote` in an execute_request's metadata and of a result's inline value."""
@@ -97,6 +108,36 @@ class FileReply(TypedDict, total=False):
     """One sentence."""
 
 
+class ModelRequest(TypedDict):
+    """Describe a model: a variable of the rank, or the one that was prepared last."""
+
+    name: str | None
+    batch_size: int | None
+    """Of the micro-batch to describe it for; None: the one of its last forward, or 1."""
+    seq_len: int | None
+
+
+class ModelReply(TypedDict, total=False):
+    """A model as the planner sees it, or why it cannot be seen."""
+
+    status: Literal["ok", "error"]
+    spec: dict[str, Any]
+    """`plan.spec.ModelSpec.to_json()`."""
+    batch_size: int
+    seq_len: int
+    optimizer: dict[str, Any]
+    """Class name ("class") and defaults that change its memory; empty without one."""
+    error: str
+    """One sentence."""
+
+
+class MeasuredReply(TypedDict):
+    """What a rank's training held in its third step; None before that."""
+
+    figures: dict[str, Any] | None
+    """Fields of `plan.checked.Measured`."""
+
+
 class JoinReply(TypedDict):
     """A rank is up: it has passed a barrier with all others."""
 
@@ -120,6 +161,21 @@ class Send(TypedDict):
 
     name: str
     path: str
+
+
+class Chosen(TypedDict):
+    """The decision of auto."""
+
+    options: dict[str, Any]
+    """`strategies.Options.to_json()`."""
+
+
+class Advice(TypedDict):
+    """Text to stand below the traceback of a failure for lack of memory."""
+
+    lines: list[str]
+    held_bytes: int
+    """What the rank held; of several ranks the fullest one's advice is shown."""
 
 
 def finite_or_text(number: float) -> float | str:
@@ -151,6 +207,8 @@ class Launch:
     """The GPUs as CUDA_VISIBLE_DEVICES takes them; None for CPU ranks."""
     options: dict[str, Any]
     """`strategies.Options.to_json()`."""
+    auto: dict[str, Any] | None
+    """Of the options those that auto takes as given; None: all of them are."""
     hardware: dict[str, Any]
     """`strategies.Hardware.to_json()`."""
     run_dir: str

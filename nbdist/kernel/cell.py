@@ -95,6 +95,8 @@ class Cell:
         self.joined = False
         """Whether its end has been told to the user, who may have waited for it."""
         self.death: RankDied | None = None
+        self.advice: dict[int, wire.Advice] = {}
+        """What ranks that ran out of memory say of it."""
         self.finished = threading.Event()
         self._on_send = on_send
         self._on_done = on_done
@@ -177,14 +179,26 @@ class Cell:
             raise CellError(
                 tracebacks.summary(groups),
                 errors=self.errors,
-                rendered=tracebacks.render(groups, ranks=self.ranks),
+                rendered=[*tracebacks.render(groups, ranks=self.ranks), *self.advice_lines()],
             )
 
     def show_errors(self) -> None:
         """Show the errors of a cell that nobody waits for, once."""
         if self.errors and not self._told_of_failure:
             self._told_of_failure = True
-            self.renderer.failure(list(self.errors.values()), waiting=self.pending)
+            self.renderer.failure(
+                list(self.errors.values()), waiting=self.pending, advice=self.advice_lines()
+            )
+
+    def advice_lines(self) -> list[str]:
+        """The advice of the fullest rank, which speaks for the others."""
+        if not self.advice:
+            return []
+        rank = max(self.advice, key=lambda one: self.advice[one]["held_bytes"])
+        first, *rest = self.advice[rank]["lines"]
+        others = len(self.advice) - 1
+        also = f" (as {others} more)" if others else ""
+        return ["", f"rank {rank}{also}: {first}", *rest]
 
     def _over(self) -> bool:
         now = time.monotonic()
@@ -294,6 +308,12 @@ class Cell:
             message["buffers"],
         )
 
+    def take_advice(self, rank: int, message: Message) -> None:
+        """What to do about memory that ran out; a failure that was shown before gets it late."""
+        self.advice[rank] = message["content"]
+        if self._told_of_failure and len(self.advice) == 1:
+            self.renderer.note(self.advice_lines())
+
     def take_send(self, _rank: int, message: Message) -> None:
         """A value of send(), while the cell runs."""
         content = message["content"]
@@ -313,6 +333,7 @@ _TAKERS: dict[tuple[str, str], Taker] = {
     ("iopub", "comm_msg"): Cell.take_comm,
     ("iopub", "comm_close"): Cell.take_comm,
     ("iopub", wire.SEND): Cell.take_send,
+    ("iopub", wire.ADVICE): Cell.take_advice,
 }
 
 

@@ -104,6 +104,7 @@ class Gang:
         world_size: int,
         devices: Sequence[str] | None,
         options: Mapping[str, Any],
+        auto: Mapping[str, Any] | None,
         hardware: Mapping[str, Any],
         progress: Callable[[str], None],
     ) -> None:
@@ -117,7 +118,14 @@ class Gang:
             self.close()
             self._launcher = self._engine.take(kind)
         try:
-            self._launch(self._launcher, world_size, devices, dict(options), dict(hardware))
+            self._launch(
+                self._launcher,
+                world_size,
+                devices,
+                options=dict(options),
+                auto=None if auto is None else dict(auto),
+                hardware=dict(hardware),
+            )
             self._await_ranks(world_size, progress)
         except BaseException:
             self.close()
@@ -155,7 +163,9 @@ class Gang:
         launcher: Launcher,
         world_size: int,
         devices: Sequence[str] | None,
+        *,
         options: dict[str, Any],
+        auto: dict[str, Any] | None,
         hardware: dict[str, Any],
     ) -> None:
         self._generation += 1
@@ -172,6 +182,7 @@ class Gang:
                 world_size=world_size,
                 devices=None if devices is None else list(devices),
                 options=options,
+                auto=auto,
                 hardware=hardware,
                 run_dir=str(folder),
                 bulk_dir=str(launcher.run_dir.bulk),
@@ -259,8 +270,12 @@ class Gang:
         for request in requests:
             self._routes.pop(request, None)
 
-    def ask(self, ranks: Iterable[int], kind: str, content: Any) -> dict[int, Any]:
+    def ask(
+        self, ranks: Iterable[int], kind: str, content: Any, *, channel: Channel = "shell"
+    ) -> dict[int, Any]:
         """Send a request to ranks and wait for the replies, by rank.
+
+        On the control channel ranks answer while a cell runs.
 
         Raises:
             RankDied: a rank ended before it answered.
@@ -268,15 +283,15 @@ class Gang:
         answers: SimpleQueue[tuple[int, str, Message]] = SimpleQueue()
         waiting = set(ranks)
         requests = [
-            self.post(rank, "shell", kind, content, lambda *answer: answers.put(answer))
+            self.post(rank, channel, kind, content, lambda *answer: answers.put(answer))
             for rank in waiting
         ]
         self.wake()
         replies: dict[int, Any] = {}
         try:
             while waiting - replies.keys():
-                rank, channel, message = self._answer(answers, kind)
-                if channel == "shell":
+                rank, answered_on, message = self._answer(answers, kind)
+                if answered_on == channel:
                     replies[rank] = message["content"]
         finally:
             self.forget(requests)
@@ -317,7 +332,7 @@ class Gang:
             self._signs.put(rank)
             return
         route = self._routes.get(message["parent_header"].get("msg_id", ""))
-        if message["header"]["msg_type"] == wire.REPORT or route is None:
+        if message["header"]["msg_type"] in wire.OF_SESSION or route is None:
             self._on_message(rank, message)
         else:
             route(rank, channel, message)

@@ -142,15 +142,21 @@ class Renderer:
         if rank in self._dropped:
             self._relay.take(msg_type, _cleaned(content), metadata, buffers)
 
-    def failure(self, errors: Sequence[RankError], *, waiting: Sequence[int]) -> None:
+    def failure(
+        self, errors: Sequence[RankError], *, waiting: Sequence[int], advice: Sequence[str] = ()
+    ) -> None:
         """Show errors of a cell that has returned, or whose other ranks still run."""
         groups = tracebacks.grouped(errors)
         label = rank_label(tuple(waiting))
         several = len(waiting) > 1
-        lines = tracebacks.render(groups)
+        lines = [*tracebacks.render(groups), *advice]
         if waiting:
             running = f"rank{'s'[:several]} {label} still run{'s'[several:]}"
             lines.append(f"{running}. Stop interrupts the cell; %nbdist restart takes new ranks.")
+        self.note(lines)
+
+    def note(self, lines: Sequence[str]) -> None:
+        """Show lines of our own below what the ranks have printed."""
         self._lane.tick(self._clock())
         self._screen.write("stderr", "\n".join([*lines, ""]))
         self._screen.flush()

@@ -6,17 +6,17 @@ the package is the current session, behind `current()`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist import machine, strategies, wire
+from nbdist import strategies, wire
 from nbdist import ranks as rank_names
 from nbdist.engines.local import LocalEngine
-from nbdist.errors import CellInterrupted, RankDied, SessionBusy, SessionError
-from nbdist.kernel import devices, source, transfer
+from nbdist.errors import CellInterrupted, PlanError, RankDied, SessionBusy, SessionError
+from nbdist.kernel import asked, source, transfer
+from nbdist.kernel.asked import Choice
 from nbdist.kernel.cell import Cell, CellResult
 from nbdist.kernel.gang import Gang
 from nbdist.kernel.metrics import Metrics
@@ -24,6 +24,7 @@ from nbdist.kernel.ranklog import RankLog
 from nbdist.kernel.render import Renderer
 from nbdist.kernel.screen import LiveScreen, PinnedScreen
 from nbdist.kernel.status_line import StatusLine
+from nbdist.plan.checked import Measured
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 State = Literal["new", "ready", "running", "dead", "stopped"]
 
-CONFIG_OF = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
-"""Which engine a config file is for."""
 PATIENCE_S = 3.0
 """A Stop after this time gives up on ranks that the first has not ended."""
 KEPT_CELLS = 64
@@ -49,10 +48,13 @@ class Session:
 
     Args:
         nproc: number of ranks. Default: every visible GPU; without a GPU, 2 CPU ranks.
-        backend: ddp, fsdp (= fsdp2), fsdp1, zero1, zero2 or zero3.
+        backend: ddp (the default), fsdp (= fsdp2), fsdp1, zero1, zero2 or zero3.
         precision: no, fp16, bf16, fp8. Default: bf16 where the hardware has it, else no.
         offload: none, cpu or nvme:PATH; of the optimizer state.
         devices: GPU indices, as "0,2" or a sequence.
+        auto: choose the backend, offload and activation checkpointing at the first
+            `accelerator.prepare()`, from the real model and machine; what is given here of
+            them is kept.
         engine: where launchers come from. Default: this machine.
         options: what else `strategies.Options` has: offload_params,
             activation_checkpointing, compile, accumulate, clip, fsdp_config,
@@ -65,11 +67,12 @@ class Session:
     def __init__(
         self,
         nproc: int | None = None,
-        backend: str = "ddp",
+        backend: str | None = None,
         precision: str | None = None,
-        offload: str = "none",
+        offload: str | None = None,
         devices: str | Sequence[int] | None = None,
         *,
+        auto: bool = False,
         engine: LocalEngine | None = None,
         **options: Any,
     ) -> None:
@@ -89,17 +92,15 @@ class Session:
             on_idle=self._show_detached,
             on_death=self._die,
         )
-        self._configure(
-            {"nproc": nproc, "devices": devices}
-            | {"backend": backend, "precision": precision, "offload": offload}
-            | options
-        )
+        named = {"backend": backend, "precision": precision, "offload": offload}
+        given = {name: value for name, value in named.items() if value is not None}
+        self._configure({"nproc": nproc, "devices": devices, "auto": auto} | given | options)
 
     # -- options
 
-    def _configure(self, asked: Mapping[str, Any]) -> None:
-        self._asked = dict(asked)
-        self._choice = Choice.of(asked)
+    def _configure(self, options: Mapping[str, Any]) -> None:
+        self._asked = dict(options)
+        self._choice = Choice.of(options)
         self.metrics = Metrics(self.world_size)
         self.logs = {rank: RankLog() for rank in range(self.world_size)}
 
@@ -115,8 +116,13 @@ class Session:
 
     @property
     def options(self) -> strategies.Options:
-        """What the engine was given."""
+        """What the engine was given; under auto, before the first prepare(), a placeholder."""
         return self._choice.options
+
+    @property
+    def undecided(self) -> bool:
+        """Whether auto has yet to choose: it does so at the first `accelerator.prepare()`."""
+        return self._choice.undecided
 
     def differing(self, **changes: Any) -> dict[str, tuple[object, object]]:
         """Which options would really change: name -> (now, then).
@@ -126,17 +132,11 @@ class Session:
         """
         if not changes:
             return {}
-        now, then = self._choice.flat(), Choice.of(self._with(changes)).flat()
-        return {name: (now[name], then[name]) for name in now if now[name] != then[name]}
+        return self._choice.differing(Choice.of(self._with(changes)))
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """What was asked for, changed; another engine leaves the old one's config file behind."""
-        asked = {**self._asked, **changes}
-        engine = strategies.STRATEGIES[strategies.canonical(asked["backend"])].engine
-        for name, owner in CONFIG_OF.items():
-            if owner != engine and name not in changes:
-                asked[name] = None
-        return asked
+        """What was asked for, changed."""
+        return asked.changed(self._asked, changes)
 
     # -- life
 
@@ -156,6 +156,7 @@ class Session:
                     world_size=self.world_size,
                     devices=choice.visible,
                     options=choice.options.to_json(),
+                    auto=choice.auto,
                     hardware=choice.hardware.to_json(),
                     progress=lambda text: line.show(f"nbdist: {text}"),
                 )
@@ -335,21 +336,24 @@ class Session:
         if all(error.ename == "KeyboardInterrupt" for error in cell.errors.values()):
             raise CellInterrupted("stopped on all ranks; every variable is kept.") from None
 
-    def _ensure_free(self) -> None:
+    def _ensure_alive(self) -> None:
         if os.getpid() != self._pid:
             msg = "The session belongs to the process that made it; this is a fork of that one."
             raise SessionError(msg)
         if self.state == "stopped":
             msg = "The session was stopped; start() gives it new ranks."
             raise SessionError(msg)
+        if self._death is not None:
+            raise self._death
+
+    def _ensure_free(self) -> None:
+        self._ensure_alive()
         if self._running is not None:
             msg = (
                 "A cell is still running on the ranks: wait for it with %nbdist wait, stop it"
                 " with %nbdist interrupt, or take new ranks with %nbdist restart."
             )
             raise SessionBusy(msg)
-        if self._death is not None:
-            raise self._death
 
     def _cell_done(self, cell: Cell) -> None:
         if self._running is cell:
@@ -359,8 +363,12 @@ class Session:
     # -- what arrives on the reader thread
 
     def _receive(self, rank: int, message: Message) -> None:
+        content = message["content"]
         if message["header"]["msg_type"] == wire.REPORT:
-            self.metrics.add(rank, message["content"]["rows"])
+            self.metrics.add(rank, content["rows"])
+        elif message["header"]["msg_type"] == wire.CHOSEN:
+            chosen = strategies.Options.from_json(content["options"])
+            self._choice = self._choice.decided(chosen)
 
     def _show_detached(self) -> bool:
         """Show output of background cells, and what past cells still write."""
@@ -404,6 +412,43 @@ class Session:
         values = transfer.pull(names, chosen, self._gang, as_numpy=as_numpy)
         return values[names[0]] if len(names) == 1 else [values[name] for name in names]
 
+    # -- the planner
+
+    def measured(self) -> dict[int, Measured | None]:
+        """What each rank's training held in its third optimizer step; None before its end.
+
+        Ranks measure by themselves, once for each `prepare()`. Also while a cell runs.
+        """
+        self._ensure_alive()
+        self.start()
+        ranks = range(self.world_size)
+        replies = self._gang.ask(ranks, wire.MEASURED, {}, channel="control")
+        figures = {rank: replies[rank]["figures"] for rank in ranks}
+        return {rank: Measured.from_json(one) if one else None for rank, one in figures.items()}
+
+    def model_spec(
+        self, name: str | None = None, *, batch_size: int | None = None, seq_len: int | None = None
+    ) -> wire.ModelReply:
+        """Describe a model of rank 0 to the planner; looks at it in a child process.
+
+        Args:
+            name: a variable that holds an nn.Module, bare or the one prepared last. Default:
+                the one prepared last.
+            batch_size: samples of a micro-batch. Default: those of the last forward.
+            seq_len: tokens of a sample. Default: those of the last forward, or what the model
+                takes.
+
+        Raises:
+            PlanError: no such model, or one that cannot be looked at.
+        """
+        self._ensure_free()
+        self.start()
+        request = wire.ModelRequest(name=name, batch_size=batch_size, seq_len=seq_len)
+        reply: wire.ModelReply = self._gang.ask([0], wire.MODEL, request)[0]
+        if reply["status"] == "error":
+            raise PlanError(reply["error"])
+        return reply
+
     # -- state
 
     def status(self) -> dict[str, Any]:
@@ -441,47 +486,6 @@ def stuck_words(cell: Cell) -> str:
         f"{rank_names.words(cell.pending)} did not stop, probably inside a collective that waits"
         " for another rank; %nbdist restart takes new ranks, %nbdist wait goes on waiting."
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """What the user asked for, checked against this machine."""
-
-    placement: devices.Placement
-    hardware: strategies.Hardware
-    options: strategies.Options
-    gpus_found: bool
-
-    @classmethod
-    def of(cls, asked: Mapping[str, Any]) -> Choice:
-        """Check everything; raises OptionError."""
-        engine_options = dict(asked)
-        nproc, gpus = engine_options.pop("nproc"), engine_options.pop("devices")
-        found = machine.found()
-        placement = devices.placement(nproc, gpus, found)
-        hardware = devices.hardware(placement, found)
-        options = strategies.Options.of(engine_options).checked(hardware)
-        return cls(placement, hardware, options, gpus_found=bool(found.gpus))
-
-    def flat(self) -> dict[str, object]:
-        """All options in one table, for comparing."""
-        return {
-            "nproc": self.placement.nproc,
-            "devices": self.placement.devices,
-            **dataclasses.asdict(self.options),
-        }
-
-    def describe(self) -> str:
-        """Ranks and strategy in a few words."""
-        where = self.placement.describe()
-        if self.placement.devices is None and not self.gpus_found:
-            where += " (no GPU found)"
-        return f"{where}, {self.options.describe()}"
-
-    @property
-    def visible(self) -> tuple[str, ...] | None:
-        """The ranks' GPUs as CUDA_VISIBLE_DEVICES takes them; None for CPU ranks."""
-        return None if self.placement.devices is None else self.placement.visible
 
 
 _current: list[Session | None] = [None]

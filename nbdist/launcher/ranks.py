@@ -39,10 +39,9 @@ def run(launch: wire.Launch, link: Link) -> wire.Ended:
     take_over(launch)
     options = strategies.Options.from_json(launch.options)
     hardware = strategies.Hardware.from_json(launch.hardware)
-    strategy = strategies.STRATEGIES[options.backend]
-    extensions.ensure(
-        strategy.extensions(options, hardware), progress=lambda text: link.send(wire.Progress(text))
-    )
+    # auto decides on the ranks, which then load what they need
+    ops = options.strategy.extensions(options, hardware) if launch.auto is None else ()
+    extensions.ensure(ops, progress=lambda text: link.send(wire.Progress(text)))
     gc.collect()
     gc.freeze()  # a collection on a rank would copy every page it shares with the launcher
     try:

@@ -18,8 +18,8 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -28,11 +28,11 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from nbdist.errors import OptionError, SessionError
-from nbdist.rank import fsdp, leftovers, rehearsal, wrap, zero
+from nbdist.rank import fsdp, leftovers, measure, rehearsal, wrap, zero
 from nbdist.strategies import Hardware, Options
 
-Choose = Callable[[Sequence[object]], Options]
-"""Decides the options from the objects of the first `prepare()`."""
+if TYPE_CHECKING:
+    from nbdist.rank.choose import Chooser
 
 _OWN_ENGINE = frozenset(
     {
@@ -47,6 +47,11 @@ _OWN_ENGINE = frozenset(
 """Arguments of `Accelerator(...)` by which a user brings an engine."""
 
 _OWN_DEEPSPEED = frozenset({"deepspeed_plugin", "deepspeed_plugins"})
+
+_UNDECIDED = (
+    "--auto decides when the rank's own `accelerator` prepares a model; use that one instead of a"
+    " new Accelerator(), and for a Trainer nbdist.trainer_arguments(model=model)."
+)
 
 _LEFT_BEHIND = (
     "ACCELERATE_USE_FSDP",
@@ -63,6 +68,8 @@ class Session:
 
     options: Options
     hardware: Hardware
+    chooser: Chooser | None = None
+    """Under --auto, until it has decided; the options hold no longer than that."""
 
 
 _current: Session | None = None
@@ -90,7 +97,18 @@ def current() -> Session:
     return _current
 
 
-def install(options: Options, hardware: Hardware, *, choose: Choose | None = None) -> Accelerator:
+def decide(choice: Callable[[Chooser], Options]) -> Session:
+    """Return the session with its options decided; under --auto `choice` asks the chooser."""
+    global _current  # noqa: PLW0603 - the decision holds for the whole rank
+    session = current()
+    if session.chooser is not None:
+        _current = session = replace(session, options=choice(session.chooser), chooser=None)
+    return session
+
+
+def install(
+    options: Options, hardware: Hardware, *, chooser: Chooser | None = None
+) -> Accelerator:
     """Put the session's strategy under every Accelerator of this rank and return the late one.
 
     To be called once, with checked options, after the default process group was made.
@@ -98,20 +116,22 @@ def install(options: Options, hardware: Hardware, *, choose: Choose | None = Non
     Args:
         options: the session's, checked.
         hardware: what the ranks run on.
-        choose: where given, decides the options at the first `prepare()` of the late one.
+        chooser: where given, decides the options at the first `prepare()` of the late one.
     """
     global _current  # noqa: PLW0603 - a rank has one session in its life
-    _current = Session(options, hardware)
+    _current = Session(options, hardware, chooser)
     if hardware.kind == "cpu":
         rehearsal.install()
     zero.install()
+    late = LateAccelerator()
+    measure.install(late.device)
     Accelerator.__init__ = _init
     Accelerator.prepare = _prepare
     Accelerator.prepare_model = _prepare_model
     Accelerator.clip_grad_norm_ = _clip_grad_norm
     for name in ("backward", "save_state", "load_state"):
         setattr(Accelerator, name, _after_letting_go(getattr(Accelerator, name)))
-    return LateAccelerator(choose=choose)
+    return late
 
 
 class LateAccelerator(Accelerator):  # type: ignore[misc]
@@ -121,10 +141,9 @@ class LateAccelerator(Accelerator):  # type: ignore[misc]
     is_main_process, print, wait_for_everyone, gather, reduce. Anything else builds it.
     """
 
-    def __init__(self, *, choose: Choose | None = None) -> None:
+    def __init__(self) -> None:
         """Know the ranks, and nothing of the engine."""
         self._built = False
-        self._choose = choose
         self.state = PartialState()
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -142,6 +161,8 @@ class LateAccelerator(Accelerator):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         """Say which strategy, and whether it is built."""
+        if current().chooser is not None:
+            return "<accelerator: auto (decided at the first prepare())>"
         state = "built" if self._built else "built at the first prepare()"
         return f"<accelerator: {current().options.strategy.title} ({state})>"
 
@@ -156,14 +177,12 @@ class LateAccelerator(Accelerator):  # type: ignore[misc]
 
     def _build(self, objects: Sequence[object]) -> None:
         """Decide the options, then become an ordinary Accelerator."""
-        global _current  # noqa: PLW0603 - the choice holds for the whole rank
-        if self._choose is not None:
-            _current = Session(self._choose(objects), current().hardware)
+        decide(lambda chooser: chooser(objects))
         self._built = True
         try:
             super().__init__()
         except BaseException:
-            self.__init__(choose=self._choose)  # type: ignore[misc]
+            self.__init__()  # type: ignore[misc]
             raise
 
 
@@ -174,6 +193,8 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     named = {key: value for key, value in given.items() if key != "self" and value is not None}
     session = current()
     own = not _OWN_ENGINE.isdisjoint(named)
+    if session.chooser is not None and not own:
+        raise OptionError(_UNDECIDED)
     _forget_engine()
     if not _OWN_DEEPSPEED.isdisjoint(named):
         zero.start(session.hardware)
@@ -234,16 +255,29 @@ _ENGINE_KWARGS = {"ddp": _ddp_kwargs, "fsdp": _fsdp_kwargs, "deepspeed": _zero_k
 
 @functools.wraps(_original_prepare)
 def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
-    """Prepare under any engine; adds activation checkpointing, units and clipping."""
-    session: Session | None = self._nbdist_session
-    options = session.options if session else None
+    """Prepare under any engine, and measure what comes of it."""
     for model in _evaluated.intersection(one for one in args if isinstance(one, nn.Module)):
         _take_back(self, model)
     new = [one for one in args if isinstance(one, nn.Module) and not _is_prepared(one)]
-    kind = self.distributed_type
     _check_something(args)
+    measure.meet(new, args)
     if new:
         leftovers.let_go()
+    result = _prepared(self, args, new, device_placement)
+    measure.watch(self, result)
+    return result
+
+
+def _prepared(
+    self: Accelerator,
+    args: Sequence[Any],
+    new: Sequence[nn.Module],
+    device_placement: list[bool] | None,
+) -> Any:
+    """Prepare under any engine; adds activation checkpointing, units and clipping."""
+    session: Session | None = self._nbdist_session
+    options = session.options if session else None
+    kind = self.distributed_type
     if options is not None:
         config = options.fsdp_config or {}
         for model in new:

@@ -8,6 +8,7 @@ let go so that its tensors are freed.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -24,12 +25,15 @@ from traitlets.config import Config
 
 from nbdist import payload, wire
 from nbdist.errors import PayloadError, SessionError
+from nbdist.rank import describe, measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import zmq
     from jupyter_client.session import Session as Signer
+
+log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 STOPPED = {"ename": "KeyboardInterrupt", "evalue": "", "traceback": ["KeyboardInterrupt"]}
@@ -71,6 +75,12 @@ class RankKernel(IPythonKernel):
         """Register the requests that Jupyter does not have."""
         super().__init__(**traits)
         self.before_reply: Callable[[], object] = _nothing
+        self.after_code: Callable[[], object] = _nothing
+        """Called when a cell's code has ended, in whatever way."""
+        self.advice_on: Callable[[BaseException | None], Callable[[], wire.Advice] | None] = (
+            _no_advice
+        )
+        """Looks at an error while its frames live; what it returns is called without them."""
         self.running: str | None = None
         """Request of the cell that runs now."""
         self.unwanted: str | None = None
@@ -79,7 +89,9 @@ class RankKernel(IPythonKernel):
             wire.JOIN: self.join_request,
             wire.PUSH: self.push_request,
             wire.PULL: self.pull_request,
+            wire.MODEL: self.model_request,
         }
+        self.control_handlers |= {wire.MEASURED: self.measured_request}
 
     async def execute_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Answer every cell, also one that is interrupted outside of the user's code.
@@ -105,10 +117,22 @@ class RankKernel(IPythonKernel):
             reply: Message = await super().do_execute(code, silent, *args, **kwargs)
         finally:
             self.running = None
+            self.after_code()
         self.before_reply()
         if reply["status"] == "error":
-            release_frames(self.shell)
+            self.let_go()
         return reply
+
+    def let_go(self) -> None:
+        """Release the frames of a failed cell; say what to do where it lacked memory."""
+        try:
+            advice = self.advice_on(getattr(self.shell.last_execution_result, "error_in_exec", None))
+            release_frames(self.shell)
+            if advice is not None:
+                self.publish(wire.ADVICE, advice())
+        except Exception:
+            # With hardly any memory left all of this may fail, and the reply must be sent.
+            log.exception("no advice on a failure")
 
     def _publish_execute_input(self, *_: object) -> None:
         """Send nothing: the notebook has the code, and 1,000 ranks need not repeat it."""
@@ -163,6 +187,14 @@ class RankKernel(IPythonKernel):
         except (NameError, PayloadError, OSError) as error:
             reply = wire.FileReply(status="error", error=str(error))
         self._answer(stream, ident, parent, reply)
+
+    def model_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Describe a model of the user's namespace, or the prepared one, to the planner."""
+        self._answer(stream, ident, parent, describe.reply(parent["content"], self.shell.user_ns))
+
+    def measured_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Tell what the training held; on the control thread, also while a cell runs."""
+        self._answer(stream, ident, parent, wire.MeasuredReply(figures=measure.figures()))
 
     def _named(self, names: list[str]) -> dict[str, object]:
         missing = [name for name in names if name not in self.shell.user_ns]
@@ -236,5 +268,9 @@ def release_frames(shell: ZMQInteractiveShell) -> None:
     gc.collect()  # exception and frame often refer to each other
 
 
+def _no_advice(_: BaseException | None) -> None:
+    """Have nothing to say of an error."""
+
+
 def _nothing() -> None:
-    """Do nothing before the reply."""
+    """Do nothing."""

@@ -19,6 +19,7 @@ from torch import distributed
 from nbdist import strategies, wire
 from nbdist.launcher import family
 from nbdist.rank import accelerator, namespace
+from nbdist.rank.choose import Chooser
 from nbdist.rank.kernel import RankApp
 
 if TYPE_CHECKING:
@@ -48,13 +49,16 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
     join_group(launch, local_rank)
     options = strategies.Options.from_json(launch.options)
     hardware = strategies.Hardware.from_json(launch.hardware)
+    chooser = None if launch.auto is None else Chooser(launch.auto, options, hardware)
     names = namespace.initial(
         rank=rank,
         local_rank=local_rank,
         world_size=launch.world_size,
-        accelerator=accelerator.install(options, hardware),
+        accelerator=accelerator.install(options, hardware, chooser=chooser),
     )
     app = RankApp.for_rank(rank, run_dir=Path(launch.run_dir), user_ns=names)
+    if chooser is not None:
+        namespace.show_choice(app.kernel, chooser)
     # the kernel takes payload files from the launcher's two folders, not from one start's own
     spare = Path(launch.run_dir).parent
     namespace.connect(app.kernel, bulk=Path(launch.bulk_dir), spare=spare)

@@ -6,9 +6,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from IPython.display import display
 
 from nbdist import payload, wire
 from nbdist.errors import OptionError
+from nbdist.rank import advice, measure
 from nbdist.rank.report import Reporter
 
 if TYPE_CHECKING:
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
+    from nbdist.rank.choose import Chooser
     from nbdist.rank.kernel import RankKernel
+    from nbdist.strategies import Options
 
 FLUSH_S = 10.0
 """How long the end of a cell waits for copies of reported device tensors."""
@@ -40,8 +44,22 @@ def connect(kernel: RankKernel, *, bulk: Path, spare: Path) -> None:
     """Add `report` and `send`, which need the rank's kernel."""
     reporter = Reporter(Publisher(kernel).report)
     kernel.before_reply = functools.partial(reporter.flush, FLUSH_S)
+    kernel.after_code = measure.cell_ended
+    kernel.advice_on = advice.on
     sender = Sender(kernel, [bulk, spare])
     kernel.shell.push({"report": reporter.report, "send": sender.send})
+
+
+def show_choice(kernel: RankKernel, chooser: Chooser) -> None:
+    """Let what auto chose be displayed below the cell, and told to the notebook's kernel."""
+
+    def show(text: str, page: str) -> None:
+        display({"text/plain": text, "text/html": page}, raw=True)
+
+    def tell(chosen: Options) -> None:
+        kernel.publish(wire.CHOSEN, wire.Chosen(options=chosen.to_json()))
+
+    chooser.show, chooser.tell = show, tell
 
 
 class Publisher:

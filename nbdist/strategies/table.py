@@ -152,6 +152,8 @@ class Strategy:
     """Of the engine's own numbering: FSDP version or ZeRO stage; 0 for DDP."""
     offloads: tuple[str, ...] = ("none",)
     offload_params: bool = False
+    older: bool = False
+    """Another row does the same and is to be preferred."""
 
     def accelerator_kwargs(self, options: Options) -> Plain:
         """Arguments of `Accelerator(...)` that every engine takes."""
@@ -259,6 +261,7 @@ _ROWS = (
         level=1,
         offloads=("none", "cpu"),
         offload_params=True,
+        older=True,
     ),
     Strategy(
         name="zero1",

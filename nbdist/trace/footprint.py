@@ -43,25 +43,33 @@ class Footprint(TorchDispatchMode):
         self.current: Counter[str] = Counter()
         self.total = 0
         self.peak = 0
-        self.at_peak: dict[str, int] = {}
+        self.at_peak: Counter[str] = Counter()
         self._on_change = on_change
+        self._born = 0
+        """Number of storages counted so far."""
+        self._peak_born = 0
+        """The same at the peak: what lives and is not younger was there."""
         self._known: dict[int, _Storage] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def know(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Count tensors that exist, or that are counted already, as `part`."""
+        """Count tensors that exist, or that are counted already, as `part`.
+
+        Those that were there at the peak are told apart in `at_peak` too.
+        """
         for storage in _storages(tensors):
             seen = self._known.get(storage._cdata)  # noqa: SLF001
             if seen is None:
                 self._add(storage, part)
             elif seen.part != part:
-                self.current[seen.part] -= seen.size
-                self.current[part] += seen.size
+                self._move(self.current, seen, part)
+                if seen.born <= self._peak_born:
+                    self._move(self.at_peak, seen, part)
                 seen.part = part
 
     def restart_peak(self) -> None:
         """Forget the peak; the present is the first candidate for the next one."""
-        self.peak, self.at_peak = self.total, dict(self.current)
+        self._set_peak()
 
     def __enter__(self) -> Self:
         """Begin to count; FSDP's resizing of storages included."""
@@ -92,7 +100,7 @@ class Footprint(TorchDispatchMode):
         if any(kind is DTensor for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and type(result) is torch.Tensor:
+        if type(result) is torch.Tensor and result.device.type != "meta":
             self._see(result.untyped_storage())
         else:
             for storage in _storages(tree_leaves(result)):
@@ -100,15 +108,15 @@ class Footprint(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        # A meta tensor has a size and no memory; deepspeed 0.19 keeps a model's worth of them.
-        if storage._cdata not in self._known and storage.device.type != "meta":  # noqa: SLF001
+        if storage._cdata not in self._known:  # noqa: SLF001
             self._add(storage, OTHER)
 
     def _add(self, storage: torch.UntypedStorage, part: str) -> None:
         size = storage.nbytes()
         key = storage._cdata  # noqa: SLF001
         gone = weakref.ref(storage, functools.partial(self._remove, key))
-        self._known[key] = _Storage(gone, size, part)
+        self._born += 1
+        self._known[key] = _Storage(gone, size, part, self._born)
         self._count(part, size)
 
     def _remove(self, key: int, _: object) -> None:
@@ -127,24 +135,37 @@ class Footprint(TorchDispatchMode):
         self.current[part] += change
         self.total += change
         if self.total > self.peak:
-            self.peak, self.at_peak = self.total, dict(self.current)
+            self._set_peak()
         if change > 0 and self._on_change is not None:
             self._on_change()
+
+    def _set_peak(self) -> None:
+        self.peak, self.at_peak = self.total, Counter(self.current)
+        self._peak_born = self._born
+
+    @staticmethod
+    def _move(counted: Counter[str], seen: _Storage, part: str) -> None:
+        counted[seen.part] -= seen.size
+        counted[part] += seen.size
 
 
 class _Storage:
     """One storage that is counted."""
 
-    __slots__ = ("gone", "part", "size")
+    __slots__ = ("born", "gone", "part", "size")
 
-    def __init__(self, gone: weakref.ref[torch.UntypedStorage], size: int, part: str) -> None:
-        self.gone, self.size, self.part = gone, size, part
+    def __init__(
+        self, gone: weakref.ref[torch.UntypedStorage], size: int, part: str, born: int
+    ) -> None:
+        self.gone, self.size, self.part, self.born = gone, size, part, born
 
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
     """Storages of all tensors among values; of a subclass those of its inner tensors."""
     for value in values:
-        if not isinstance(value, torch.Tensor):
+        # A meta tensor has a size and no memory; deepspeed 0.19 keeps a model's worth of them. A
+        # fake one has a meta storage, and says the device that it stands for.
+        if not isinstance(value, torch.Tensor) or value.device.type == "meta":
             continue
         flatten = getattr(value, "__tensor_flatten__", None)  # of a wrapper subclass (DTensor)
         if flatten is None:

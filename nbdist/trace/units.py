@@ -62,8 +62,24 @@ def units(
             raise OptionError(message)
     chosen = frozenset(names) if names is not None else block_names(model)
     if chosen and min_num_params is None:
-        return [m for m in model.modules() if m is not model and type(m).__name__ in chosen]
-    return list(_by_size(model, min_num_params or _smallest(model)))
+        found = [m for m in model.modules() if m is not model and type(m).__name__ in chosen]
+    else:
+        found = list(_by_size(model, min_num_params or _smallest(model)))
+    ends = _ends(model)
+    return [unit for unit in found if unit in ends or ends.isdisjoint(unit.modules())]
+
+
+def _ends(model: nn.Module) -> set[nn.Module]:
+    """Return the input embedding and the head of a transformers model.
+
+    accelerate 1.15 makes them units by themselves and torch 2.13 refuses a unit's parameters
+    in another one that is made later, as they would be with ViTEmbeddings as a unit.
+    """
+    asked = (
+        getattr(model, name, lambda: None)()
+        for name in ("get_input_embeddings", "get_output_embeddings")
+    )
+    return {module for module in asked if isinstance(module, nn.Module)}
 
 
 def _smallest(model: nn.Module) -> int:

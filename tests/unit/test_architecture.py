@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "rank": {*PURE, "launcher", "plan", "trace"},
     "completion": {"strategies"},
     "doctor": {"machine", "engines"},
-    "magics": {*PURE, "", "completion", "doctor", "kernel", "engines", "plan"},
+    "plan_magic": {"", "errors", "strategies", "plan", "kernel"},
+    "magics": {*PURE, "", "completion", "doctor", "kernel", "engines", "plan_magic"},
     "": {*PURE, "kernel", "magics", "plan", "rank"},
 }
 """Room -> rooms it may import from; "" is the package itself."""

@@ -1,11 +1,13 @@
 # ruff: noqa: N802 - the fake has pynvml's names
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from nbdist import machine
@@ -13,6 +15,9 @@ from nbdist.errors import OptionError
 from nbdist.kernel import devices
 from nbdist.kernel.devices import Placement, placement
 from nbdist.machine import Gpu, Machine
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GIB = 1 << 30
 
@@ -24,6 +29,8 @@ class FakeGpu:
     memory_bytes: int = 80 * GIB
     capability: tuple[int, int] | None = (8, 0)
     instances: tuple[FakeGpu, ...] = ()
+    used: tuple[tuple[int, int], ...] = ()
+    """Process and bytes."""
 
 
 @dataclass(eq=False)
@@ -56,9 +63,9 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
         for gpu in self.gpus:
-            for instance in gpu.instances:
-                if instance.uuid == uuid:
-                    return instance
+            for one in (gpu, *gpu.instances):
+                if one.uuid == uuid:
+                    return one
         raise self.NVMLError
 
     def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
@@ -68,7 +75,11 @@ class FakeNvml:
         return gpu.name
 
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
-        return SimpleNamespace(total=gpu.memory_bytes)
+        taken = sum(size for _, size in gpu.used)
+        return SimpleNamespace(total=gpu.memory_bytes, free=gpu.memory_bytes - taken)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in gpu.used]
 
     def nvmlDeviceGetCudaComputeCapability(self, gpu: FakeGpu) -> tuple[int, int]:
         if gpu.capability is None:
@@ -317,3 +328,33 @@ def test_cpu_hardware_and_a_missing_deepspeed(monkeypatch: pytest.MonkeyPatch) -
     hardware = devices.hardware(placement(4, None, machine_of(0)), machine_of(0))
     assert (hardware.kind, hardware.world_size) == ("cpu", 4)
     assert (hardware.bf16, hardware.fp8, hardware.deepspeed) == (False, False, False)
+
+
+def test_free_memory_and_who_holds_the_rest_are_told() -> None:
+    here, gone = os.getpid(), 2**22 + 1  # above Linux's largest pid
+    nvml = FakeNvml([FakeGpu("GPU-0", used=((here, GIB), (gone, 2 * GIB))), FakeGpu("GPU-1")])
+    found = machine.found(nvml=nvml, environ={})
+    first, second = machine.usage(found, nvml=nvml)
+    assert first.free_bytes == 77 * GIB
+    assert first.holders == (f"{psutil.Process().name()} (pid {here})", f"pid {gone}")
+    assert second == machine.Usage(80 * GIB)
+
+
+def test_memory_of_our_own_ranks_counts_as_free() -> None:
+    nvml = FakeNvml([FakeGpu("GPU-0", used=((11, GIB), (12, 2 * GIB)))])
+    found = machine.found(nvml=nvml, environ={})
+    (only,) = machine.usage(found, own={11}, nvml=nvml)
+    assert only.free_bytes == 78 * GIB
+    assert len(only.holders) == 1
+
+
+def test_a_container_limits_the_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    whole = machine.host_free_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("4096\n")
+    assert machine.host_free_bytes() == pytest.approx(whole, rel=0.2)
+    (tmp_path / "memory.max").write_text("1004096\n")
+    assert machine.host_free_bytes() == 1_000_000

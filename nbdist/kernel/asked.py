@@ -1,0 +1,132 @@
+"""What the user asked a session for, checked against this machine.
+
+Runs in the notebook's kernel. A `Choice` is immutable; under auto it is made again when the
+ranks say what was decided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Self
+
+from nbdist import machine, strategies
+from nbdist.errors import OptionError
+from nbdist.kernel import devices
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CONFIG_OF = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
+"""Which engine a config file is for."""
+
+
+def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, changed.
+
+    A backend by name ends auto, and auto leaves an earlier backend and config file behind, as
+    does another engine with the config file.
+    """
+    made = {**asked, **changes}
+    if "backend" in changes and "auto" not in changes:
+        made["auto"] = False
+    if made["auto"]:
+        engine = None
+        made.update({} if "backend" in changes else {"backend": None})
+    else:
+        named = made.get("backend") or strategies.Options().backend
+        engine = strategies.STRATEGIES[strategies.canonical(named)].engine
+    left = [name for name, owner in CONFIG_OF.items() if owner != engine and name not in changes]
+    return made | dict.fromkeys(left)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Devices and options of a session."""
+
+    placement: devices.Placement
+    hardware: strategies.Hardware
+    options: strategies.Options
+    """Under auto and before its decision the first that would do."""
+    gpus_found: bool
+    auto: Mapping[str, Any] | None = None
+    """What auto takes as given; None: the user chose."""
+    undecided: bool = False
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any]) -> Self:
+        """Check everything; raises OptionError."""
+        options = {key: value for key, value in asked.items() if value is not None}
+        nproc, gpus = options.pop("nproc", None), options.pop("devices", None)
+        auto = options.pop("auto", False)
+        found = machine.found()
+        placement = devices.placement(nproc, gpus, found)
+        hardware = devices.hardware(placement, found)
+        if auto:
+            made = _placeholder(options, hardware)
+            given = {name: getattr(made, name) for name in options}
+            return cls(placement, hardware, made, bool(found.gpus), given, undecided=True)
+        checked = strategies.Options.of(options).checked(hardware)
+        return cls(placement, hardware, checked, bool(found.gpus))
+
+    def decided(self, options: strategies.Options) -> Self:
+        """The same after auto's decision."""
+        return dataclasses.replace(self, options=options, undecided=False)
+
+    def differing(self, then: Choice) -> dict[str, tuple[object, object]]:
+        """What would change for a session: name -> (now, then).
+
+        Auto again changes nothing where the decision agrees with what is given.
+        """
+        before, after = self._flat(), then._flat()
+        if then.auto is not None and self.auto is not None:
+            given = self.auto if self.undecided else dataclasses.asdict(self.options)
+            before = {**_placed(self), **{name: given.get(name) for name in then.auto}}
+            after = {**_placed(then), **then.auto}
+        elif then.auto is not None or self.undecided:
+            before, after = _placed(self), _placed(then)
+            before["auto"], after["auto"] = self.auto is not None, then.auto is not None
+        return {name: (before[name], after[name]) for name in after if before[name] != after[name]}
+
+    def describe(self) -> str:
+        """Ranks and strategy in a few words."""
+        where = self.placement.describe()
+        if self.placement.devices is None and not self.gpus_found:
+            where += " (no GPU found)"
+        if self.undecided:
+            return ", ".join([where, "auto", *self.options.describe().split(", ")[1:]])
+        return f"{where}, {'auto: ' if self.auto is not None else ''}{self.options.describe()}"
+
+    @property
+    def visible(self) -> tuple[str, ...] | None:
+        """The ranks' GPUs as CUDA_VISIBLE_DEVICES takes them; None for CPU ranks."""
+        return None if self.placement.devices is None else self.placement.visible
+
+    def _flat(self) -> dict[str, object]:
+        """All options in one table."""
+        return _placed(self) | dataclasses.asdict(self.options)
+
+
+def _placed(choice: Choice) -> dict[str, object]:
+    """Where the ranks are."""
+    return {"nproc": choice.placement.nproc, "devices": choice.placement.devices}
+
+
+def _placeholder(
+    given: Mapping[str, Any], hardware: strategies.Hardware
+) -> strategies.Options:
+    """The first backend's options that agree with what is given.
+
+    Raises:
+        OptionError: no backend takes what is given, or something that auto decides was given.
+    """
+    for name in ("backend", *CONFIG_OF):
+        if name in given:
+            message = f"auto chooses the backend, and the option {name} names one; leave one out."
+            raise OptionError(message)
+    refusals: list[OptionError] = []
+    for name in strategies.STRATEGIES:
+        try:
+            return strategies.Options.of({**given, "backend": name}).checked(hardware)
+        except OptionError as error:
+            refusals.append(error)
+    raise refusals[-1]

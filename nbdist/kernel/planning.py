@@ -1,0 +1,71 @@
+"""What the magics say about the models of a session's ranks: a plan, or a check of one.
+
+Runs in the notebook's kernel. The ranks describe the model and tell what they measured; the
+arithmetic is done here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbdist.errors import PlanError
+from nbdist.kernel.status_line import StatusLine
+
+if TYPE_CHECKING:
+    from nbdist.kernel.session import Session
+    from nbdist.plan.checked import Check
+    from nbdist.plan.result import Plan
+
+
+def plan(session: Session, name: str | None = None, **arguments: Any) -> Plan:
+    """Plan a model of the ranks: a variable, or the one prepared last.
+
+    Micro-batch, ranks, precision and accumulation are the session's own where `arguments` do
+    not say otherwise.
+
+    Args:
+        session: whose ranks have the model.
+        name: a variable of the ranks that holds an nn.Module.
+        arguments: of `nbdist.plan`.
+
+    Raises:
+        PlanError: no such model, or one that cannot be planned.
+    """
+    import nbdist
+    from nbdist.plan import read
+
+    batch_size = arguments.get("batch_size")
+    first = batch_size[0] if isinstance(batch_size, (list, tuple)) else batch_size
+    with StatusLine() as line:
+        line.show("nbdist: looking at the model")
+        seen = session.model_spec(name, batch_size=first, seq_len=arguments.get("seq_len"))
+    own = {
+        "batch_size": seen["batch_size"],
+        "seq_len": seen["seq_len"],
+        "precision": session.options.precision or "no",
+    }
+    if "devices" not in arguments:
+        own["world_size"] = session.world_size
+    if session.options.accumulate > 1:
+        own["accumulate"] = session.options.accumulate
+    return nbdist.plan(read.spec_from_json(seen["spec"]), **{**own, **arguments})
+
+
+def check(session: Session) -> Check:
+    """Put what the ranks have measured beside what the planner predicts for it.
+
+    Raises:
+        PlanError: nothing was measured yet, or the model cannot be planned.
+    """
+    from nbdist.plan import checked, read
+
+    found = {rank: one for rank, one in session.measured().items() if one is not None}
+    if not found:
+        message = (
+            "nothing was measured yet: the ranks measure themselves in the third optimizer step"
+            " after accelerator.prepare()."
+        )
+        raise PlanError(message)
+    one = found[min(found)]
+    seen = session.model_spec(batch_size=one.batch_size, seq_len=one.seq_len)
+    return checked.check(read.spec_from_json(seen["spec"]), session.options, found)

@@ -1,0 +1,308 @@
+"""The search: every strategy and variant, what each one needs and costs, and which to take.
+
+`search` makes a row for each backend, offload and activation checkpointing on or off, at each
+micro-batch asked for; about 30 rows a micro-batch. The best row is the fastest that fits with
+a margin; within 3 % of it the simplest wins. Every other row says why it was not taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from nbdist import strategies
+from nbdist.errors import OptionError
+from nbdist.plan import cost, memory, remedies
+from nbdist.plan.calibration import Learned
+from nbdist.plan.result import Plan, Row
+from nbdist.plan.spec import Workload
+from nbdist.plan.words import gib, part_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from nbdist.plan.devices import Cluster
+    from nbdist.plan.optimizers import Optimizer
+    from nbdist.plan.spec import ModelSpec
+    from nbdist.strategies import Options, Strategy
+
+MARGIN = 0.05
+"""Share of a row's own bytes that must stay free besides: what the model of memory may miss."""
+SIMPLER_WITHIN = 0.03
+"""Of the fastest row's speed: a simpler row may give away so much."""
+_IN_PERCENT = 1.2
+"""Below it a ratio of speeds is said in percent."""
+PLACES = ("none", "cpu", "nvme:PATH")
+"""Offloads that are searched unless the user fixed one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is planned: a model, a machine, and what the user has fixed."""
+
+    model: ModelSpec
+    cluster: Cluster
+    """One device for each rank; the smallest one's free memory binds."""
+    batch_sizes: tuple[int, ...]
+    """Micro-batches of one rank, in samples."""
+    seq_len: int
+    """Tokens of a sample."""
+    precision: str
+    """One of strategies.PRECISIONS."""
+    optimizer: Optimizer
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `strategies.Options` that the user gave; the rest is searched."""
+    offloads: tuple[str, ...] = PLACES
+    """Places to search where `fixed` names none."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, one for each device."""
+        return self.cluster.world_size
+
+
+def search(question: Question) -> Plan:
+    """Make all rows, take the best, and say why not the others."""
+    rows = explored(question)
+    best = _best(rows)
+    advice = () if best else tuple(remedies.smallest_changes(question, fastest))
+    return Plan(
+        question=question,
+        rows=tuple(replace(row, why=_why(row, best, question)) for row in rows),
+        best=None if best is None else replace(best, why=_why(best, best, question)),
+        advice=advice,
+    )
+
+
+def checked(fixed: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """Look at the options that a user fixed; returns them with canonical names.
+
+    Raises:
+        OptionError: an unknown option, or a value that no backend takes.
+    """
+    given = {"precision": precision, **fixed}
+    if given.get("offload") == "nvme":
+        given["offload"] = "nvme:PATH"
+    asked = strategies.Options.of({"backend": _ABLE, **given})
+    settled = asked.checked(strategies.Hardware(kind="cuda", bf16=True, fp8=True))
+    return {name: getattr(settled, name) for name in given}
+
+
+_ABLE = max(
+    strategies.STRATEGIES.values(), key=lambda one: (len(one.offloads), one.offload_params)
+).name
+"""The backend that can do the most: what it refuses, all refuse."""
+
+
+def explored(question: Question) -> list[Row]:
+    """All rows of a question, unexplained."""
+    learned = Learned()
+    return [
+        _row(question, options, batch_size, learned)
+        for options in _variants(question)
+        for batch_size in question.batch_sizes
+    ]
+
+
+def fastest(question: Question) -> Row | None:
+    """The best row of a question, or None where nothing fits."""
+    return _best(explored(question))
+
+
+def _variants(question: Question) -> Iterator[Options]:
+    """Options of all rows, those that are refused (offload that a backend lacks) included."""
+    fixed = question.fixed
+    backends = [fixed["backend"]] if "backend" in fixed else list(strategies.STRATEGIES)
+    for name in map(strategies.canonical, backends):
+        strategy = strategies.STRATEGIES[name]
+        for offload, with_params, checkpointing in itertools.product(
+            _places(question, strategy), (False, True), (False, True)
+        ):
+            searched = {
+                "backend": name,
+                "precision": question.precision,
+                "offload": offload,
+                "offload_params": with_params,
+                "activation_checkpointing": checkpointing,
+            }
+            options = strategies.Options.of(searched | {**fixed, "backend": name})
+            agrees = all(searched[key] == fixed.get(key, searched[key]) for key in _SEARCHED)
+            if agrees and _makes_a_difference(strategy, options):
+                yield options
+
+
+_SEARCHED = ("offload_params", "activation_checkpointing")
+
+
+def _places(question: Question, strategy: Strategy) -> list[str]:
+    """Where a strategy may put optimizer state in this search."""
+    if "offload" in question.fixed:
+        return [str(question.fixed["offload"])]
+    return [one for one in question.offloads if one.partition(":")[0] in strategy.offloads]
+
+
+def _makes_a_difference(strategy: Strategy, options: Options) -> bool:
+    """Whether `offload_params` is a choice: FSDP offloads all or nothing, ZeRO-3 either way."""
+    if not options.offload_params:
+        return True
+    separate = strategy.offload_params and strategy.engine == "deepspeed"
+    return separate and options.offload != "none"
+
+
+# ---------------------------------------------------------------------------- one row
+
+
+def _row(question: Question, options: Options, batch_size: int, learned: Learned) -> Row:
+    refusal = _refusal(options)
+    if refusal:
+        return Row(options=options, batch_size=batch_size, why=refusal)
+    cluster, device = question.cluster, question.cluster.smallest
+    setup = memory.Setup(
+        options=options,
+        world_size=question.world_size,
+        optimizer=question.optimizer,
+        kind=cluster.kind,
+    )
+    workload = Workload(
+        batch_size=batch_size,
+        seq_len=question.seq_len,
+        compute=memory.compute_of(setup),
+        activation_checkpointing=options.activation_checkpointing,
+        kind=cluster.kind,
+    )
+    peak = memory.peak(question.model, workload, setup)
+    calibration = learned.known(
+        device.name,
+        options.backend,
+        options.offload_device,
+        kind=cluster.kind,
+        world_size=question.world_size,
+    )
+    device_bytes = calibration.device_bytes(peak.total)
+    host_bytes = sum(peak.host.values())
+    extra = {
+        "context": calibration.context_bytes,
+        "margin": device_bytes - peak.total - calibration.context_bytes,
+    }
+    row = Row(
+        options=options,
+        batch_size=batch_size,
+        memory={part: peak.parts.get(part, 0) for part in memory.PARTS} | extra,
+        allocated_bytes=peak.total,
+        device_bytes=device_bytes,
+        host=dict(peak.host),
+        host_bytes=host_bytes,
+        nvme_bytes=peak.nvme,
+        peak_moment=peak.name,
+        cost=cost.step_cost(question.model, workload, setup, cluster),
+    )
+    return replace(row, fits=not _shortage(row, question))
+
+
+def _refusal(options: Options) -> str:
+    """Why a backend cannot have these options; empty where it can."""
+    if options.offload_device in options.strategy.offloads:
+        return ""
+    try:
+        options.checked(strategies.Hardware(kind="cuda", bf16=True))
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+def _shortage(row: Row, question: Question) -> str:
+    """What is too small for a row, in words; empty where it fits."""
+    cluster = question.cluster
+    free = cluster.smallest.free_bytes
+    needed = row.device_bytes + (row.host_bytes if cluster.kind == "cpu" else 0)
+    if needed * (1 + MARGIN) > free:
+        largest = max(row.memory.items(), key=lambda item: item[1])
+        close = " with a margin of 5 %" if needed <= free else ""
+        return (
+            f"does not fit{close}: {gib(needed)} of {gib(free, unit=True)}, {part_words(*largest)}"
+        )
+    host = cluster.host_memory_bytes
+    on_host = row.host_bytes * cluster.ranks_per_node
+    if cluster.kind == "cuda" and host is not None and on_host > host:
+        return f"does not fit the host: {gib(on_host)} of {gib(host, unit=True)} of its memory"
+    return ""
+
+
+# ---------------------------------------------------------------------------- the choice
+
+
+def _best(rows: Sequence[Row]) -> Row | None:
+    """The fastest row that fits, or the simplest of those nearly as fast."""
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        return None
+    enough = max(row.tokens_per_s for row in fitting) * (1 - SIMPLER_WITHIN)
+    near = [row for row in fitting if row.tokens_per_s >= enough]
+    return min(near, key=lambda row: (_complexity(row), -row.tokens_per_s))
+
+
+_ORDER = [
+    one.name for one in sorted(strategies.STRATEGIES.values(), key=lambda strategy: strategy.older)
+]
+
+
+def _complexity(row: Row) -> tuple[int, ...]:
+    """What a user would rather do without, gravest first; then the order of the table."""
+    options = row.options
+    return (
+        options.offload != "none",
+        options.offload_params,
+        options.activation_checkpointing,
+        _ORDER.index(options.backend),
+    )
+
+
+def _why(row: Row, best: Row | None, question: Question) -> str:
+    """Why a row was taken, or why not."""
+    if row.why:
+        return row.why
+    if not row.fits or best is None:
+        return _shortage(row, question)
+    return _comparison(row, best, question) + _elsewhere(row, question)
+
+
+def _comparison(row: Row, best: Row, question: Question) -> str:
+    """A row that fits beside the best one."""
+    if row is best:
+        return f"the fastest that fits; {row.bound}-bound"
+    slower = best.tokens_per_s / row.tokens_per_s
+    if slower < 1 + SIMPLER_WITHIN:
+        return "fits, as fast, less simple"
+    much = f"{slower - 1:.0%}" if slower < _IN_PERCENT else f"{slower:.1f}x"
+    return f"fits, {much} slower: {_reason(row, best, question)}"
+
+
+def _elsewhere(row: Row, question: Question) -> str:
+    """What an offload needs of the host, for all ranks of a node."""
+    if row.options.offload_device == "none" or question.cluster.kind == "cpu":
+        return ""
+    ranks = question.cluster.ranks_per_node
+    needs = [f"{gib(ranks * row.host_bytes, unit=True)} of host memory"]
+    needs += [f"{gib(ranks * row.nvme_bytes, unit=True)} of NVMe"] if row.nvme_bytes else []
+    return f"; takes {' and '.join(needs)}"
+
+
+def _reason(row: Row, best: Row, question: Question) -> str:
+    """Which part of a step takes the most more time than in the best row's."""
+    link = {"nvlink": "NVLink", "pcie": "PCIe"}.get(question.cluster.link, question.cluster.link)
+    causes = {
+        "compute_s": "recomputes activations",
+        "exposed_communication_s": f"waits for communication over {link}",
+        "optimizer_s": "the optimizer runs on the CPU" if row.host_bytes else "optimizer step",
+        "offload_s": f"moves data to and from {row.options.offload_device} memory".replace(
+            "nvme memory", "NVMe"
+        ),
+    }
+    tokens = {id(one): one.step_time_s * one.tokens_per_s for one in (row, best)}
+
+    def lost(name: str) -> float:
+        mine, theirs = getattr(row.cost, name), getattr(best.cost, name)
+        return float(mine / tokens[id(row)] - theirs / tokens[id(best)])
+
+    return causes[max(causes, key=lost)]

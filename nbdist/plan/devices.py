@@ -1,0 +1,491 @@
+"""The devices that a plan is for: described in words, or found on this machine.
+
+Pure. `parse` reads "8xH100-80GB,nvlink"; `of_machine` takes what NVML told. Speeds are those
+of `catalogue`. Memory is in bytes, speeds are in bytes/s and FLOP/s; a link's speed is of one
+direction.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from nbdist.errors import PlanError
+from nbdist.plan.catalogue import (
+    CATALOGUE,
+    FP32_SUSTAINED,
+    GB,
+    GIB,
+    TERA,
+    Device,
+    Key,
+    families,
+    family,
+    lookup,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from nbdist.machine import Gpu, Machine, Usage
+
+__all__ = ["CATALOGUE", "Cluster", "Device", "cpu_ranks", "of_machine", "parse"]
+
+Link = Literal["nvlink", "pcie", "cpu", "none"]
+"""cpu: ranks of one machine over its loopback; none: one device alone."""
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+MAX_DEVICES = 100_000
+"""More than any cluster has: a slip of the keyboard, not a question."""
+MAX_MEMORY_GB = 10_000
+NODE_SIZE = 8
+"""GPUs of a node, where more are asked for than one is said to have."""
+NETWORK = 50 * GB
+"""Into each node, where nobody said: one adapter of 400 Gb/s."""
+
+_LINK_SHARE = 0.8
+"""Of a link's datasheet speed that large collectives reach: 235 of 300 GB/s on 8 A100, 361 of
+450 on 8 H200, 382 of 400 over 4 nodes (nccl-tests, stas00/ml-engineering)."""
+_SWITCH_GAIN = 1.3
+"""Of an all-reduce summed inside the NVSwitch (NVLS), against a ring: 475 to 367 GB/s, 8 H200."""
+_SWITCH_RANKS = 5
+"""Fewest GPUs for which NCCL does so; 4 H200 reach the ring's 363 GB/s."""
+_PCIE_SHARE = 0.63
+"""Of PCIe for collectives, which cross bridges that several GPUs share."""
+_PAIR = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All devices of a plan, one a rank, and what is between them."""
+
+    devices: tuple[Device, ...]
+    link: Link
+    """Between the devices of one node."""
+    nodes: int = 1
+    network: float = 0.0
+    """Into one node, all its adapters together, one direction."""
+    host_memory_bytes: int | None = None
+    """Of one node, free; None where nobody said."""
+    host_bandwidth: float = 50 * GB
+    """Of one node, as an optimizer on the CPU reaches it. Llama-2-7B: over 4 s for the 202 GB
+    that AdamW moves (DeepSpeed, ZenFlow's announcement, 2025)."""
+    nvme_bytes: int | None = None
+    """Of one node, free; None where nobody said."""
+    nvme_bandwidth: float = 6 * GB
+    """Of one node."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the reader: what was assumed, what binds."""
+    kind: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: one a device."""
+        return len(self.devices)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of one node, which share its host memory and its network."""
+        return len(self.devices) // self.nodes
+
+    @cached_property
+    def smallest(self) -> Device:
+        """The device with the least free memory; all hold equal shards, so it binds."""
+        return min(self.devices, key=lambda device: device.free_bytes)
+
+    @cached_property
+    def slowest(self) -> Device:
+        """The device that all others wait for."""
+        return min(self.devices, key=lambda device: device.reached("bf16"))
+
+    @property
+    def latency_s(self) -> float:
+        """From the call of a collective to its first byte."""
+        if self.nodes > 1:
+            return 30e-6
+        return {"nvlink": 10e-6, "pcie": 15e-6, "cpu": 200e-6, "none": 0.0}[self.link]
+
+    @property
+    def ramp_s(self) -> float:
+        """Time of a transfer that a collective of that size doubles.
+
+        Fitted to nccl-tests (stas00/ml-engineering) of 8 A100 and 8 H200 (1 MiB: 8 % of full
+        speed, 8 MiB: 32-47 %, 128 MiB: 75-83 %) and of 4 nodes of B200 (1 MiB: 1.4 %).
+        """
+        return 300e-6 if self.nodes > 1 else 45e-6
+
+    def link_bytes_per_s(self, collective: Collective) -> float:
+        """Bus bandwidth of a large collective over all ranks, per rank.
+
+        A ring crosses each node's adapters once, so a node's adapters count together.
+        """
+        inside = self._inside(collective)
+        return inside if self.nodes == 1 else min(inside, self.network * _LINK_SHARE)
+
+    def _inside(self, collective: Collective) -> float:
+        """Bus bandwidth between the devices of one node."""
+        if self.link == "none" or (self.ranks_per_node == 1 and self.nodes > 1):
+            return math.inf
+        device = self.slowest
+        if self.link == "cpu":
+            return _LOOPBACK
+        if self.link == "pcie" or not (device.switched or self.ranks_per_node <= _PAIR):
+            return device.pcie * _PCIE_SHARE
+        summed = (
+            collective == "all_reduce"
+            and device.reduces_in_switch
+            and self.ranks_per_node >= _SWITCH_RANKS
+        )
+        return device.nvlink * _LINK_SHARE * (_SWITCH_GAIN if summed else 1.0)
+
+    def describe(self) -> str:
+        """Describe in a few words: "8 x H100-80GB, nvlink", "2 CPU ranks"."""
+        if self.kind == "cpu":
+            return f"{self.world_size} CPU {'rank' if self.world_size == 1 else 'ranks'}"
+        kinds = Counter(device.name for device in self.devices)
+        words = [" + ".join(f"{count} x {name}" for name, count in kinds.items())]
+        words += [self.link] if self.link != "none" else []
+        words += [f"{self.nodes} nodes, {8 * self.network / GB:g} Gb/s"] if self.nodes > 1 else []
+        return ", ".join(words)
+
+    def resized(self, ranks: int) -> Cluster:
+        """The same with another number of ranks; more nodes where one has not so many GPUs."""
+        per_node = max(self.ranks_per_node, NODE_SIZE)
+        nodes = 1 if self.kind == "cpu" else -(-ranks // per_node)
+        least = self.smallest
+        kept = self.devices[:ranks] + (least,) * (ranks - self.world_size)
+        link: Link = "none" if ranks == 1 else self.link
+        if link == "none" and ranks > 1:
+            link = _usual_link(least, ranks)
+        made = replace(self, devices=kept, link=link, nodes=nodes)
+        return made if nodes == 1 or self.network else _networked(made)
+
+
+def _networked(cluster: Cluster) -> Cluster:
+    """Assume a network between nodes, and say so."""
+    speed = f"{8 * NETWORK / GB:.0f} Gb/s"
+    note = f"The network is not said: {speed} into each node is assumed."
+    return replace(cluster, network=NETWORK, notes=(*cluster.notes, note))
+
+
+_TYPICAL = (
+    "RTX2080Ti-11GB",
+    "T4-16GB",
+    "RTX3090-24GB",
+    "V100-32GB",
+    "A100-40GB",
+    "A6000-48GB",
+    "MI250-64GB",
+    "A100-80GB",
+    "H100-96GB",
+    "H200-141GB",
+    "B200-180GB",
+)
+"""Whose speeds a GPU has that is known by its memory alone."""
+_USABLE = 0.985
+"""Of the memory in a name that CUDA reports, where the catalogue does not say."""
+
+_LOOPBACK = 1.5 * GB
+"""Gloo between processes of one machine."""
+_CORE_FLOPS = 30e9
+"""fp32, one core of a present server in torch's matrix products."""
+_HOST_MEMORY_BANDWIDTH = 20 * GB
+
+
+# ------------------------------------------------------------------------------ parsing
+
+_COUNTED = re.compile(r"(?:(-?[0-9.]+)\s*[x*]\s*)?(?:(-?[0-9.]+)\s*[x*]\s*)?(.*)", re.IGNORECASE)
+_MEMORY = re.compile(r"(-?[0-9.]+|nan|inf)\s*(GI?B|TI?B)", re.IGNORECASE)
+_NETWORK = re.compile(r"(?:([0-9]+)\s*[x*]\s*)?([0-9.]+)\s*(Gb|Gbps|Gb/s|Gbit/s)")
+_STORE = re.compile(r"([0-9.]+)\s*(GB|TB)\s+(host|ram|nvme)", re.IGNORECASE)
+_CPU = re.compile(r"(?:(-?[0-9.]+)\s*[x* ]?\s*)?cpus?", re.IGNORECASE)
+_EXAMPLES = '"8xH100-80GB,nvlink", "2x24GB,pcie", "16x8xA100-80GB,nvlink,8x200Gb" or "2xcpu"'
+
+
+def parse(text: str) -> Cluster:
+    """Read a description of devices.
+
+    "[NODESx][COUNTx]GPU[,nvlink|pcie][,NETWORK][,HOST]": the GPU by name, or by memory alone
+    ("24GB"); the network is what goes into one node ("400Gb" for one adapter, "8x400Gb" for
+    eight); "512GB host" and "2TB nvme" are of one node. "2xcpu" for CPU ranks.
+
+    Raises:
+        PlanError: not of this form, an unknown GPU, or numbers without a meaning.
+    """
+    first, *more = (part.strip() for part in str(text).split(","))
+    if cpu := _CPU.fullmatch(first):
+        _refuse_rest(text, more)
+        return cpu_ranks(_count(cpu[1], text))
+    counted = _COUNTED.fullmatch(first)
+    assert counted is not None  # its last group takes anything  # noqa: S101
+    one, other, name = counted.groups()
+    nodes, count = (_count(one, text), _count(other, text)) if other else (1, _count(one, text))
+    if nodes * count > MAX_DEVICES:
+        message = f"devices {_short(text)} are {nodes * count} GPUs; at most {MAX_DEVICES} can be."
+        raise PlanError(message)
+    device, notes = _described(name, text)
+    cluster = Cluster(
+        devices=(device,) * (nodes * count),
+        link=_usual_link(device, nodes * count),
+        nodes=nodes,
+        notes=notes,
+    )
+    return _finished(cluster, more, text)
+
+
+def _finished(cluster: Cluster, more: Sequence[str], text: str) -> Cluster:
+    """Apply link, network and host to a cluster, and note what was assumed."""
+    for word in more:
+        if word.lower() in {"nvlink", "pcie"}:
+            cluster = replace(cluster, link=_link(word.lower(), cluster))
+        elif network := _NETWORK.fullmatch(word):
+            speed = int(network[1] or 1) * _positive(network[2], text) * GB / 8
+            cluster = replace(cluster, network=speed)
+        elif store := _STORE.fullmatch(word):
+            size = int(_positive(store[1], text) * (GB if store[2].upper() == "GB" else TERA))
+            where = "nvme_bytes" if store[3].lower() == "nvme" else "host_memory_bytes"
+            cluster = replace(cluster, **{where: size})  # type: ignore[arg-type]
+        else:
+            raise PlanError(_unknown_word(word, text))
+    return _networked(cluster) if cluster.nodes > 1 and not cluster.network else cluster
+
+
+def cpu_ranks(
+    count: int, *, host_memory_bytes: int | None = None, num_cpus: int | None = None
+) -> Cluster:
+    """CPU ranks of one machine, which share its memory and its cores."""
+    memory = host_memory_bytes or 8 * GIB * count
+    cores = max(1.0, (num_cpus or count) / count)
+    rank = Device(
+        name="CPU rank",
+        memory_bytes=memory // count,
+        free_bytes=memory // count,
+        # bf16 is no faster than fp32 on cores without units for it.
+        flops=MappingProxyType(dict.fromkeys(("fp32", "bf16"), cores * _CORE_FLOPS)),
+        sustained=FP32_SUSTAINED,
+        memory_bandwidth=_HOST_MEMORY_BANDWIDTH / count,
+        pcie=_LOOPBACK,
+        host_link=_HOST_MEMORY_BANDWIDTH / count,
+        source="a present server core; a modest guess",
+    )
+    notes: tuple[str, ...] = ()
+    if host_memory_bytes is None:
+        notes = (f"Host memory is not said: {memory / count / GIB:.0f} GiB a rank is assumed.",)
+    return Cluster(
+        devices=(rank,) * count,
+        link="cpu" if count > 1 else "none",
+        host_memory_bytes=host_memory_bytes,
+        host_bandwidth=_HOST_MEMORY_BANDWIDTH,
+        notes=notes,
+        kind="cpu",
+    )
+
+
+def _described(name: str, text: str) -> tuple[Device, tuple[str, ...]]:
+    """The device of a name, or a typical one of that memory."""
+    if memory := _MEMORY.fullmatch(name.strip()):
+        size = _positive(memory[1], text) * (1000 if memory[2].upper().startswith("T") else 1)
+        if size > MAX_MEMORY_GB:
+            message = f"devices {_short(text)}: no GPU has {size:g} GB; give what one GPU has."
+            raise PlanError(message)
+        return _by_memory(size * _USABLE * GIB, f"{size:g} GB names no GPU")
+    device = lookup(name)
+    if device is None:
+        raise PlanError(_unknown_gpu(name, text))
+    return device, ()
+
+
+def _by_memory(memory: float, why: str) -> tuple[Device, tuple[str, ...]]:
+    """A GPU known by its memory alone, with the speeds of a typical one."""
+    typical = min(
+        (CATALOGUE[name] for name in _TYPICAL),
+        key=lambda one: abs(math.log(one.memory_bytes / memory)),
+    )
+    device = replace(
+        typical,
+        name=f"{round(memory / _USABLE / GIB)}GB",
+        memory_bytes=int(memory),
+        free_bytes=int(memory),
+    )
+    return device, (f"{why}: its speeds are taken to be those of {typical.name}.",)
+
+
+def _usual_link(device: Device, count: int) -> Link:
+    """What a machine of such GPUs has between them, unless it is said."""
+    if count == 1:
+        return "none"
+    return "nvlink" if device.switched else "pcie"
+
+
+def _link(word: str, cluster: Cluster) -> Link:
+    """The link that was asked for.
+
+    Raises:
+        PlanError: NVLink for a GPU that has none.
+    """
+    device = cluster.devices[0]
+    if word == "nvlink" and not device.nvlink:
+        message = f"{device.name} has no NVLink; use pcie."
+        raise PlanError(message)
+    if cluster.world_size == 1:
+        return "none"
+    return "nvlink" if word == "nvlink" else "pcie"
+
+
+def _count(text: str | None, whole: str) -> int:
+    """How many, 1 if it is not said."""
+    if text is None:
+        return 1
+    if not text.isdigit() or int(text) < 1:
+        message = (
+            f"devices {_short(whole)}: {text} is not a number of devices; use a whole number from "
+            f"1, as in {_EXAMPLES}."
+        )
+        raise PlanError(message)
+    return int(text)
+
+
+def _positive(text: str, whole: str) -> float:
+    """Read a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        message = f"devices {_short(whole)}: {text} is not a size; use a number above 0."
+        raise PlanError(message)
+    return value
+
+
+def _refuse_rest(text: str, more: Sequence[str]) -> None:
+    """Refuse what CPU ranks do not have."""
+    if more:
+        message = f"devices {_short(text)}: CPU ranks take no {more[0]!r}; leave it out."
+        raise PlanError(message)
+
+
+def _unknown_gpu(name: str, text: str) -> str:
+    """Say that a description names no GPU, and which names are near."""
+    from difflib import get_close_matches
+
+    wanted = Key.of(name)
+    if same := [device.name for device in family(name)]:
+        return f"no {wanted.family} with {wanted.memory} GB is known; there is {', '.join(same)}."
+    if not re.search(r"[0-9A-Z]", wanted.family):
+        return f"devices {_short(text)} name no GPU; use {_EXAMPLES}."
+    first = families()
+    near = [first[key] for key in get_close_matches(wanted.family, first, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(near)}? Or give" if near else "give"
+    return f"{_short(name.strip())} is not a known GPU; {hint} its memory, as in 2x24GB,pcie."
+
+
+def _unknown_word(word: str, text: str) -> str:
+    """Say what may stand after the GPU."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word.lower(), ("nvlink", "pcie"), n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return (
+        f"devices {_short(text)}: {word!r} is no link; {hint}after the GPU come nvlink or pcie, "
+        "a network such as 8x400Gb, and 512GB host or 2TB nvme."
+    )
+
+
+def _short(text: str, limit: int = 60) -> str:
+    """Quote a user's text, cut where it is long."""
+    return repr(text if len(text) <= limit else f"{text[:limit]}...")
+
+
+# ------------------------------------------------------------------------------ finding
+
+
+def of_machine(
+    machine: Machine,
+    usage: Sequence[Usage] = (),
+    *,
+    cpu_ranks: int = 2,
+    host_free_bytes: int | None = None,
+    nvme_free_bytes: int | None = None,
+) -> Cluster:
+    """Make the cluster of this machine: one rank for each GPU, or CPU ranks without any.
+
+    Args:
+        machine: what was found.
+        usage: of each GPU now; what other processes hold cannot be planned with.
+        cpu_ranks: how many, where there is no GPU.
+        host_free_bytes: memory of the host that can still be taken.
+        nvme_free_bytes: of a fast local disk.
+    """
+    if not machine.gpus:
+        return _cpu_ranks(cpu_ranks, host_memory_bytes=host_free_bytes, num_cpus=machine.num_cpus)
+    known = [_known(gpu) for gpu in machine.gpus]
+    devices = [device for device, _ in known]
+    notes = dict.fromkeys(note for _, several in known for note in several)
+    for index, now in enumerate(usage):
+        devices[index] = replace(devices[index], free_bytes=now.free_bytes)
+    fast = machine.link == "NVLink" and all(device.nvlink for device in devices)
+    link: Link = "nvlink" if fast else "pcie"
+    return Cluster(
+        devices=tuple(devices),
+        link=link if len(devices) > 1 else "none",
+        host_memory_bytes=host_free_bytes,
+        nvme_bytes=nvme_free_bytes,
+        notes=(*notes, *_held(devices, usage), *_uneven(devices)),
+    )
+
+
+_cpu_ranks = cpu_ranks
+
+
+def _known(gpu: Gpu) -> tuple[Device, tuple[str, ...]]:
+    """A found GPU under its driver's name, with the speeds that the catalogue has for it."""
+    notes: tuple[str, ...] = ()
+    share = _instance(gpu.name)
+    device = lookup(gpu.name, memory_bytes=gpu.memory_bytes if share == 1 else None)
+    if device is None:
+        device, notes = _by_memory(gpu.memory_bytes, f"{gpu.name} is not in the catalogue")
+    bandwidth = device.memory_bandwidth
+    return replace(
+        device,
+        name=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        free_bytes=gpu.memory_bytes,
+        flops=MappingProxyType({kind: share * peak for kind, peak in device.flops.items()}),
+        memory_bandwidth=bandwidth * (gpu.memory_bytes / device.memory_bytes if share < 1 else 1),
+    ), notes
+
+
+def _instance(name: str) -> float:
+    """The share of a GPU's seven slices that a MIG instance has: "MIG 3g.40gb"."""
+    slices = re.search(r"MIG ([1-7])g\.", name)
+    return int(slices[1]) / 7 if slices else 1.0
+
+
+def _held(devices: Sequence[Device], usage: Sequence[Usage]) -> Iterator[str]:
+    """Sentences about memory that other processes hold."""
+    for index, (device, now) in enumerate(zip(devices, usage, strict=False)):
+        if now.holders:
+            free, whole = now.free_bytes / GIB, device.memory_bytes / GIB
+            yield (
+                f"GPU {index} has {free:.1f} of {whole:.1f} GiB free, and no more is planned "
+                f"with: {', '.join(now.holders)} runs on it."
+            )
+
+
+def _uneven(devices: Sequence[Device]) -> Iterator[str]:
+    """A sentence about GPUs that differ."""
+    names = Counter(device.name for device in devices)
+    if len(names) > 1:
+        least = min(devices, key=lambda device: device.free_bytes)
+        slow = min(devices, key=lambda device: device.reached("bf16"))
+        kinds = " and ".join(f"{count} x {name}" for name, count in names.items())
+        yield (
+            f"The GPUs differ ({kinds}); all ranks hold equal shares and wait for each other, so "
+            f"{least.name} with {least.free_bytes / GIB:.1f} GiB free bounds the memory and "
+            f"{slow.name} the speed."
+        )

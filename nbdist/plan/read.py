@@ -1,0 +1,134 @@
+"""What a user hands to `plan`, made into a spec: a size, a folder, a config, a module.
+
+Nothing is downloaded and no code of a model's author is run: a config is read as JSON, and
+`auto_map` (remote code) is never followed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nbdist.errors import PlanError
+from nbdist.plan import closed, traced
+from nbdist.plan.spec import ModelSpec
+
+Progress = Callable[[str], None]
+
+_SIZE = re.compile(r"\d+(\.\d+)?[bm]", re.IGNORECASE)
+DEFAULT_SEQ_LEN = 2048
+"""Where neither user nor config says how long a sample is."""
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
+
+
+def model_spec(
+    given: object,
+    *,
+    batch_size: int,
+    seq_len: int | None,
+    inputs: object = None,
+    progress: Progress,
+) -> tuple[ModelSpec, int]:
+    """Return the spec of what was given, and the sequence length to plan for.
+
+    Args:
+        given: a `PretrainedConfig`, a mapping, a folder or config.json, an `nn.Module`, a
+            size such as "7b", or a spec.
+        batch_size: of the trace, where one is needed.
+        seq_len: tokens of a sample; default: what the model takes, 2048 at most.
+        inputs: example input of a module, where it cannot be known from its config.
+        progress: told what a trace is doing.
+
+    Raises:
+        PlanError: not of these kinds, or a config that lacks a field.
+    """
+    if isinstance(given, ModelSpec):
+        return given, seq_len or DEFAULT_SEQ_LEN
+    if hasattr(given, "micro_batch"):
+        return given, seq_len or DEFAULT_SEQ_LEN
+    if _is_module(given):
+        return _of_module(given, batch_size, seq_len, inputs, progress)
+    if isinstance(given, str) and _SIZE.fullmatch(given.strip()):
+        return closed.with_size(given.strip()), seq_len or DEFAULT_SEQ_LEN
+    config = _config(given)
+    length = seq_len or length_of(config)
+    if closed.knows(config):
+        return closed.from_config(config), length
+    return traced.of_config(
+        config, batch_size=batch_size, seq_len=length, progress=progress
+    ), length
+
+
+def _is_module(given: object) -> bool:
+    """Whether it is an `nn.Module`; torch is not imported to ask."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(given, torch.nn.Module)
+
+
+def _of_module(
+    module: Any, batch_size: int, seq_len: int | None, inputs: object, progress: Progress
+) -> tuple[ModelSpec, int]:
+    """Look at a module in a child process; the module itself is left alone."""
+    from nbdist.trace import module as modules
+
+    config = module.config.to_dict() if hasattr(module, "config") else {}
+    length = seq_len or length_of(config)
+    fields = modules.of_module(
+        module, inputs=inputs, batch_size=batch_size, seq_len=length, progress=progress
+    )
+    return spec_from_json(fields), length
+
+
+def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
+    """Rebuild a spec from its `to_json()`."""
+    readers = {"closed form": closed.from_json, "traced": traced.from_json}
+    return readers[fields["depth"]](fields)
+
+
+def _config(given: object) -> Mapping[str, Any]:
+    """The fields of a transformers config, whatever holds them."""
+    if isinstance(given, Mapping):
+        return given
+    to_dict = getattr(given, "to_dict", None)
+    if hasattr(given, "model_type") and callable(to_dict):
+        fields: Mapping[str, Any] = to_dict()
+        return fields
+    if isinstance(given, (str, Path)):
+        return _config_file(Path(given).expanduser())
+    message = (
+        f"an object of class {type(given).__name__} cannot be planned; give a transformers"
+        ' config, a folder with config.json, an nn.Module, or a size such as "7b".'
+    )
+    raise PlanError(message)
+
+
+def _config_file(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text())
+    except FileNotFoundError:
+        message = (
+            f"{str(path)!r} is neither a size such as '7b' nor a folder with config.json on this"
+            " machine; nbdist downloads nothing, so download the model's config.json first."
+        )
+        raise PlanError(message) from None
+    except (OSError, ValueError) as error:
+        message = f"{file} cannot be read as a config ({error}); give a transformers config.json."
+        raise PlanError(message) from None
+    if not isinstance(fields, dict):
+        message = f"{file} holds a {type(fields).__name__}; a config.json holds an object."
+        raise PlanError(message)
+    return fields
+
+
+def length_of(config: Mapping[str, Any]) -> int:
+    """Tokens of a sample: the most that the model takes, 2048 at most."""
+    for name in _LENGTH_FIELDS:
+        value = config.get(name)
+        if isinstance(value, int) and value > 0:
+            return min(value, DEFAULT_SEQ_LEN)
+    return DEFAULT_SEQ_LEN

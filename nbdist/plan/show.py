@@ -1,0 +1,270 @@
+"""A plan as text for a terminal and as HTML with bars for a notebook."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from nbdist.plan.cost import threshold_sentence
+from nbdist.plan.spec import Workload, params, trainable
+from nbdist.plan.words import count, gib, part_words, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from nbdist.plan.result import Plan, Row
+
+OTHERS = 3
+"""Rows besides the best one that an explanation names."""
+LONGEST_BAR = 1.6
+"""In HTML, of the free memory; a longer bar is cut."""
+SHOWN_PARTS = 4
+"""Parts of the memory that a line names, the largest ones."""
+
+COLORS = {
+    "parameters": "#4878a8",
+    "master": "#86a8cc",
+    "gradients": "#59a14f",
+    "optimizer": "#e0a030",
+    "buffers": "#b07aa1",
+    "gathered": "#76b7b2",
+    "activations": "#d9634f",
+    "logits": "#9c755f",
+    "temporaries": "#b8b0ac",
+    "context": "#8a8a8a",
+    "margin": "#c8c8c8",
+}
+"""Part -> colour of its bar, in the order of the bar."""
+
+
+# ---------------------------------------------------------------------------- words
+
+
+def heading(plan: Plan) -> str:
+    """What was planned, in one line."""
+    ask, model = plan.question, plan.question.model
+    trained = trainable(model)
+    frozen = "" if trained == params(model) else f" ({count(trained)} trained)"
+    sizes = ", ".join(map(str, ask.batch_sizes))
+    return (
+        f"{model.name}{frozen} on {ask.cluster.describe()}: micro-batch {sizes} x {ask.seq_len},"
+        f" {ask.optimizer.name}, {_precision(ask.precision)}; {model.depth}"
+    )
+
+
+def _precision(precision: str) -> str:
+    return "full precision" if precision == "no" else precision
+
+
+def explanation(plan: Plan) -> list[str]:
+    """The choice and why, in at most eight lines."""
+    best = plan.best
+    if best is None:
+        return [f"nothing fits: {heading(plan)}", *plan.advice[:4], *_others(plan)][:8]
+    free = gib(plan.question.cluster.smallest.free_bytes, unit=True)
+    used = f"{gib(best.device_bytes)} of {free} at the {best.peak_moment}"
+    return [
+        f"{best.variant}: {best.why}",
+        f"  {heading(plan)}",
+        f"  {used}: {parts_words(best)}",
+        f"  {speed_words(best)}; {threshold(plan, best)}",
+        *_others(plan),
+    ][:8]
+
+
+def parts_words(row: Row) -> str:
+    """The largest parts of a row's memory: "optimizer 12.1, activations 3.0, ..."."""
+    largest = sorted(row.memory.items(), key=lambda item: -item[1])[:SHOWN_PARTS]
+    return ", ".join(part_words(part, size) for part, size in largest if size)
+
+
+def speed_words(row: Row) -> str:
+    """Speed with its uncertainty: "about 3,100 tokens/s (within 25 %), 1.2 s a step"."""
+    if row.cost is None:
+        return "no speed"
+    return (
+        f"about {row.tokens_per_s:,.0f} tokens/s (within {row.cost.uncertainty:.0%}),"
+        f" {seconds(row.step_time_s)} a step"
+    )
+
+
+def threshold(plan: Plan, row: Row) -> str:
+    """What the batch means for communication, one sentence."""
+    ask = plan.question
+    if row.cost is None:
+        return ""
+    return threshold_sentence(row.cost, Workload(batch_size=row.batch_size, seq_len=ask.seq_len))
+
+
+def _others(plan: Plan) -> Iterator[str]:
+    """One line each for the best rows of the backends that were not taken."""
+    rows = [row for row in briefly(plan) if row is not plan.best]
+    taken = plan.best.backend if plan.best else None
+    different = [row for row in rows if row.backend != taken]
+    for row in different[:OTHERS]:
+        yield f"  {row.variant}: {row.why}"
+
+
+def briefly(plan: Plan) -> list[Row]:
+    """The rows to read first: of each backend and offload the better variant, best on top."""
+    shown: dict[tuple[str, str, int], Row] = {}
+    for row in sorted(plan.rows, key=_order):
+        shown.setdefault((row.backend, row.options.offload_device, row.batch_size), row)
+    rows = sorted(shown.values(), key=_order)
+    if plan.best is None:
+        return rows
+    same = [row for row in plan.rows if _same(row, plan.best)]
+    return same + [row for row in rows if not _same(row, plan.best)]
+
+
+def _same(row: Row, other: Row) -> bool:
+    return (row.options, row.batch_size) == (other.options, other.batch_size)
+
+
+def _order(row: Row) -> tuple[bool, float, int]:
+    """Fitting rows by speed, then the others by memory."""
+    return (not row.fits, -row.tokens_per_s if row.fits else 0.0, row.device_bytes)
+
+
+# ---------------------------------------------------------------------------- text
+
+_WIDTH = 20
+
+
+def text(plan: Plan) -> str:
+    """The table for a terminal: one line for each backend and offload."""
+    free = plan.question.cluster.smallest.free_bytes
+    lines = [heading(plan)]
+    lines += [f"  note: {note}" for note in plan.question.cluster.notes]
+    lines += [""] + [_line(row, plan, free) for row in briefly(plan)]
+    hidden = len(plan.rows) - len(briefly(plan))
+    if hidden:
+        lines += [f"  and {hidden} more variants: plan.rows, plan.to_pandas()"]
+    if plan.best is not None:
+        lines += ["", f"{plan.best.command}", f"  {speed_words(plan.best)}"]
+        lines += [f"  {threshold(plan, plan.best)}"]
+    lines += ["", "nothing fits; these changes would:"] if plan.advice else []
+    lines += [f"  {sentence}" for sentence in plan.advice]
+    return "\n".join(lines)
+
+
+def _line(row: Row, plan: Plan, free: int) -> str:
+    mark = ">" if plan.best is not None and _same(row, plan.best) else " "
+    size = f" b{row.batch_size}" if len(plan.question.batch_sizes) > 1 else ""
+    if row.cost is None:
+        return f"{mark} {row.variant + size:<52} {'':{_WIDTH}} {'':>7}  {row.why}"
+    filled = min(_WIDTH, round(_WIDTH * row.device_bytes / free)) if free else _WIDTH
+    over = "!" if row.device_bytes > free else " "
+    bar = "#" * filled + "." * (_WIDTH - filled)
+    return f"{mark} {row.variant + size:<52} {bar}{over}{gib(row.device_bytes):>7}  {row.why}"
+
+
+# ---------------------------------------------------------------------------- HTML
+
+_STYLE = (
+    ".nbdist-plan{font-family:var(--jp-ui-font-family,sans-serif);font-size:12px;"
+    "line-height:1.35}"
+    ".nbdist-plan table{border-collapse:collapse;margin:4px 0;font-size:12px}"
+    ".nbdist-plan td,.nbdist-plan th{padding:2px 8px;text-align:left;vertical-align:middle;"
+    "white-space:nowrap}"
+    ".nbdist-plan td.why{white-space:normal;text-align:left}"
+    ".nbdist-plan ul{margin:2px 0 4px}"
+    ".nbdist-plan td.n{text-align:right;font-variant-numeric:tabular-nums}"
+    ".nbdist-plan tr.best{font-weight:600;background:rgba(89,161,79,.16)}"
+    ".nbdist-plan tr.no td{opacity:.62}"
+    ".nbdist-plan .bar{display:inline-flex;width:220px;height:12px;position:relative;"
+    "background:rgba(128,128,128,.15);overflow:hidden;vertical-align:middle}"
+    ".nbdist-plan .bar i{display:block;height:100%}"
+    ".nbdist-plan .bar b{position:absolute;top:0;bottom:0;width:2px;"
+    "background:var(--jp-ui-font-color1,currentColor)}"
+    ".nbdist-plan .key i{display:inline-block;width:10px;height:10px;margin:0 4px 0 10px}"
+)
+
+
+def html(plan: Plan) -> str:
+    """The table with a bar for each row; the mark on it is the device's free memory."""
+    rows = briefly(plan)
+    return "".join(
+        (
+            f"<style>{_STYLE}</style><div class='nbdist-plan'>",
+            f"<div><b>{escape(_verdict(plan))}</b></div>{_list(plan.advice)}",
+            f"<div>{escape(heading(plan))}</div>",
+            *(f"<div>{escape(note)}</div>" for note in plan.question.cluster.notes),
+            _table(plan, rows),
+            _key(rows),
+            *(f"<div>{escape(sentence)}</div>" for sentence in _closing(plan)),
+            _folded(plan),
+            "</div>",
+        )
+    )
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.best is None:
+        return "Nothing fits. These changes would:"
+    return f"{plan.best.command}   ({plan.best.why})"
+
+
+def _list(sentences: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _closing(plan: Plan) -> Iterator[str]:
+    if plan.best is not None:
+        yield f"{speed_words(plan.best)}; {threshold(plan, plan.best)}"
+
+
+def _table(plan: Plan, rows: Sequence[Row]) -> str:
+    free = plan.question.cluster.smallest.free_bytes
+    scale = max([free, *(min(row.device_bytes, LONGEST_BAR * free) for row in rows)]) or 1
+    head = "<tr><th></th><th>memory of a device</th><th>GiB</th><th>tokens/s</th><th></th></tr>"
+    return f"<table>{head}{''.join(_html_row(row, plan, free, scale) for row in rows)}</table>"
+
+
+def _html_row(row: Row, plan: Plan, free: int, scale: int) -> str:
+    best = plan.best is not None and _same(row, plan.best)
+    kind = "best" if best else "" if row.fits else "no"
+    size = f", micro-batch {row.batch_size}" if len(plan.question.batch_sizes) > 1 else ""
+    refused = row.cost is None
+    cells = (
+        f"<td>{escape(row.variant + size)}</td>",
+        f"<td>{'' if refused else _bar(row, free, scale)}</td>",
+        f"<td class='n'>{'' if refused else gib(row.device_bytes)}</td>",
+        f"<td class='n'>{'' if refused else f'{row.tokens_per_s:,.0f}'}</td>",
+        f"<td class='why'>{escape(row.why)}</td>",
+    )
+    return f"<tr class='{kind}'>{''.join(cells)}</tr>"
+
+
+def _bar(row: Row, free: int, scale: int) -> str:
+    """Parts side by side, cut at the end of the scale; the whole is in the tooltip."""
+    pieces = (
+        f"<i style='flex:none;width:{100 * row.memory.get(part, 0) / scale:.2f}%;"
+        f"background:{color}'></i>"
+        for part, color in COLORS.items()
+        if row.memory.get(part)
+    )
+    tip = f"{row.peak_moment}: {parts_words(row)}"
+    mark = f"<b style='left:{100 * free / scale:.2f}%'></b>"
+    label = f"{gib(row.device_bytes)} of {gib(free, unit=True)}"
+    return (
+        f"<span class='bar' role='img' aria-label='{escape(label)}' title='{escape(tip)}'>"
+        f"{''.join(pieces)}{mark}</span>"
+    )
+
+
+def _key(rows: Iterable[Row]) -> str:
+    used = {part for row in rows for part, size in row.memory.items() if size}
+    items = (
+        f"<i style='background:{color}'></i>{part}"
+        for part, color in COLORS.items()
+        if part in used
+    )
+    return f"<div class='key'>{''.join(items)}</div>"
+
+
+def _folded(plan: Plan) -> str:
+    """All rows, to be opened."""
+    summary = f"<summary>all {len(plan.rows)} variants</summary>"
+    return f"<details>{summary}{_table(plan, sorted(plan.rows, key=_order))}</details>"

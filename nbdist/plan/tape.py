@@ -1,0 +1,352 @@
+"""A tape of a forward pass: what autograd keeps, and what its backward allocates.
+
+A model's family writes its operations on a `Tape` once, as its `forward` would run them; the
+tape then knows the bytes saved, and the bytes alive at every moment of forward and backward.
+The rules are torch's eager autograd: a tensor lives while a later operation needs it or a
+node has saved it, a node's saved tensors and its incoming gradient go when it has run,
+gradients that meet are added out of place. Casts follow torch.autocast's lists (torch 2.13,
+"Automatic Mixed Precision": CUDA and CPU differ).
+
+Pure arithmetic on sizes, about 3 us an operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from nbdist.plan.spec import Instant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+HALF = 2
+FULL = 4
+
+
+class Tensor:
+    """A tensor of a forward pass: its elements, bytes per element, and whose memory it is."""
+
+    __slots__ = ("elements", "owned", "root", "width")
+
+    def __init__(self, elements: int, width: int, *, of: Tensor | None = None) -> None:
+        """Make a tensor, or a view of one."""
+        self.elements, self.width = elements, width
+        self.root: Tensor = of.root if of else self
+        self.owned = True
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of it, or of its gradient."""
+        return self.elements * self.width
+
+
+@dataclass(slots=True)
+class Node:
+    """One operation."""
+
+    out: Tensor
+    inputs: tuple[Tensor, ...]
+    keeps: tuple[Tensor, ...] = ()
+    """Saved for its backward."""
+    sends: tuple[Tensor, ...] = ()
+    """Inputs that get a gradient of their own."""
+    passes: tuple[Tensor, ...] = ()
+    """Inputs whose gradient is the incoming one, in the same memory."""
+    siblings: tuple[Tensor, ...] = ()
+    """Further outputs: slices, whose gradients are put together with that of `out`."""
+    weights: int = 0
+    """Elements of parameter gradients that its backward makes, for the parameters to keep."""
+    workspace: int = 0
+    """Bytes that its backward needs at its worst, on top of what it makes."""
+
+
+@dataclass(slots=True)
+class Tape:
+    """Operations in forward order."""
+
+    width: int
+    """Bytes per element of the parameters, and of what no rule casts."""
+    autocast: Literal["cuda", "cpu"] | None = None
+    """Whose lists torch.autocast follows, where it runs."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Whose kernels run."""
+    nodes: list[Node] = field(default_factory=list)
+
+    # -- what a family writes with ---------------------------------------------------------
+
+    def cast(self, x: Tensor, width: int) -> Tensor:
+        """`x.to(dtype)`."""
+        if x.width == width:
+            return x
+        out = Tensor(x.elements, width)
+        return self._add(out, (x,), sends=(x,))
+
+    def upcast(self, x: Tensor) -> Tensor:
+        """What autocast does to the input of an operation that a GPU runs in fp32."""
+        return self.cast(x, FULL) if self.autocast == "cuda" else x
+
+    def linear(
+        self, x: Tensor, tokens: int, wide: int, *, narrow: int, trainable: bool = True,
+        bias: bool = False,
+    ) -> Tensor:
+        """A matrix product with a weight of wide x narrow; x is (tokens, narrow)."""
+        weight: tuple[Tensor, ...] = ()
+        if self.autocast:
+            if self.width == FULL:
+                weight = (self._weight_cast(wide * narrow, trainable=trainable),)
+            x = self.cast(x, HALF)
+        own = trainable and not weight
+        out = Tensor(tokens * wide, x.width)
+        keeps = ((x,) if trainable else ()) + weight
+        sends = (x,) + (weight if trainable else ())
+        made = wide * narrow if own else 0
+        made += wide if bias and trainable else 0
+        return self._add(out, (x, *weight), keeps=keeps, sends=sends, weights=made)
+
+    def embedding(self, tokens: int, rows: int, columns: int, *, counted: bool) -> Tensor:
+        """Rows of a table; the indices, and a gradient that is not counted, are the caller's."""
+        out = Tensor(tokens * columns, self.width)
+        return self._add(out, (), weights=rows * columns if counted else 0)
+
+    def hold(self, x: Tensor) -> None:
+        """Something that the last operation saves as well."""
+        self.nodes[-1].keeps += (x,)
+
+    def unary(
+        self, x: Tensor, *, keeps: Literal["input", "output", "nothing"] = "nothing", width: int = 0
+    ) -> Tensor:
+        """An elementwise function of one tensor, or a product with what is kept anyway."""
+        out = Tensor(x.elements, max(x.width, width))
+        kept = {"input": (x,), "output": (out,), "nothing": ()}[keeps]
+        return self._add(out, (x,), keeps=kept, sends=(x,))
+
+    def power(self, x: Tensor) -> Tensor:
+        """`x.pow(n)`; its backward makes x^(n-1) and n * x^(n-1) on the way."""
+        x = self.upcast(x)
+        out = Tensor(x.elements, x.width)
+        return self._add(out, (x,), keeps=(x,), sends=(x,), workspace=2 * x.bytes)
+
+    def mean(self, x: Tensor, tokens: int) -> Tensor:
+        """A mean over the last dimension."""
+        return self._add(Tensor(tokens, x.width), (x,), sends=(x,))
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """`x + y` of equal shapes."""
+        out = Tensor(x.elements, max(x.width, y.width))
+        same = tuple(t for t in (x, y) if t.width == out.width)
+        other = tuple(t for t in (x, y) if t.width != out.width)
+        return self._add(out, (x, y), sends=other, passes=same)
+
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        """`x * y`; y may be smaller, its gradient is then summed."""
+        out = Tensor(x.elements, max(x.width, y.width))
+        extra = out.bytes if y.elements < x.elements else 0
+        return self._add(out, (x, y), keeps=(x, y), sends=(x, y), workspace=extra)
+
+    def scale_by_weight(self, x: Tensor, elements: int, *, trainable: bool) -> Tensor:
+        """`weight * x`, the weight a vector."""
+        out = Tensor(x.elements, max(x.width, self.width))
+        keeps = (x,) if trainable else ()
+        return self._add(
+            out, (x,), keeps=keeps, sends=(x,), weights=elements if trainable else 0,
+            workspace=out.bytes if trainable else 0,
+        )
+
+    def view(self, x: Tensor) -> Tensor:
+        """A view whose gradient has to be copied back into x's layout."""
+        return self._add(Tensor(x.elements, x.width, of=x), (x,), sends=(x,))
+
+    def copy(self, x: Tensor, times: int = 1) -> Tensor:
+        """A contiguous copy of a view, `times` as large when it is repeated."""
+        out = Tensor(x.elements * times, x.width)
+        if times == 1:
+            return self._add(out, (x,), passes=(x,))
+        return self._add(out, (x,), sends=(x,))
+
+    def split(self, x: Tensor, count: int) -> tuple[Tensor, ...]:
+        """Equal slices, which are views; their gradients are put together in one copy."""
+        parts = tuple(Tensor(x.elements // count, x.width, of=x) for _ in range(count))
+        self._add(parts[0], (x,), sends=(x,), siblings=parts[1:])
+        return parts
+
+    def matmul(self, x: Tensor, y: Tensor, elements: int) -> Tensor:
+        """A batched matrix product."""
+        if self.autocast:
+            x, y = self.cast(x, HALF), self.cast(y, HALF)
+        out = Tensor(elements, x.width)
+        return self._add(out, (x, y), keeps=(x, y), sends=(x, y))
+
+    def fp32_matmul(self, x: Tensor, y: Tensor, elements: int) -> Tensor:
+        """A batched matrix product inside a kernel that computes in fp32."""
+        out = Tensor(elements, FULL)
+        return self._add(out, (x, y), keeps=(x, y), sends=(x, y))
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """A softmax over the last dimension."""
+        return self.unary(self.upcast(x), keeps="output")
+
+    def dropout(self, x: Tensor, rate: float) -> Tensor:
+        """Dropout: a GPU keeps one byte an element, a CPU a mask of x's own type."""
+        if not rate:
+            return x
+        mask = Tensor(x.elements, 1 if self.device == "cuda" else x.width)
+        out = Tensor(x.elements, x.width)
+        return self._add(out, (x, mask), keeps=(mask,), sends=(x,))
+
+    def layer_norm(self, x: Tensor, tokens: int, columns: int, *, trainable: bool) -> Tensor:
+        """torch's layer norm; keeps its input, mean and 1/std."""
+        x = self.upcast(x)
+        out = Tensor(x.elements, x.width)
+        statistics = Tensor(2 * tokens, x.width if self.device == "cpu" else FULL)
+        return self._add(
+            out, (x, statistics), keeps=(x, statistics), sends=(x,),
+            weights=2 * columns if trainable else 0,
+        )
+
+    def rms_norm(self, x: Tensor, tokens: int, columns: int, *, trainable: bool) -> Tensor:
+        """The RMSNorm of transformers' models, operation by operation, in fp32 inside."""
+        wide = self.cast(x, FULL)
+        squares = self.mean(self.power(wide), tokens)
+        inverse = self.unary(self.unary(squares, keeps="nothing"), keeps="output")
+        normed = self.cast(self.multiply(wide, inverse), x.width)
+        return self.scale_by_weight(normed, columns, trainable=trainable)
+
+    def flash_attention(self, q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
+        """Fused attention; keeps q, k, v, its output, and fp32 log-sums of `rows`."""
+        if self.autocast:
+            q, k, v = (self.cast(t, HALF) for t in (q, k, v))
+        out, sums = Tensor(q.elements, q.width), Tensor(rows, FULL)
+        return self._add(out, (q, k, v, sums), keeps=(q, k, v, out, sums), sends=(q, k, v))
+
+    # -- what is read off ------------------------------------------------------------------
+
+    def saved(self) -> int:
+        """Bytes kept from forward to backward."""
+        return sum(t.bytes for t in self._kept())
+
+    def keeps(self, x: Tensor) -> bool:
+        """Whether a node saves a tensor's memory."""
+        return x.root in self._kept()
+
+    def forward(self, first: Tensor | None = None) -> int:
+        """Most bytes alive inside the forward with what it keeps; `first` is its input."""
+        return self._forward(keeping=True, first=first)
+
+    def forward_only(self, first: Tensor) -> int:
+        """Most bytes alive inside a forward that keeps nothing."""
+        return self._forward(keeping=False, first=first)
+
+    def backward(self, incoming: int, held: int = 0) -> tuple[Instant, ...]:
+        """The worst moments of the backward.
+
+        Args:
+            incoming: bytes of the gradient that comes in.
+            held: bytes kept all along besides, such as a checkpointed input.
+        """
+        return worst(self._backward(incoming, held))
+
+    # -- how -------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        out: Tensor,
+        inputs: tuple[Tensor, ...],
+        *,
+        keeps: tuple[Tensor, ...] = (),
+        sends: tuple[Tensor, ...] = (),
+        passes: tuple[Tensor, ...] = (),
+        weights: int = 0,
+        workspace: int = 0,
+        siblings: tuple[Tensor, ...] = (),
+    ) -> Tensor:
+        node = Node(out, inputs, keeps, sends, passes, siblings, weights, workspace)
+        self.nodes.append(node)
+        return out
+
+    def _weight_cast(self, elements: int, *, trainable: bool) -> Tensor:
+        """The bf16 copy that autocast makes of a weight; its gradient is cast back."""
+        copy = Tensor(elements, HALF)
+        return self._add(copy, (), weights=elements if trainable else 0)
+
+    def _kept(self) -> dict[Tensor, None]:
+        """Memory that nodes save, each once."""
+        return {t.root: None for node in self.nodes for t in node.keeps if t.root.owned}
+
+    def _forward(self, *, keeping: bool, first: Tensor | None) -> int:
+        kept = set(self._kept()) if keeping else set()
+        last: dict[Tensor, int] = {}
+        for number, node in enumerate(self.nodes):
+            for tensor in node.inputs:
+                last[tensor.root] = number
+        alive = first.bytes if first else 0
+        seen = {first} if first else set()
+        peak = alive
+        for number, node in enumerate(self.nodes):
+            made = {t.root for t in (node.out, *node.inputs) if t.root.owned} - seen
+            seen |= made
+            alive += sum(t.bytes for t in made)
+            peak = max(peak, alive)
+            for tensor in {t.root for t in node.inputs if t.root.owned}:
+                if last[tensor] == number and tensor not in kept:
+                    alive -= tensor.bytes
+        return peak
+
+    def _backward(self, incoming: int, held: int) -> Iterable[Instant]:
+        uses: dict[Tensor, int] = {}
+        for node in self.nodes:
+            for tensor in node.keeps:
+                if tensor.root.owned:
+                    uses[tensor.root] = uses.get(tensor.root, 0) + 1
+        alive = held + incoming + sum(tensor.bytes for tensor in uses)
+        grads = 0
+        waiting: dict[Tensor, _Gradient] = {self.nodes[-1].out: _Gradient(incoming)}
+        yield Instant(alive, grads)
+        for node in reversed(self.nodes):
+            gradient = waiting.pop(node.out, None)
+            if gradient is None:
+                continue
+            slices = [waiting.pop(part) for part in node.siblings]
+            sent = [(t, _Gradient(t.bytes)) for t in node.sends]
+            alive += sum(t.bytes for t in node.sends)
+            for tensor in node.passes:
+                gradient.owners += 1
+                sent.append((tensor, gradient))
+            grads += node.weights
+            yield Instant(alive + node.workspace, grads)
+            for tensor in node.keeps:
+                if tensor.root.owned:
+                    uses[tensor.root] -= 1
+                    alive -= 0 if uses[tensor.root] else tensor.root.bytes
+            alive -= gradient.drop() + sum(part.drop() for part in slices)
+            for tensor, new in sent:
+                old = waiting.get(tensor)
+                if old is not None:
+                    yield Instant(alive + tensor.bytes, grads)
+                    alive += tensor.bytes - old.drop() - new.drop()
+                    waiting[tensor] = _Gradient(tensor.bytes)
+                else:
+                    waiting[tensor] = new
+
+
+class _Gradient:
+    """Memory of a gradient on its way, and how many are waiting with it."""
+
+    __slots__ = ("bytes", "owners")
+
+    def __init__(self, size: int) -> None:
+        self.bytes, self.owners = size, 1
+
+    def drop(self) -> int:
+        """Let one owner go; the bytes that are freed by it."""
+        self.owners -= 1
+        return 0 if self.owners else self.bytes
+
+
+def worst(instants: Iterable[Instant]) -> tuple[Instant, ...]:
+    """The instants that no other one exceeds in both fields, most bytes first."""
+    best: list[Instant] = []
+    for one in sorted(set(instants), key=lambda i: (-i.held, -i.grads)):
+        if not best or one.grads > best[-1].grads:
+            best.append(one)
+    return tuple(best)

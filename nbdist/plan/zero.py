@@ -1,0 +1,181 @@
+"""DeepSpeed's training step under ZeRO-1 and 2; stage 3 is told in `zero3`.
+
+Every rank holds all parameters; the master copy, optimizer state and (stage 2) gradients
+are cut into equal partitions of one long row, so that ranks differ: a rank keeps the whole
+gradient of a parameter that reaches into its partition. The fullest rank counts.
+DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.plan import layout, zero3
+from nbdist.plan.deepspeed import CUTS_GRADIENTS, CUTS_PARAMETERS, MASTER, Story
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbdist.plan.layout import Reduction
+    from nbdist.plan.memory import Moment, Setup
+    from nbdist.plan.spec import ModelSpec, Step, Workload
+
+_NORM = 8
+"""Bytes of an element while a norm is taken, in fp64."""
+
+
+def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Moment]:
+    """The moments of a training step on the fullest rank."""
+    cuts_parameters = setup.options.strategy.level == CUTS_PARAMETERS
+    story = zero3.Cut if cuts_parameters else _Whole
+    return story(model, workload, setup).moments()
+
+
+class _Whole(Story):
+    """Stages 1 and 2."""
+
+    def __init__(self, model: ModelSpec, workload: Workload, setup: Setup) -> None:
+        super().__init__(model, workload, setup)
+        self._cuts_gradients = setup.options.strategy.level == CUTS_GRADIENTS
+        self._at_once = self._cuts_gradients or self.config.overlap
+        """Gradients are reduced while the backward runs, not after it."""
+        shares = layout.shares(model.groups, tied=model.tied, world_size=setup.world_size)
+        self._shares = shares
+        self._touched = [share.touched for share in shares]
+        self._largest = max((max(layout.sizes(one), default=0) for one in model.groups), default=0)
+
+    def held(self) -> dict[str, int]:
+        """All parameters; the rest is here or in host memory."""
+        parameters = sum(one.count * one.params for one in self.model.groups)
+        parts = {"parameters": self.unit * parameters}
+        if self.offloaded:
+            # Through it gradients of a parameter come back from the host to be added to.
+            return parts | {"buffers": self.unit * self._largest}
+        return parts | self.state()
+
+    def host(self) -> dict[str, int]:
+        """Master copy, its gradients, state, and a copy in 16 bits on its way back."""
+        if not self.offloaded:
+            return {}
+        kept = max(self._touched) if self.again else 0
+        return self.state() | {
+            "parameters": self.unit * self.partition,
+            "gradients": MASTER * self.partition + self.unit * kept,
+            "buffers": self.unit * self._largest,
+        }
+
+    def moments(self) -> Iterator[Moment]:
+        """Forward, loss, backward, reductions, step."""
+        for name, step in self.steps():
+            yield self.moment(name, self.activations(step), self._during(step))
+        yield from self._reduced_at_once() if self._at_once else self._reduced_after()
+        yield from self._updated()
+
+    def _bucket(self) -> dict[str, int]:
+        return {"buffers": self.unit * self.config.bucket * self.config.buffers}
+
+    def _earlier(self) -> dict[str, int]:
+        """Gradients of earlier micro-batches, on the device."""
+        if not self.again:
+            return {}
+        if self._cuts_gradients:
+            return {} if self.offloaded else {"gradients": self.unit * max(self._touched)}
+        return {"gradients": self.unit * self.trainable}
+
+    def _during(self, step: Step) -> dict[str, int]:
+        """Bytes of gradients, and of the bucket they wait in."""
+        kept = self._earlier()
+        made = layout.finished(self.model, step) + step.grads
+        begun = step.phase == "backward" and made > 0
+        if self.again and not self._cuts_gradients:
+            # Stage 1 keeps its bucket from one micro-batch to the next.
+            return kept | self._bucket() | self.coming(step)
+        if not begun:
+            return kept
+        if not self._at_once:
+            return self._bucket() | {"gradients": self.unit * made}
+        first = self.reductions(backward=True)[0]
+        mine = self._partition_buffer(first.moved if made > first.moved else 0)
+        gradients = {"gradients": kept.get("gradients", 0) + mine}
+        return self._bucket() | gradients | self.coming(step)
+
+    def _partition_buffer(self, moved: int, *, backward: bool = True) -> int:
+        """Bytes of reduced gradients on the fullest of the ranks that were reached by now."""
+        if not moved or self.offloaded:
+            return 0
+        reached = -(-moved // max(1, self.partition))
+        ranks = self._touched[-reached:] if backward else self._touched[:reached]
+        return self.unit * max(ranks)
+
+    def _reduced_at_once(self) -> Iterator[Moment]:
+        """Buckets that fill while the backward runs."""
+        made = self.reductions(backward=True)
+        for one in _telling(made):
+            before = self._partition_buffer(one.moved - one.filled)
+            after = self._partition_buffer(one.moved)
+            around = {"gradients": self.outside(one)}
+            for grads, temporary in ((before, self._flat(one)), (after, self._norm())):
+                yield self.moment(
+                    "gradient reduction",
+                    self.at(one),
+                    self._earlier(),
+                    self._bucket(),
+                    around,
+                    {"gradients": grads, "temporaries": temporary},
+                )
+
+    def _flat(self, one: Reduction) -> int:
+        """Bytes of the copy that is reduced, where pieces go to several ranks.
+
+        A parameter above the bucket's size goes piece by piece, or a bucket of them at once.
+        """
+        if not one.split or (self.is_large(one) and self.partition > self.config.bucket):
+            return 0
+        return self.unit * min(one.filled, self.config.bucket + self.partition)
+
+    def _norm(self) -> int:
+        """Bytes of the fp64 copy, for its norm, of a gradient on its way to the host."""
+        return _NORM * min(self._largest, self.partition) if self.offloaded else 0
+
+    def _reduced_after(self) -> Iterator[Moment]:
+        """Stage 1: all gradients exist, and go through the bucket from the first to the last."""
+        outside = 0
+        for one in self.reductions(backward=False):
+            outside += one.filled if self.is_large(one) else 0
+            rest = self.unit * (self.trainable - one.moved + outside)
+            before = self._partition_buffer(one.moved - one.filled, backward=False)
+            after = self._partition_buffer(one.moved, backward=False)
+            for grads, temporary in ((before, self._flat(one)), (after, self._norm())):
+                yield self.moment(
+                    "gradient reduction",
+                    self.outputs(),
+                    self._bucket(),
+                    {"gradients": rest + grads, "temporaries": temporary},
+                )
+
+    def _updated(self) -> Iterator[Moment]:
+        """The norm, the flat fp32 gradients, the step."""
+        if self.offloaded:
+            yield self.moment(
+                "optimizer step", self.outputs(), host=self.host_update(self.partition)
+            )
+            return
+        reduced = {"gradients": self.unit * max(self._touched)} | self.outputs()
+        fullest = max(self._shares, key=lambda one: self.unit * one.touched + _NORM * one.piece)
+        yield self.moment(
+            "gradient norm",
+            self.outputs(),
+            {"gradients": self.unit * fullest.touched, "temporaries": _NORM * fullest.piece},
+        )
+        cast = MASTER if self.unit != MASTER else 0
+        yield self.moment(
+            "gradients to fp32", reduced, {"temporaries": (self.unit + cast) * self.partition}
+        )
+        yield self.moment("optimizer step", self.outputs(), self.update(self.partition))
+
+
+def _telling(made: tuple[Reduction, ...]) -> list[Reduction]:
+    """Those reductions one of which is the worst: activations only become fewer."""
+    split = [one for one in made if one.split]
+    fullest = max(made, key=lambda one: one.filled)
+    return [made[0], *split[:1], fullest, made[-1]]

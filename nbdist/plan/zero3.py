@@ -1,0 +1,155 @@
+"""DeepSpeed's training step under ZeRO-3.
+
+Parameters are cut one by one and gathered for use (`gathering`); reduced gradients and the
+bucket have buffers that stay. DeepSpeed 0.19.8, runtime/zero/stage3.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.plan import gathering, layout
+from nbdist.plan.deepspeed import MASTER, Story, total
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nbdist.plan.gathering import Where
+    from nbdist.plan.memory import Moment, Setup
+    from nbdist.plan.spec import Group, ModelSpec, Step, Workload
+
+_SWAP_BUFFERS = 4
+_PARAM_BUFFERS = 5
+_PARAM_BUFFER = 1e8
+_PARAMS_IN_HOST = 1e9
+"""Defaults of an offload to NVMe (runtime/zero/offload_config.py)."""
+
+
+class Cut(Story):
+    """Stage 3."""
+
+    def __init__(self, model: ModelSpec, workload: Workload, setup: Setup) -> None:
+        """Replay what is gathered when."""
+        super().__init__(model, workload, setup)
+        self._params_away = setup.options.offload_params
+        self._on_nvme = setup.options.offload_device == "nvme"
+        self._gathered = gathering.gathered(
+            model.groups,
+            tied=model.tied,
+            recompute=workload.activation_checkpointing,
+            rules=self.config.rules,
+        )
+
+    @property
+    def partition(self) -> int:
+        """Elements of a rank's share; each parameter is cut by itself."""
+        return self._share(layout.sizes)
+
+    def _share(self, sizes: Callable[[Group], tuple[int, ...]]) -> int:
+        """Elements that one rank has of parameters."""
+        ranks = self.setup.world_size
+        return sum(
+            group.count * -(-size // ranks) for group in self.model.groups for size in sizes(group)
+        )
+
+    def held(self) -> dict[str, int]:
+        """Shares of parameters, gradients and state, and the bucket."""
+        parts = {"buffers": self.unit * self.config.bucket * self.config.buffers}
+        if not self._params_away:
+            parts["parameters"] = self._parameters()
+        if self.offloaded:
+            return parts
+        return parts | self.state() | {"gradients": self.unit * self.partition}
+
+    def _parameters(self) -> int:
+        """Bytes of a rank's share of all parameters."""
+        return self.unit * (self.partition + self._share(layout.frozen_sizes))
+
+    def host(self) -> dict[str, int]:
+        """What an offload to the host holds, or passes through it on its way to NVMe."""
+        if not self.offloaded:
+            return {}
+        # Reduced gradients as they come, and in fp32 for the step.
+        parts = {"gradients": (self.unit + MASTER) * self.partition}
+        if not self._on_nvme:
+            parts |= self.state()
+            return parts | ({"parameters": self._parameters()} if self._params_away else {})
+        parts["buffers"] = MASTER * self._swap_buffers() * min(self.partition, self._sub_group())
+        return total((parts, self._params_in_host())) if self._params_away else parts
+
+    def _sub_group(self) -> int:
+        """Elements that are updated at once: no more than the config says, but one parameter."""
+        ranks = self.setup.world_size
+        largest = max(max(layout.sizes(one), default=0) for one in self.model.groups)
+        return min(self.partition, max(self.config.sub_group, -(-largest // ranks)))
+
+    def _swap_buffers(self) -> int:
+        return int(self.config.offload_optimizer.get("buffer_count", _SWAP_BUFFERS))
+
+    def _params_in_host(self) -> dict[str, int]:
+        """Page-locked buffers of parameters on NVMe, and those that the host may keep."""
+        section = self.config.offload_param
+        largest = max(one.largest for one in self.model.groups)
+        buffers = int(section.get("buffer_count", _PARAM_BUFFERS))
+        kept = min(self.partition, int(section.get("max_in_cpu", _PARAMS_IN_HOST)))
+        return {
+            # nbdist.rank.zero sizes them by the largest parameter.
+            "buffers": self.unit * buffers * int(section.get("buffer_size", largest)),
+            "parameters": self.unit * kept,
+        }
+
+    def nvme(self) -> int:
+        """Bytes of files: state, and parameters where they are offloaded too."""
+        if not self._on_nvme:
+            return 0
+        return sum(self.state().values()) + (self._parameters() if self._params_away else 0)
+
+    def moments(self) -> Iterator[Moment]:
+        """Forward, loss, backward, reductions, step."""
+        for name, step in self.steps():
+            yield self.moment(
+                name,
+                self.activations(step),
+                self._there(step),
+                self.coming(step),
+            )
+        yield from self._reduced()
+        yield from self._updated()
+
+    def _there(self, step: Step) -> dict[str, int]:
+        """Bytes of gathered parameters."""
+        if step.phase == "loss":
+            return self._gather(self._gathered.loss)
+        return self._at_work((step.phase, step.group, step.index))
+
+    def _at_work(self, where: Where) -> dict[str, int]:
+        return self._gather(self._gathered.most.get(where, 0))
+
+    def _gather(self, elements: int) -> dict[str, int]:
+        return {"gathered": self.unit * (self._gathered.persistent + elements)}
+
+    def _reduced(self) -> Iterator[Moment]:
+        """Buckets that fill while the backward runs, each copied for its reduction."""
+        made = self.reductions(backward=True)
+        for one in (made[0], max(made, key=lambda one: one.filled), made[-1]):
+            yield self.moment(
+                "gradient reduction",
+                self.at(one),
+                self._at_work(("backward", one.at.group, one.at.nth))
+                if one.at is not None
+                else self._gather(0),
+                {"gradients": self.outside(one)},
+                {"temporaries": 0 if self.is_large(one) else self.unit * one.filled},
+            )
+
+    def _updated(self) -> Iterator[Moment]:
+        """One group of parameters after the other: fp32 gradients, the step."""
+        size = self._sub_group()
+        if self.offloaded:
+            yield self.moment("optimizer step", self.outputs(), host=self.host_update(size))
+            return
+        cast = MASTER if self.unit != MASTER else 0
+        yield self.moment(
+            "gradients to fp32", self.outputs(), {"temporaries": (self.unit + cast) * size}
+        )
+        yield self.moment("optimizer step", self.outputs(), self.update(size))

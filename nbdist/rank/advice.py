@@ -1,0 +1,170 @@
+"""Out of memory becomes advice: what was held, and the lines to paste that would fit.
+
+Runs on a rank, after a cell has failed for lack of memory: `on` looks while the cell's frames
+hold what they held, and what it returns plans when they are gone. Nothing here waits for
+another rank: it may be the only one that failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import distributed
+
+from nbdist import wire
+from nbdist.errors import NbdistError
+from nbdist.plan import checked, choice, read
+from nbdist.plan.words import gib
+from nbdist.rank import choose, describe, measure
+from nbdist.rank.accelerator import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nbdist.plan.result import Plan, Row
+    from nbdist.rank.measure import Watch
+
+log = logging.getLogger(__name__)
+
+ROWS = 3
+"""Lines to paste that are offered."""
+_TOLD = (
+    "can't allocate memory",  # torch 2.13, c10/core/impl/alloc_cpu.cpp
+    "not enough memory",  # the same on Windows
+    "Cannot allocate memory",  # errno ENOMEM
+    "out of memory",  # CUDA's own errors, and NCCL's
+)
+
+
+def on(error: BaseException | None) -> Callable[[], wire.Advice] | None:
+    """Look at an error; None for one that is not of memory, else what makes the advice."""
+    if not is_out_of_memory(error):
+        return None
+    held = _held()
+    return functools.partial(_advice, held)
+
+
+def _advice(held: dict[str, int]) -> wire.Advice:
+    """What to say below the traceback."""
+    watch = measure.state.watch
+    lines = [_held_words(held)]
+    if watch is not None and watch.twin is not None:
+        lines += _what_fits(watch)
+    return wire.Advice(lines=lines, held_bytes=sum(held.values()))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, says that memory ran out."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+            return True
+        if isinstance(error, (RuntimeError, OSError)) and any(one in str(error) for one in _TOLD):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _held() -> dict[str, int]:
+    """Bytes by part: at the device's fullest moment, or in this process's memory now."""
+    watch = measure.state.watch
+    model = watch.model() if watch and watch.model else None
+    parts = measure.resting(model, measure.innermost(watch)) if model is not None else {}
+    if torch.cuda.is_initialized():
+        held = torch.cuda.memory_stats()["allocated_bytes.all.peak"]
+    else:
+        held = psutil.Process().memory_info().rss
+    named = {name: size for name, size in parts.items() if name in checked.TOLD_APART}
+    rest = max(0, held - sum(named.values()))
+    return {**named, checked.REST if torch.cuda.is_initialized() else "everything else": rest}
+
+
+def _held_words(held: dict[str, int]) -> str:
+    """What was held, largest first: "out of memory: 23.1 GiB held: optimizer 12.1, ..."."""
+    parts = sorted(held.items(), key=lambda item: -item[1])
+    words = ", ".join(f"{name} {gib(size)}" for name, size in parts if size)
+    return f"out of memory; this rank held {gib(sum(held.values()), unit=True)}: {words}"
+
+
+def _what_fits(watch: Watch) -> list[str]:
+    """Lines to paste, or why there are none."""
+    try:
+        plan = _plan(watch)
+    except (NbdistError, MemoryError, OSError) as error:
+        return [f"what would fit is not known: {error}"]
+    except Exception as error:
+        log.exception("no plan after a failure for lack of memory")
+        return [f"what would fit is not known ({type(error).__name__})"]
+    present = _present(plan)
+    if present is not None and present.fits:
+        free = gib(plan.question.cluster.smallest.free_bytes, unit=True)
+        return [
+            f"the plan expects {gib(present.device_bytes)} of {free} for this model and batch:"
+            " something else takes the memory"
+        ]
+    rows = list(_fitting(plan))
+    if rows:
+        return ["these would fit (%nbdist plan shows all):", *map(_pasted(plan), rows)]
+    return ["no strategy fits; these changes would:", *(f"  {one}" for one in plan.advice)]
+
+
+def _plan(watch: Watch) -> Plan:
+    """Plan the model that was prepared, for the micro-batch it was given last."""
+    session = current()
+    options, hardware = session.options, session.hardware
+    assert watch.twin is not None  # noqa: S101 - the caller looked
+    samples, tokens = watch.shape or (1, describe.default_length(watch.twin))
+    fields = describe.spec_of(
+        watch.twin,
+        batch_size=samples,
+        seq_len=tokens,
+        inputs=watch.inputs,
+        progress=log.info,
+    )
+    free = [choose.free_bytes()] * distributed.get_world_size()
+    return choice.search(
+        choice.Question(
+            model=read.spec_from_json(fields),
+            cluster=choose.cluster(free, hardware),
+            batch_sizes=(samples,),
+            seq_len=tokens,
+            precision=options.precision or "no",
+            optimizer=checked.optimizer_of(watch.described, hardware.kind),
+            fixed={"accumulate": watch.accumulate},
+            offloads=("none", "cpu"),
+        )
+    )
+
+
+def _present(plan: Plan) -> Row | None:
+    """The row of the session's own options."""
+    own = current().options
+    names = ("backend", "offload", "offload_params", "activation_checkpointing")
+    same = [
+        row
+        for row in plan.rows
+        if all(getattr(row.options, name) == getattr(own, name) for name in names)
+    ]
+    return same[0] if same else None
+
+
+def _fitting(plan: Plan) -> Iterator[Row]:
+    """The best row, then the fastest ones of other backends that fit."""
+    rows = sorted((row for row in plan.rows if row.fits), key=lambda row: -row.tokens_per_s)
+    rows = [plan.best, *rows] if plan.best else rows
+    taken: set[str] = set()
+    for row in rows:
+        if row.backend not in taken and len(taken) < ROWS:
+            taken.add(row.backend)
+            yield row
+
+
+def _pasted(plan: Plan) -> Any:
+    """How a row is written as a line to paste."""
+    free = gib(plan.question.cluster.smallest.free_bytes, unit=True)
+    return lambda row: f"  {row.command}   # predicted {gib(row.device_bytes)} of {free}"

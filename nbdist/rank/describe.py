@@ -1,0 +1,155 @@
+"""A model of this rank as the planner sees it; runs on a rank.
+
+A prepared model is in pieces or inside an engine, so what is described is its twin without
+data, which `rank.measure` made before `prepare()`. Looking at a model happens in a child
+process (`trace.module`): neither the model nor a random state changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nbdist.errors import PlanError
+from nbdist.plan import read
+from nbdist.rank import measure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from nbdist import wire
+    from nbdist.rank.measure import Watch
+
+Inputs = dict[str, list[Any]]
+"""Argument of a forward, or its place -> shape and name of its dtype."""
+
+
+def reply(asked: wire.ModelRequest, names: Mapping[str, Any]) -> wire.ModelReply:
+    """Answer the kernel's question for a model.
+
+    Args:
+        asked: which model, for which micro-batch.
+        names: the user's variables.
+    """
+    try:
+        model, watch = _meant(asked["name"], names)
+        samples, tokens = (watch.shape if watch else None) or (1, None)
+        samples = asked["batch_size"] or samples
+        tokens = asked["seq_len"] or tokens or default_length(model)
+        spec = spec_of(
+            model,
+            batch_size=samples,
+            seq_len=tokens,
+            inputs=watch.inputs if watch else None,
+            progress=_silent,
+        )
+    except PlanError as error:
+        return {"status": "error", "error": str(error)}
+    return {
+        "status": "ok",
+        "spec": spec,
+        "batch_size": samples,
+        "seq_len": tokens,
+        "optimizer": watch.described if watch else {},
+    }
+
+
+def spec_of(
+    model: nn.Module,
+    *,
+    batch_size: int,
+    seq_len: int,
+    inputs: Inputs | None,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Describe a bare model as plain fields, from which `plan.read` makes a spec.
+
+    Args:
+        model: bare, on any device, meta included.
+        batch_size: samples of the micro-batch.
+        seq_len: tokens of each.
+        inputs: arguments of a real forward, where one was seen.
+        progress: told what a trace is doing.
+
+    Raises:
+        PlanError: the model cannot be looked at.
+    """
+    from nbdist.trace import module as modules
+
+    fields: dict[str, Any] = modules.of_module(
+        model,
+        inputs=None if inputs is None else like(inputs, model),
+        batch_size=batch_size,
+        seq_len=seq_len,
+        progress=progress,
+    )
+    return fields
+
+
+def like(inputs: Inputs, model: nn.Module) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
+    """Return arguments without data for a forward: by name, or by place where there is none."""
+    made = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (shape, dtype) in inputs.items()
+    }
+    if all(name.isdigit() for name in made):
+        return tuple(made.values())
+    names = list(inspect.signature(model.forward).parameters)
+    return {names[int(name)] if name.isdigit() else name: one for name, one in made.items()}
+
+
+def default_length(model: nn.Module) -> int:
+    """Tokens of a sample where none was seen: what the model takes, 2048 at most."""
+    config = getattr(model, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    return read.length_of(to_dict() if callable(to_dict) else {})
+
+
+def _meant(name: str | None, names: Mapping[str, Any]) -> tuple[nn.Module, Watch | None]:
+    """The bare model that a name means, and what is known of its training.
+
+    Raises:
+        PlanError: no such model.
+    """
+    watch = measure.state.watch
+    if name is None:
+        if watch is None:
+            message = (
+                "no model was prepared on the ranks yet; call accelerator.prepare() in a"
+                " %%distribute cell, or name what to plan."
+            )
+            raise PlanError(message)
+        return _twin(watch), watch
+    model = names.get(name)
+    if watch is not None and watch.model is not None and watch.model() is model is not None:
+        return _twin(watch), watch
+    if not isinstance(model, nn.Module):
+        what = f"a {type(model).__name__}" if name in names else "not a variable"
+        message = f"{name} is {what} on the ranks; name an nn.Module."
+        raise PlanError(message)
+    if getattr(model, "_is_accelerate_prepared", False):
+        message = f"{name} was prepared before another model; prepare it last, or name a bare model."
+        raise PlanError(message)
+    return model, None
+
+
+def _twin(watch: Watch) -> nn.Module:
+    """The prepared model's twin.
+
+    Raises:
+        PlanError: the model could not be copied.
+    """
+    if watch.twin is None:
+        message = (
+            "the prepared model cannot be copied (copy.deepcopy fails), so it cannot be planned;"
+            " name a newly built one."
+        )
+        raise PlanError(message)
+    return watch.twin
+
+
+def _silent(_: str) -> None:
+    """Say nothing: the kernel shows that it waits."""

@@ -1,0 +1,394 @@
+"""What this rank's training really holds, measured by itself in the third optimizer step.
+
+Runs on a rank. `rank.accelerator` calls `meet` and `watch` around each `prepare()`; from then
+on two hooks count: the prepared model's forward and the prepared optimizer's step. From the
+first forward after the second step to the end of the third, CPU ranks see every operation
+through `trace.footprint`; a GPU's allocator counts by itself, from there on for good. Before
+and after that one step a hook costs microseconds. A new `prepare()` starts anew.
+
+Optimizer state exists by then, and ZeRO-3 has its trace (PLAN: `plan.memory`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import threading
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
+
+from nbdist.rank import holdings, zero
+from nbdist.trace.footprint import OTHER, Footprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from accelerate import Accelerator
+
+log = logging.getLogger(__name__)
+
+STEPS_BEFORE = 2
+"""Optimizer steps before the measured one."""
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_CLEAR_PEAK = "5"
+"""proc(5): resets VmHWM."""
+_DEFAULTS = ("fused", "foreach", "momentum", "amsgrad")
+"""What of an optimizer's defaults changes its memory."""
+
+
+@dataclass
+class Watch:
+    """One prepared model, followed until it is measured."""
+
+    twin: nn.Module | None = None
+    """The model as it was before `prepare()`, without its data."""
+    model: weakref.ref[nn.Module] | None = None
+    optimizer: weakref.ref[AcceleratedOptimizer] | None = None
+    described: dict[str, Any] = field(default_factory=dict)
+    """The user's optimizer: its class and what changes its memory."""
+    accumulate: int = 1
+    compiled: bool = False
+    steps: int = 0
+    shape: tuple[int, int] | None = None
+    """Micro-batch of the last training forward: samples, tokens of each."""
+    inputs: dict[str, list[Any]] | None = None
+    """Its arguments: name -> shape and dtype."""
+    counting: Footprint | None = None
+    begun: bool = False
+    figures: dict[str, Any] | None = None
+    rss_before: int = 0
+
+
+@dataclass
+class State:
+    """What this rank follows."""
+
+    watch: Watch | None = None
+    device_before: int = 0
+    """Bytes of the device that were used before this rank had a context there."""
+
+
+state = State()
+
+
+def install(device: torch.device) -> None:
+    """Count steps of all prepared optimizers from now on; once in a process."""
+    if device.type == "cuda":
+        state.device_before = _device_used(device)
+    for cls in (AcceleratedOptimizer, zero.StepsItself):
+        setattr(cls, "step", _counting(cls.__dict__["step"]))  # noqa: B010 - mypy: a method
+
+
+def meet(models: Sequence[nn.Module], args: Sequence[object]) -> None:
+    """Forget what was followed where a new model comes to `prepare()`; look at it bare."""
+    if not models:
+        return
+    state.watch = Watch(twin=twin_of(models[-1]), rss_before=psutil.Process().memory_info().rss)
+    optimizer = next((one for one in args if isinstance(one, torch.optim.Optimizer)), None)
+    if optimizer is not None:
+        state.watch.described = described(optimizer)
+
+
+def watch(accelerator: Accelerator, result: object) -> None:
+    """Follow the model and the optimizer that `prepare()` returned."""
+    following = state.watch
+    if following is None:
+        return
+    prepared = result if isinstance(result, (list, tuple)) else (result,)
+    models = [one for one in prepared if isinstance(one, nn.Module)]
+    optimizers = [one for one in prepared if isinstance(one, AcceleratedOptimizer)]
+    following.accumulate = int(accelerator.gradient_accumulation_steps)
+    if following.model is None and models:
+        following.model = weakref.ref(models[-1])
+        following.compiled = hasattr(models[-1], "_orig_mod") or _compiles(models[-1])
+        models[-1].register_forward_pre_hook(_before_forward, with_kwargs=True)
+    if following.optimizer is None and optimizers:
+        following.optimizer = weakref.ref(optimizers[0])
+        following.described = following.described or described(optimizers[0].optimizer)
+
+
+def cell_ended() -> None:
+    """Stop counting at the end of a cell, whatever ended it; the next step is tried instead."""
+    if state.watch is not None and state.watch.begun:
+        _stop(state.watch)
+
+
+def figures() -> dict[str, Any] | None:
+    """What was measured, as plain values; None before the end of the third step."""
+    measured = state.watch and state.watch.figures
+    if measured and measured["kind"] == "cuda":
+        measured |= _on_gpu(torch.device("cuda", torch.cuda.current_device()))
+    return measured or None
+
+
+def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Class and memory-relevant defaults of an optimizer."""
+    defaults = {key: optimizer.defaults[key] for key in _DEFAULTS if key in optimizer.defaults}
+    return {"class": type(optimizer).__name__, **defaults}
+
+
+def twin_of(model: nn.Module) -> nn.Module | None:
+    """Copy a module without its data, on the meta device; None where it cannot be copied."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = (
+            nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        )
+    try:
+        copied: nn.Module = copy.deepcopy(model, memo)
+    except Exception as error:  # noqa: BLE001 - a module may hold anything, locks and sockets too
+        log.info("%s cannot be copied for the planner: %s", type(model).__name__, error)
+        return None
+    return copied
+
+
+# ---------------------------------------------------------------------------- hooks
+
+
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note the micro-batch; begin to measure where it is time."""
+    following = state.watch
+    if following is None or not model.training or not torch.is_grad_enabled():
+        return
+    if following.model is None or following.model() is not model:
+        return
+    following.shape = shape_of(args, kwargs)
+    following.inputs = inputs_of(args, kwargs)
+    if following.steps >= STEPS_BEFORE and not following.begun and following.figures is None:
+        with _logged():
+            _begin(following, model)
+
+
+def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the step of a prepared optimizer."""
+
+    @functools.wraps(original)
+    def step(self: AcceleratedOptimizer, closure: Callable[[], object] | None = None) -> Any:
+        following = state.watch
+        mine = (
+            following is not None
+            and following.figures is None
+            and following.optimizer is not None
+            and following.optimizer() is self
+            and self.gradient_state.sync_gradients
+        )
+        if not mine:
+            return original(self, closure)
+        assert following is not None  # noqa: S101 - "mine" says so
+        with _logged():
+            _before_step(following)
+        result = original(self, closure)
+        following.steps += 1
+        if following.begun:
+            with _logged():
+                _end(following)
+        return result
+
+    return step
+
+
+# ---------------------------------------------------------------------------- the one step
+
+
+def _begin(following: Watch, model: nn.Module) -> None:
+    """Begin to count, unless something else watches operations already."""
+    device = _device_of(model)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif not following.compiled:
+        # A mode would make torch.compile run everything eagerly.
+        if _get_current_dispatch_mode() is not None or not _on_main_thread():
+            return
+        following.counting = _entered(model, innermost(following))
+    _reset_rss_peak()
+    following.begun = True
+
+
+def _entered(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Footprint:
+    """A footprint that knows what there is, and counts."""
+    counting = Footprint(on_change=lambda: counting.know("buffers", holdings.buckets(model)))
+    counting.know(OTHER, holdings.everything())
+    for part, tensors in holdings.held(model, optimizer):
+        counting.know(part, tensors)
+    counting.restart_peak()
+    return counting.__enter__()
+
+
+def _before_step(following: Watch) -> None:
+    """Tell gradients from activations while they are there."""
+    model = following.model and following.model()
+    if following.counting is not None and model is not None:
+        following.counting.know("gradients", holdings.gradients(model))
+
+
+def _end(following: Watch) -> None:
+    """Stop counting and keep the figures."""
+    counting, model = following.counting, following.model and following.model()
+    _stop(following)
+    if model is None:
+        return
+    device = _device_of(model)
+    samples, tokens = following.shape or (0, 0)
+    following.figures = {
+        "kind": device.type,
+        "step": following.steps,
+        "batch_size": samples,
+        "seq_len": tokens,
+        "accumulate": following.accumulate,
+        "optimizer": following.described,
+        "compiled": following.compiled,
+        "rss_bytes": _rss_peak(),
+        "rss_before_bytes": following.rss_before,
+    }
+    inner = innermost(following)
+    if device.type == "cuda":
+        following.figures |= {"parts": resting(model, inner)} | _on_gpu(device)
+    elif counting is not None:
+        parts = _parts(counting.at_peak, holdings.ddp_bucket_bytes(model))
+        following.figures |= {"parts": parts, "allocated_bytes": sum(parts.values())}
+    else:
+        following.figures |= {"parts": resting(model, inner), "allocated_bytes": None}
+
+
+def _stop(following: Watch) -> None:
+    """Leave the footprint, also where modes of the user lie above it."""
+    following.begun, counting, following.counting = False, following.counting, None
+    if counting is None:
+        return
+    above = []
+    while (top := _get_current_dispatch_mode()) is not None and top is not counting:
+        above.append(_pop_mode())
+    counting.__exit__(None, None, None)
+    for mode in reversed(above):
+        _push_mode(mode)
+
+
+def resting(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Bytes that parameters, gradients, optimizer and engine hold now on the model's device."""
+    device = _device_of(model).type
+    counting = Footprint()
+    for part, tensors in holdings.held(model, optimizer):
+        here = [t for t in tensors if isinstance(t, torch.Tensor) and t.device.type == device]
+        counting.know(part, here)
+    return _parts(counting.current, holdings.ddp_bucket_bytes(model))
+
+
+def _parts(counted: dict[str, int], buckets: int) -> dict[str, int]:
+    """Parts with something in them, DDP's buckets included, OTHER last."""
+    parts = {part: size for part, size in counted.items() if size > 0 and part != OTHER}
+    if buckets:
+        parts["buffers"] = parts.get("buffers", 0) + buckets
+    return parts | ({OTHER: counted[OTHER]} if counted.get(OTHER) else {})
+
+
+# ---------------------------------------------------------------------------- small things
+
+
+def shape_of(args: Sequence[object], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Samples and tokens of each in a call of a model; tokens are 1 where there are none.
+
+    Tokens are whole numbers of two dimensions, or embeddings of three.
+    """
+    tensors = [one for one in tree_leaves((kwargs, args)) if isinstance(one, torch.Tensor)]
+    shaped = [one for one in tensors if one.dim() > 0]
+    tokens = [one for one in shaped if one.dim() == 2 and not one.is_floating_point()]  # noqa: PLR2004
+    embedded = [one for one in shaped if one.dim() == 3]  # noqa: PLR2004
+    for one in (*tokens, *embedded):
+        return one.shape[0], one.shape[1]
+    return (shaped[0].shape[0], 1) if shaped else (1, 1)
+
+
+def inputs_of(args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, list[Any]]:
+    """Tensors among a call's arguments: name, or place -> shape and name of the dtype."""
+    named = {**{str(place): one for place, one in enumerate(args)}, **kwargs}
+    return {
+        name: [list(one.shape), str(one.dtype).removeprefix("torch.")]
+        for name, one in named.items()
+        if isinstance(one, torch.Tensor)
+    }
+
+
+def innermost(following: Watch | None) -> torch.optim.Optimizer | None:
+    """The torch optimizer inside Accelerate's and DeepSpeed's wrappers."""
+    found: Any = following.optimizer() if following and following.optimizer else None
+    while hasattr(found, "optimizer"):
+        found = found.optimizer
+    return found if isinstance(found, torch.optim.Optimizer) else None
+
+
+def _compiles(model: nn.Module) -> bool:
+    """Whether torch.compile works on the model or inside it."""
+    return any(
+        hasattr(one, "_orig_mod") or getattr(one, "_compiled_call_impl", None) is not None
+        for one in model.modules()
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model computes; under an offload its parameters may be elsewhere."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return next((one.device for one in model.parameters()), torch.device("cpu"))
+
+
+def _on_gpu(device: torch.device) -> dict[str, int]:
+    """What the device's allocator and the driver count since the third step began."""
+    counted = torch.cuda.memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "allocated_bytes": counted["allocated_bytes.all.peak"],
+        "active_bytes": counted["active_bytes.all.peak"],
+        "reserved_bytes": counted["reserved_bytes.all.peak"],
+        "device_bytes": total - free - state.device_before,
+        "device_total_bytes": total,
+    }
+
+
+def _device_used(device: torch.device) -> int:
+    """Bytes of a device in use by anybody, asked without a context."""
+    with contextlib.suppress(RuntimeError, ModuleNotFoundError):
+        return int(torch.cuda.device_memory_used(device))
+    return 0
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _reset_rss_peak() -> None:
+    with contextlib.suppress(OSError):  # a sandbox without it: the peak since the start counts
+        _CLEAR.write_text(_CLEAR_PEAK)
+
+
+def _rss_peak() -> int:
+    """Most resident memory since `_reset_rss_peak`, in bytes."""
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Let measuring fail without the user's training."""
+    try:
+        yield
+    except Exception:
+        log.exception("the session's own measurement failed; training goes on")
+        if state.watch is not None:
+            state.watch.figures = state.watch.figures or {}
+            _stop(state.watch)

@@ -1,0 +1,80 @@
+"""What the child process of a trace does: a request, or a module, into figures or an error.
+
+Whatever a model's code raises on fake tensors becomes one sentence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist.errors import PlanError
+from nbdist.trace import models, runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from nbdist.trace.runs import Asked, Batch
+
+
+def answered(request: Mapping[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
+    """Trace a transformers config; the fields of a `Traced`, or {"error": a sentence}."""
+    warnings.simplefilter("ignore")  # a model's own advice is not about its memory
+    torch.set_num_threads(1)
+    try:
+        models.without_tracing_branches()
+        model = models.of_config(request["config"])
+        models.with_grouped_experts(model)
+        batch, has_tokens = models.batch_for(model, request["batch_size"], request["seq_len"])
+    except PlanError as error:
+        return {"error": str(error)}
+    asked = runs.Asked(
+        batch_size=request["batch_size"],
+        seq_len=request["seq_len"] if has_tokens else None,
+        computes=request.get("computes", runs.COMPUTES),
+        kinds=request.get("kinds", runs.KINDS),
+    )
+    fields = figures(model, batch, asked, progress)
+    if "error" not in fields:
+        fields["name"] = f"{request['config']['model_type']}, {size(model_params(fields))}"
+    return fields
+
+
+def figures(
+    model: nn.Module, batch: Batch, asked: Asked, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Trace a module; the fields of a `Traced`, or {"error": a sentence}."""
+    try:
+        return runs.traced(model, batch, asked, progress)
+    except PlanError as error:
+        return {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+        first = (str(error).strip() or "no reason given").splitlines()[0]
+        return {"error": f"{type(model).__name__} on tensors without data: {_plain(error)}{first}"}
+
+
+def _plain(error: Exception) -> str:
+    """Name an error, and say what those mean that come of missing values."""
+    name = type(error).__name__
+    if name in {"DataDependentOutputException", "DynamicOutputShapeException"}:
+        return "its shapes depend on the values of tensors, "
+    return f"{name}: "
+
+
+def model_params(fields: Mapping[str, Any]) -> int:
+    """All parameters of a traced model."""
+    return sum(
+        group["count"] * (group["trainable"] + group["frozen"]) for group in fields["groups"]
+    )
+
+
+def size(params: int) -> str:
+    """A number of parameters for a reader: "1.50B parameters"."""
+    for unit, one in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if params >= one:
+            return f"{params / one:.3g}{unit} parameters"
+    return f"{params} parameters"

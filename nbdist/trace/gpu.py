@@ -1,0 +1,120 @@
+"""What a GPU does otherwise than a CPU, put on fake CPU tensors.
+
+torch 2.13 ends the process when a fake CUDA tensor requires a gradient on a CPU-only build,
+so a GPU's step is traced with CPU tensors, and three differences that show in memory are
+made up for: autocast computes norms, softmax and powers in fp32, dropout keeps a mask of
+one byte, attention with dropout stays fused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+IN_FP32 = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"),
+    *("reciprocal", "rsqrt", "sinh", "tan", "softplus", "logsumexp", "renorm"),
+    *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"),
+    *("layer_norm", "native_layer_norm", "group_norm", "rms_norm"),
+    *("cosine_similarity", "dist", "pdist"),
+    *("frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
+)
+"""Operations whose arguments autocast turns into fp32 on a GPU and not on a CPU, torch 2.13
+(aten/src/ATen/autocast_mode.h)."""
+TO_FP32 = (
+    *("softmax.int", "log_softmax.int", "cumsum", "cumprod"),
+    *("sum", "sum.dim_IntList", "linalg_vector_norm"),
+)
+"""Operations that it tells to return fp32, of the same kind."""
+
+
+@contextlib.contextmanager
+def behaviour() -> Iterator[None]:
+    """Let this process's CPU operations keep what a GPU's would."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in IN_FP32:
+        library.impl(name, _with_fp32_arguments(_operation(name)), "AutocastCPU")
+    for name in TO_FP32:
+        library.impl(name, _with_fp32_result(_operation(name)), "AutocastCPU")
+    try:
+        with _Fused():
+            yield
+    finally:
+        library._destroy()  # noqa: SLF001 - torch 2.13 has no other way to take it back
+
+
+def _operation(name: str) -> Any:
+    """The overload that a dotted name means."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _without_autocast() -> Any:
+    """Leave out autocast below, as its kernels do."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001
+    return torch._C._ExcludeDispatchKeyGuard(keys)  # noqa: SLF001
+
+
+def _low(tensor: torch.Tensor) -> bool:
+    """Whether autocast turns a tensor into fp32."""
+    return tensor.dtype in {torch.bfloat16, torch.float16}
+
+
+def _with_fp32_arguments(operation: Any) -> Callable[..., Any]:
+    """Autocast's policy fp32."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda one: one.float() if _low(one) else one, (args, kwargs)
+        )
+        with _without_autocast():
+            return operation(*args, **kwargs)
+
+    return run
+
+
+def _with_fp32_result(operation: Any) -> Callable[..., Any]:
+    """Autocast's policy fp32_set_opt_dtype."""
+
+    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            if _low(tensor) and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float32
+            return operation(tensor, *args, **kwargs)
+
+    return run
+
+
+class _Fused(TorchFunctionMode):
+    """Dropout with a mask of bytes, attention without a matrix of scores."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is functional.dropout or func is torch.dropout:
+            return _dropout(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            # The CPU's fused kernel takes no dropout; a GPU's keeps nothing for it.
+            args = args[:4] + (0.0,) * (len(args) > 4) + args[5:]  # noqa: PLR2004 - its place
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        return func(*args, **kwargs)
+
+
+def _dropout(
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    p: float = 0.5,
+    training: bool = True,  # noqa: FBT001, FBT002 - torch's place
+    inplace: bool = False,  # noqa: ARG001, FBT001, FBT002 - of no consequence to what is kept
+    **_: Any,
+) -> torch.Tensor:
+    """Drop out as torch's fused kernel does."""
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input  # noqa: FBT003

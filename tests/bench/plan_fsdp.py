@@ -1,0 +1,181 @@
+"""The planner's closed form against torch's own FSDPMemTracker, on configurations drawn anew.
+
+Llama-like and GPT-2-like models under FSDP2 in a fake process group; every run draws others,
+from a seed that it prints. A seed given as an argument draws those again:
+
+    python tests/bench/plan_fsdp.py SEED
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import footprint
+import results
+
+from nbdist.plan import closed, memory, spec
+from nbdist.plan.optimizers import OPTIMIZERS
+from nbdist.strategies import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+CASES = 36
+PROCESSES = 2
+GIB = 2**30
+_OPTIMIZERS = {"adamw": "adamw", "fused": "adamw_fused", "loop": "adamw_loop"}
+
+
+def measure() -> Iterator[results.Row]:
+    """Median and largest error over the cases of one draw."""
+    yield from measured(secrets.randbelow(10**6))
+
+
+def measured(seed: int) -> Iterator[results.Row]:
+    """Draw, measure, predict, and show every case."""
+    rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
+    cases = [draw(rng) for _ in range(CASES)]
+    begin = time.monotonic()
+    found = _together(cases)
+    print(f"==> plan_fsdp: seed {seed}, {CASES} cases, {time.monotonic() - begin:.0f} s")
+    errors = []
+    for case, parts in zip(cases, found, strict=True):
+        moment = predicted(case)
+        errors.append(moment.total / parts["total"] - 1)
+        print(_line(case, parts["total"], moment, errors[-1]))
+    sizes = [abs(error) * 100 for error in errors]
+    detail = f"{CASES} configurations, FSDPMemTracker, seed {seed}"
+    name = "planned peak, closed form, FSDP2:"
+    middle = statistics.median(sizes)
+    yield results.Row(
+        name=f"{name} median error", value=middle, unit="%", limit=0.5, detail=detail
+    )
+    yield results.Row(
+        name=f"{name} largest error", value=max(sizes), unit="%", limit=3, detail=detail
+    )
+
+
+def draw(rng: random.Random) -> footprint.Case:
+    """One training setup; sizes are free, since no memory is behind fake tensors."""
+    family = rng.choice(["llama", "llama", "gpt2", "gpt2", "mistral", "qwen2", "qwen3"])
+    return footprint.Case(
+        config=_gpt2(rng) if family == "gpt2" else _llama(rng, family),
+        backend="fsdp2",
+        world_size=rng.randint(2, 64),
+        batch_size=rng.randint(1, 4),
+        seq_len=rng.choice([64, 128, 256, 384, 512, 768, 1024]),
+        precision=rng.choice(["bf16", "bf16", "bf16", "no"]),
+        activation_checkpointing=rng.random() < 0.5,
+        accumulate=rng.choice([1, 1, 1, 2, 4]),
+        optimizer=rng.choice(["adamw", "adamw", "fused"]),
+        attention=rng.choice(["sdpa", "sdpa", "sdpa", "eager"]),
+    )
+
+
+def _llama(rng: random.Random, family: str) -> dict[str, Any]:
+    head_dim, groups = rng.choice([32, 64, 128]), rng.choice([1, 2, 4])
+    heads = groups * rng.randint(1, 4)
+    hidden = head_dim * heads
+    return {
+        "model_type": family,
+        "hidden_size": hidden,
+        "intermediate_size": 32 * round(hidden * rng.uniform(2, 4) / 32),
+        "num_hidden_layers": rng.randint(2, 6),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // groups,
+        "head_dim": head_dim,
+        "vocab_size": _vocab(rng),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+
+
+def _gpt2(rng: random.Random) -> dict[str, Any]:
+    heads = rng.randint(2, 16)
+    dropout = rng.choice([0.0, 0.1])
+    return {
+        "model_type": "gpt2",
+        "n_embd": heads * rng.choice([32, 64]),
+        "n_head": heads,
+        "n_layer": rng.randint(2, 6),
+        "n_positions": 1024,
+        "vocab_size": _vocab(rng),
+        "tie_word_embeddings": rng.random() < 0.5,  # noqa: S105 - no password
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _vocab(rng: random.Random) -> int:
+    """From 8k to 256k, small ones as often as large ones."""
+    return round(8_000 * 32 ** rng.random())
+
+
+def predicted(case: footprint.Case) -> memory.Moment:
+    """The planner's peak for a case."""
+    model = closed.from_config(case.config | {"_attn_implementation": case.attention})
+    options = Options(
+        backend=case.backend,
+        precision=case.precision,
+        offload=case.offload,
+        activation_checkpointing=case.activation_checkpointing,
+        accumulate=case.accumulate,
+    )
+    setup = memory.Setup(
+        options=options,
+        world_size=case.world_size,
+        optimizer=OPTIMIZERS[_OPTIMIZERS[case.optimizer]],
+        kind="cpu",
+    )
+    workload = spec.Workload(
+        batch_size=case.batch_size,
+        seq_len=case.seq_len,
+        compute=memory.compute_of(setup),
+        activation_checkpointing=case.activation_checkpointing,
+        kind="cpu",
+    )
+    return memory.peak(model, workload, setup)
+
+
+def _together(cases: Sequence[footprint.Case]) -> list[dict[str, int]]:
+    """Measure cases in a few processes; results in the order of the cases."""
+    shares = [cases[first::PROCESSES] for first in range(PROCESSES)]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        parts = list(pool.map(lambda share: footprint.measured_together(share), shares))
+    return [parts[number % PROCESSES][number // PROCESSES] for number in range(len(cases))]
+
+
+def _line(case: footprint.Case, total: int, moment: memory.Moment, error: float) -> str:
+    """One case as a line of the table."""
+    config = case.config
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    hidden = config.get("hidden_size") or config["n_embd"]
+    flags = [
+        "tied" if config["tie_word_embeddings"] else "",
+        "recompute" if case.activation_checkpointing else "",
+        f"x{case.accumulate}" if case.accumulate > 1 else "",
+        case.precision,
+        case.attention,
+        case.optimizer,
+    ]
+    return (
+        f"{config['model_type']:8} L{layers} h{hidden:<5} V{config['vocab_size']:<7} "
+        f"N{case.world_size:<3} {case.batch_size}x{case.seq_len:<5} "
+        f"{' '.join(filter(None, flags)):32} {total / GIB:8.4f} GiB {error * 100:+7.3f} % "
+        f"{moment.name}"
+    )
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    given = int(sys.argv[1]) if len(sys.argv) > 1 else secrets.randbelow(10**6)
+    print(results.table(measured(given)))

@@ -1,0 +1,313 @@
+"""The search and what it says; figures themselves are tested with their engines."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import nbdist
+from nbdist.errors import OptionError, PlanError
+from nbdist.plan import choice, optimizers, remedies
+from nbdist.plan.show import html
+
+if TYPE_CHECKING:
+    from nbdist.plan.result import Plan
+
+GIB = 1 << 30
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+SMALL = LLAMA_8B | {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 8000,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Plan with the defaults, whatever was learned on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def eight() -> Plan:
+    return nbdist.plan(LLAMA_8B, devices="8xA100-80GB,nvlink", seq_len=4096)
+
+
+# ---- the choice
+
+
+def test_the_best_row_is_the_fastest_that_fits_or_a_simpler_one_within_3_percent(
+    eight: Plan,
+) -> None:
+    assert eight.best is not None
+    top = max(row.tokens_per_s for row in eight.rows if row.fits)
+    assert eight.best.tokens_per_s >= top * (1 - choice.SIMPLER_WITHIN)
+    assert eight.best.options.offload == "none"
+
+
+def test_a_small_model_that_fits_everywhere_gets_the_simplest_backend() -> None:
+    plan = nbdist.plan(SMALL, devices="2xA100-80GB,nvlink", batch_size=4, seq_len=512)
+    assert all(row.fits for row in plan.rows)
+    assert plan.best is not None
+    assert not plan.best.options.activation_checkpointing
+    assert plan.best.options.offload == "none"
+
+
+def test_offload_is_taken_only_where_nothing_else_fits() -> None:
+    plan = nbdist.plan(LLAMA_8B, devices="2x24GB,pcie", seq_len=2048)
+    assert not any(row.fits for row in plan.rows if row.options.offload == "none")
+    assert plan.best is not None
+    assert plan.best.options.offload != "none"
+
+
+@pytest.mark.parametrize("devices", ["8x80GB,nvlink", "4x96GB,pcie"])
+def test_70b_in_full_fits_neither_eight_of_80_nor_four_of_96_gb(devices: str) -> None:
+    plan = nbdist.plan("70b", devices=devices, seq_len=2048, offload="none")
+    assert plan.best is None
+    assert not any(row.fits for row in plan.rows)
+    least = min(row.device_bytes for row in plan.rows)
+    assert least > 16 * 68e9 / int(devices[0])
+    assert any("LoRA" in sentence for sentence in plan.advice)
+
+
+def test_every_row_says_why(eight: Plan) -> None:
+    for row in eight.rows:
+        if row.fits:
+            assert row.why.startswith(("the fastest", "fits, ")), row.why
+        else:
+            free = eight.question.cluster.smallest.free_bytes / GIB
+            assert f"of {free:.1f} GiB" in row.why
+            assert f"{row.device_bytes / GIB:.1f}" in row.why
+
+
+def test_a_row_that_needs_the_margin_does_not_fit(eight: Plan) -> None:
+    free = eight.question.cluster.smallest.free_bytes
+    for row in eight.rows:
+        assert row.fits == (row.device_bytes * (1 + choice.MARGIN) <= free)
+
+
+def test_parts_sum_up_to_the_device(eight: Plan) -> None:
+    for row in eight.rows:
+        assert sum(row.memory.values()) == row.device_bytes
+        parts = {
+            name: size for name, size in row.memory.items() if name not in {"context", "margin"}
+        }
+        assert sum(parts.values()) == row.allocated_bytes
+
+
+# ---- what is fixed and what is searched
+
+
+def test_fixed_options_are_kept_in_every_row() -> None:
+    plan = nbdist.plan(
+        SMALL, devices="2x24GB,pcie", offload="cpu", activation_checkpointing=True, accumulate=4
+    )
+    for row in plan.rows:
+        options = row.options
+        assert (options.offload, options.activation_checkpointing, options.accumulate) == (
+            "cpu",
+            True,
+            4,
+        )
+
+
+def test_a_fixed_offload_that_a_backend_lacks_is_refused_in_its_row() -> None:
+    plan = nbdist.plan(SMALL, devices="2x24GB,pcie", offload="nvme:/scratch")
+    refused = [row for row in plan.rows if row.cost is None]
+    assert {row.backend for row in refused} == {"ddp", "fsdp1", "fsdp2", "zero1", "zero2"}
+    assert all("zero3 has it" in row.why for row in refused)
+    assert plan.best is not None
+    assert plan.best.backend == "zero3"
+
+
+def test_a_fixed_backend_is_the_only_one() -> None:
+    plan = nbdist.plan(SMALL, devices="2x24GB,pcie", backend="fsdp")
+    assert {row.backend for row in plan.rows} == {"fsdp2"}
+
+
+def test_several_batch_sizes_are_several_rows(eight: Plan) -> None:
+    both = nbdist.plan(LLAMA_8B, devices="8xA100-80GB,nvlink", batch_size=[1, 4], seq_len=4096)
+    assert len(both.rows) == 2 * len(eight.rows)
+    one, four = (both.row("zero3", batch_size=size) for size in (1, 4))
+    assert four.allocated_bytes > one.allocated_bytes
+
+
+# ---- rows by name
+
+
+def test_a_row_is_found_by_backend_and_options(eight: Plan) -> None:
+    row = eight.row("fsdp", activation_checkpointing=True, offload="none")
+    assert (row.backend, row.options.activation_checkpointing) == ("fsdp2", True)
+    assert eight.row("zero3", offload="nvme").options.offload == "nvme:PATH"
+
+
+def test_a_row_that_is_not_there_says_which_are(eight: Plan) -> None:
+    with pytest.raises(PlanError, match=r"no row ddp .*offload='cpu'; it has ddp"):
+        eight.row("ddp", offload="cpu")
+
+
+def test_rows_are_sorted_by_a_field(eight: Plan) -> None:
+    sizes = [row.device_bytes for row in eight.sorted_by("device_bytes").rows]
+    assert sizes == sorted(sizes)
+    speeds = [row.tokens_per_s for row in eight.sorted_by("tokens_per_s").rows]
+    assert speeds == sorted(speeds, reverse=True)
+    with pytest.raises(PlanError, match="'price' is no field of a row; use one of backend"):
+        eight.sorted_by("price")
+
+
+def test_a_data_frame_has_a_line_for_each_row(eight: Plan) -> None:
+    frame = eight.to_pandas()
+    assert len(frame) == len(eight.rows)
+    assert frame.filter(like="memory.").notna().all(axis=None)
+
+
+# ---- what it shows
+
+
+def test_text_has_a_line_for_each_backend_and_the_command_to_paste(eight: Plan) -> None:
+    text = str(eight)
+    assert eight.best is not None
+    assert f"\n{eight.best.command}\n" in text
+    assert all(name in text for name in ("ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3"))
+    assert "T* =" in text
+
+
+def test_an_explanation_has_at_most_eight_lines(eight: Plan) -> None:
+    nothing = nbdist.plan("70b", devices="8x80GB,nvlink", offload="none")
+    for plan in (eight, nothing):
+        assert 2 <= len(plan.explanation()) <= 8
+    assert nothing.explanation()[0].startswith("nothing fits")
+
+
+def test_html_marks_the_best_row_and_escapes_what_users_wrote(eight: Plan) -> None:
+    shown = html(eight)
+    assert shown.count("class='best'") == 2, "in the short and in the long table"
+    named = nbdist.plan(SMALL | {"model_type": "llama"}, devices="2x24GB", offload="nvme:<b>")
+    assert "<b>" not in named._repr_html_().replace("<div><b>", "").replace("</b></div>", "")
+
+
+# ---- where nothing fits
+
+
+def question(**changes: Any) -> choice.Question:
+    plan = nbdist.plan("70b", devices="8x80GB,nvlink", batch_size=8, offload="none")
+    fields = {
+        name: getattr(plan.question, name) for name in choice.Question.__dataclass_fields__
+    } | changes
+    return choice.Question(**fields)
+
+
+def test_each_advice_was_computed_and_does_fit() -> None:
+    asked = question()
+    for sentence in remedies.smallest_changes(asked, choice.fastest):
+        assert "fits with" in sentence
+    bigger = choice.fastest(
+        question(cluster=asked.cluster.resized(64), batch_sizes=asked.batch_sizes)
+    )
+    assert bigger is None or bigger.fits
+
+
+def test_the_smallest_number_of_devices_that_fits_is_named() -> None:
+    asked = question(batch_sizes=(1,))
+    advice = " ".join(remedies.smallest_changes(asked, choice.fastest))
+    ranks = next(
+        ranks
+        for ranks in (16, 32, 64, 128)
+        if choice.fastest(question(batch_sizes=(1,), cluster=asked.cluster.resized(ranks)))
+    )
+    assert f"{ranks} of these devices instead of 8" in advice
+
+
+def test_where_nothing_helps_it_says_so() -> None:
+    assert list(remedies.smallest_changes(question(), lambda _: None)) == [remedies.NOTHING_HELPS]
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"batch_size": 0}, "batch_size 0 is not possible; use a whole number from 1"),
+        ({"batch_size": [1, -2]}, "batch_size -2"),
+        ({"batch_size": []}, r"batch_size \[\]"),
+        ({"batch_size": True}, "batch_size True"),
+        ({"seq_len": math.nan}, "seq_len nan"),
+        ({"seq_len": 2.5}, "seq_len 2.5"),
+        ({"world_size": 1e30}, "world_size 1e.30"),
+        ({"world_size": "8"}, "world_size '8'"),
+        ({"optimizer": "adamx"}, "adamx"),
+        ({"precision": "int3"}, "int3"),
+        ({"devices": "8xPotato"}, "Potato"),
+        ({"offload": "tape"}, "tape"),
+        ({"accumulate": 0}, "accumulate"),
+        ({"colour": "red"}, "colour"),
+        ({"backend": "horovod"}, "horovod"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((PlanError, OptionError), match=words) as caught:
+        nbdist.plan(SMALL, **{"devices": "2x24GB", **arguments})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (42, "class int cannot be planned"),
+        ("no/such/folder", "nbdist downloads nothing"),
+        ({"model_type": "llama"}, "hidden_size"),
+        (SMALL | {"hidden_size": 0}, "hidden_size"),
+        (SMALL | {"vocab_size": -1}, "vocab_size"),
+        (SMALL | {"num_hidden_layers": math.nan}, "num_hidden_layers"),
+        (SMALL | {"dtype": "int1"}, "int1"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_one_sentence(model: object, words: str) -> None:
+    with pytest.raises(PlanError, match=words) as caught:
+        nbdist.plan(model, devices="2x24GB")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_torn_config_file_is_one_sentence(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"')
+    with pytest.raises(PlanError, match="cannot be read as a config"):
+        nbdist.plan(tmp_path, devices="2x24GB")
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(PlanError, match="holds a list"):
+        nbdist.plan(str(tmp_path), devices="2x24GB")
+
+
+def test_no_torch_is_imported_for_a_config() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import nbdist, sys; nbdist.plan('7b', devices='8xA100-80GB');"
+        "print(sorted({'torch', 'transformers', 'numpy', 'accelerate'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_package_keeps_its_name_beside_the_function() -> None:
+    import nbdist.plan as by_import
+
+    assert callable(nbdist.plan)
+    assert by_import is nbdist.plan
+    assert optimizers.lookup("adamw").state == 8

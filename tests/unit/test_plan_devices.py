@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nbdist import machine
+from nbdist.errors import PlanError
+from nbdist.machine import Gpu, Machine, Usage
+from nbdist.plan import catalogue, devices
+from nbdist.plan.devices import Cluster, parse
+
+GIB = 1 << 30
+GB = 1e9
+
+
+def gpu(name: str = "NVIDIA H100 80GB HBM3", gib: float = 79.1, uuid: str = "GPU-0") -> Gpu:
+    return Gpu(uuid=uuid, name=name, memory_bytes=int(gib * GIB), capability=(9, 0))
+
+
+# ---------------------------------------------------------------------- descriptions
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "nodes", "name", "link"),
+    [
+        ("8xH100-80GB,nvlink", 8, 1, "H100-80GB", "nvlink"),
+        ("8xH100-80GB", 8, 1, "H100-80GB", "nvlink"),
+        ("8xH100-80GB,pcie", 8, 1, "H100-80GB", "pcie"),
+        ("H100", 1, 1, "H100-80GB", "none"),
+        ("4xA100-40GB", 4, 1, "A100-40GB", "nvlink"),
+        ("2x4090", 2, 1, "RTX4090-24GB", "pcie"),
+        ("2 x RTX 4090, PCIe", 2, 1, "RTX4090-24GB", "pcie"),
+        ("2x3090,nvlink", 2, 1, "RTX3090-24GB", "nvlink"),
+        ("16x8xA100-80GB,nvlink,400Gb", 128, 16, "A100-80GB", "nvlink"),
+        ("4xRTX PRO 6000", 4, 1, "RTXPRO6000-96GB", "pcie"),
+    ],
+)
+def test_words_name_devices(text: str, ranks: int, nodes: int, name: str, link: str) -> None:
+    cluster = parse(text)
+    assert (cluster.world_size, cluster.nodes, cluster.link) == (ranks, nodes, link)
+    assert {device.name for device in cluster.devices} == {name}
+    assert cluster.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
+        ("NVIDIA H200", "H200-141GB"),
+        ("NVIDIA GH200 480GB", "GH200-96GB"),
+        ("NVIDIA B200", "B200-180GB"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla T4", "T4-16GB"),
+        ("NVIDIA GeForce RTX 3090", "RTX3090-24GB"),
+        ("NVIDIA RTX A6000", "A6000-48GB"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada-48GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTXPRO6000-96GB"),
+        ("NVIDIA TITAN RTX", "TitanRTX-24GB"),
+    ],
+)
+def test_driver_names_are_known(driver: str, name: str) -> None:
+    known = catalogue.CATALOGUE[name]
+    found = catalogue.lookup(driver, memory_bytes=known.memory_bytes)
+    assert found is known
+
+
+def test_memory_alone_names_a_typical_gpu_and_says_so() -> None:
+    cluster = parse("4x80GB")
+    assert cluster.smallest.memory_bytes == pytest.approx(80 * GIB, rel=0.02)
+    assert cluster.smallest.memory_bytes < 80 * GIB
+    assert cluster.notes == ("80 GB names no GPU: its speeds are taken to be those of A100-80GB.",)
+
+
+def test_network_is_of_a_node_and_adapters_add_up() -> None:
+    assert parse("2x8xH100,400Gb").network == 50 * GB
+    assert parse("2x8xH100,8x400Gb").network == 400 * GB
+    assert parse("2x8xH100,8x400Gb").notes == ()
+    assumed = parse("2x8xH100")
+    assert assumed.network == 50 * GB
+    assert assumed.notes == ("The network is not said: 400 Gb/s into each node is assumed.",)
+
+
+def test_host_and_nvme_are_read() -> None:
+    cluster = parse("8xH100,nvlink,2TB host,4TB nvme")
+    assert (cluster.host_memory_bytes, cluster.nvme_bytes) == (2e12, 4e12)
+    assert parse("8xH100").host_memory_bytes is None
+
+
+@pytest.mark.parametrize(("text", "count"), [("cpu", 1), ("2xcpu", 2), ("4 cpus", 4)])
+def test_cpu_ranks(text: str, count: int) -> None:
+    cluster = parse(text)
+    assert cluster.kind == "cpu"
+    assert cluster.world_size == count
+    assert cluster.link == ("none" if count == 1 else "cpu")
+    assert "8 GiB a rank is assumed" in cluster.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "name no GPU"),
+        ("8x", "name no GPU"),
+        (",nvlink", "name no GPU"),
+        ("0xH100", "0 is not a number of devices"),
+        ("-1xH100", "-1 is not a number of devices"),
+        ("1.5xH100", "1.5 is not a number of devices"),
+        ("0xcpu", "0 is not a number of devices"),
+        ("999999xH100", "at most 100000"),
+        ("2xnanGB", "nan is not a size"),
+        ("2xinfGB", "inf is not a size"),
+        ("2x0GB", "0 is not a size"),
+        ("2x-5GB", "-5 is not a size"),
+        ("2x99999999GB", "no GPU has 1e+08 GB"),
+        ("8xH100,0Gb", "0 is not a size"),
+        ("8xH100,nvlnk", "did you mean nvlink?"),
+        ("8xH100,foo", "nvlink or pcie"),
+        ("2x4090,nvlink", "RTX4090-24GB has no NVLink; use pcie"),
+        ("H100-81GB", "there is H100-80GB"),
+        ("4xH10O", "did you mean H100-80GB"),
+        ("zzz", "its memory, as in 2x24GB"),
+        ("2xcpu,nvlink", "CPU ranks take no 'nvlink'"),
+    ],
+)
+def test_bad_words_are_answered_in_a_sentence(text: str, says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        parse(text)
+    message = str(caught.value)
+    assert says in message
+    assert "\n" not in message
+
+
+def test_long_nonsense_is_cut() -> None:
+    with pytest.raises(PlanError) as caught:
+        parse("x" * 5000)
+    assert len(str(caught.value)) < 200
+
+
+# ------------------------------------------------------------------------- catalogue
+
+
+def test_every_row_has_a_source_and_is_read_by_its_own_name() -> None:
+    for name, device in catalogue.CATALOGUE.items():
+        assert device.source
+        assert parse(f"2x{name}").devices[0] is device
+
+
+@pytest.mark.parametrize("device", catalogue.CATALOGUE.values(), ids=lambda one: one.name)
+def test_figures_are_plausible(device: devices.Device) -> None:
+    named = int(device.name.rsplit("-", 1)[1].removesuffix("GB"))
+    assert 0.89 * named * GIB < device.memory_bytes <= named * GIB
+    assert 1e12 < device.peak("no") < device.peak("fp16") < 3e15
+    assert device.reached("fp16") < device.peak("fp16")
+    assert 3e11 <= device.memory_bandwidth <= 1e13
+    assert device.switched <= (device.nvlink > 0)
+
+
+def test_a_type_that_a_gpu_lacks_runs_at_fp32_speed() -> None:
+    turing = catalogue.CATALOGUE["T4-16GB"]
+    assert not turing.bf16
+    assert turing.peak("bf16") == turing.peak("no") == 8.1e12
+
+
+# ----------------------------------------------------------------------------- links
+
+
+def test_links_reach_what_nccl_tests_measured() -> None:
+    # stas00/ml-engineering, network/benchmarks: bus bandwidth at 1 GiB and more.
+    assert parse("8xA100").link_bytes_per_s("all_reduce") == pytest.approx(235e9, rel=0.05)
+    assert parse("8xH200").link_bytes_per_s("all_gather") == pytest.approx(361e9, rel=0.05)
+    assert parse("8xH200").link_bytes_per_s("all_reduce") == pytest.approx(475e9, rel=0.05)
+    assert parse("4xH200").link_bytes_per_s("all_reduce") == pytest.approx(363e9, rel=0.05)
+    assert parse("8xB200").link_bytes_per_s("all_gather") == pytest.approx(680e9, rel=0.1)
+
+
+def test_a_network_binds_where_it_is_slower() -> None:
+    inside = parse("8xH100").link_bytes_per_s("all_gather")
+    assert parse("2x8xH100,400Gb").link_bytes_per_s("all_gather") == 0.8 * 50 * GB
+    assert parse("2x8xH100,8x800Gb").link_bytes_per_s("all_gather") == inside
+
+
+def test_a_bridge_joins_two() -> None:
+    assert parse("2x3090,nvlink").link_bytes_per_s("all_reduce") > 40 * GB
+    four = parse("4x3090,nvlink").link_bytes_per_s("all_reduce")
+    assert four == parse("4x3090,pcie").link_bytes_per_s("all_reduce") < 25 * GB
+
+
+def test_one_device_waits_for_no_link() -> None:
+    assert parse("H100").link_bytes_per_s("all_reduce") == math.inf
+    assert parse("2x1xH100,400Gb").link_bytes_per_s("all_reduce") == 40 * GB
+
+
+# -------------------------------------------------------------------- other sizes
+
+
+def test_resized_fills_nodes_and_keeps_the_device() -> None:
+    more = parse("4xH100").resized(32)
+    assert (more.world_size, more.nodes, more.ranks_per_node) == (32, 4, 8)
+    assert more.devices[0].name == "H100-80GB"
+    assert "400 Gb/s into each node is assumed" in more.notes[-1]
+    assert parse("8xH100").resized(2).link == "nvlink"
+    assert parse("8xH100").resized(1).link == "none"
+    assert parse("H100").resized(4).link == "nvlink"
+    assert parse("2xcpu").resized(16).nodes == 1
+
+
+# --------------------------------------------------------------------- this machine
+
+
+def test_found_gpus_keep_the_drivers_name_and_memory() -> None:
+    two = Machine((gpu(uuid="GPU-0"), gpu(uuid="GPU-1")), "NVLink", 64)
+    cluster = devices.of_machine(two, host_free_bytes=500 * GIB)
+    assert cluster.describe() == "2 x NVIDIA H100 80GB HBM3, nvlink"
+    assert cluster.smallest.flops == catalogue.CATALOGUE["H100-80GB"].flops
+    assert cluster.smallest.free_bytes == int(79.1 * GIB)
+    assert cluster.host_memory_bytes == 500 * GIB
+    assert cluster.notes == ()
+
+
+def test_what_others_hold_does_not_count_and_they_are_named() -> None:
+    one = Machine((gpu(),), None, 8)
+    cluster = devices.of_machine(one, (Usage(40 * GIB, ("python (pid 4711)",)),))
+    assert cluster.smallest.free_bytes == 40 * GIB
+    assert cluster.notes == (
+        (
+            "GPU 0 has 40.0 of 79.1 GiB free, and no more is planned with: python (pid 4711) runs"
+            " on it."
+        ),
+    )
+
+
+def test_of_unequal_gpus_the_smallest_binds_and_is_named() -> None:
+    gpus = (gpu(), gpu("NVIDIA GeForce RTX 3090", 23.7, "GPU-1"))
+    cluster = devices.of_machine(Machine(gpus, "PCIe", 8))
+    assert cluster.smallest.name == cluster.slowest.name == "NVIDIA GeForce RTX 3090"
+    (note,) = cluster.notes
+    assert "1 x NVIDIA H100 80GB HBM3 and 1 x NVIDIA GeForce RTX 3090" in note
+    assert "RTX 3090 with 23.7 GiB free bounds the memory" in note
+
+
+def test_an_unknown_gpu_gets_typical_speeds_and_a_note() -> None:
+    cluster = devices.of_machine(Machine((gpu("NVIDIA X9000", 79.0),), None, 8))
+    assert cluster.smallest.name == "NVIDIA X9000"
+    assert cluster.notes == (
+        "NVIDIA X9000 is not in the catalogue: its speeds are taken to be those of A100-80GB.",
+    )
+
+
+def test_a_mig_instance_has_its_share_of_the_speed() -> None:
+    part = devices.of_machine(Machine((gpu("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 39.5),), None, 8))
+    whole = catalogue.CATALOGUE["A100-80GB"]
+    assert part.smallest.peak("bf16") == pytest.approx(3 / 7 * whole.peak("bf16"))
+    assert part.smallest.memory_bandwidth == pytest.approx(whole.memory_bandwidth / 2, rel=0.02)
+    assert part.smallest.memory_bytes == int(39.5 * GIB)
+
+
+def test_without_a_gpu_cpu_ranks_share_the_machine() -> None:
+    cluster = devices.of_machine(
+        Machine((), None, 8), cpu_ranks=machine.CPU_RANKS, host_free_bytes=16 * GIB
+    )
+    assert cluster.kind == "cpu"
+    assert cluster.describe() == "2 CPU ranks"
+    assert cluster.smallest.free_bytes == 8 * GIB
+    assert cluster.smallest.peak("no") == parse("2xcpu").smallest.peak("no") * 4
+
+
+def test_nvlink_is_not_assumed_between_gpus_without_it() -> None:
+    pair = Machine((gpu(uuid="GPU-0"), gpu(uuid="GPU-1")), "PCIe", 8)
+    cluster: Cluster = devices.of_machine(pair)
+    assert cluster.link == "pcie"

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+from IPython.core.error import UsageError
+
+from nbdist import plan_magic
+from nbdist.errors import PlanError
+from nbdist.plan.result import Plan
+
+
+def planned(line: str, **names: object) -> Plan:
+    answer = plan_magic.run(line, names, None)
+    assert isinstance(answer, Plan)
+    return answer
+
+
+def test_a_size_and_devices_in_words() -> None:
+    plan = planned("7b --devices 8xA100-80GB,nvlink --batch-size 1,2 --seq-len 1024")
+    assert plan.question.batch_sizes == (1, 2)
+    assert (plan.question.seq_len, plan.question.world_size) == (1024, 8)
+
+
+def test_options_of_the_line_are_fixed() -> None:
+    plan = planned(
+        "1b --devices 2x24GB --precision fp16 --optimizer sgd --offload nvme --accumulate 4"
+        " --activation-checkpointing -n 4"
+    )
+    fixed = plan.question.fixed
+    assert fixed == {
+        "offload": "nvme:PATH",
+        "activation_checkpointing": True,
+        "accumulate": 4,
+    }
+    assert (plan.question.precision, plan.question.optimizer.name) == ("fp16", "sgd")
+    assert plan.question.world_size == 4
+
+
+def test_a_variable_of_the_notebook() -> None:
+    shape = {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "vocab_size": 100,
+    }
+    plan = planned("shape --devices 2x24GB", shape=shape)
+    assert plan.question.seq_len == 128
+    assert plan.question.model.name.startswith("gpt2")
+
+
+def test_help_lists_the_options() -> None:
+    text = plan_magic.run("-h", {}, None)
+    assert isinstance(text, str)
+    assert "--devices" in text
+    assert "--check" in text
+
+
+@pytest.mark.parametrize("line", ["", "--check"])
+def test_without_a_session_it_says_what_can_be_planned(line: str) -> None:
+    with pytest.raises(PlanError, match=r"no session .* %nbdist plan 7b"):
+        plan_magic.run(line, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("7b --batch-size 1,x", "--batch-size 1,x is not a list of sizes"),
+        ("7b --batch 1 --what", "what"),
+        ("7b --precision int3", "int3"),
+        ('7b "', "quotation"),
+    ],
+)
+def test_a_line_that_cannot_be_read(line: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        plan_magic.run(line, {}, None)
