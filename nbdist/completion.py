@@ -9,7 +9,7 @@ from IPython.core.completer import SimpleCompletion, context_matcher
 from nbdist import strategies
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from IPython.core.completer import CompletionContext, MatcherAPIv2, SimpleMatcherResult
 
@@ -24,7 +24,11 @@ VALUES: dict[str, tuple[str, ...]] = {
 
 
 def matcher(
-    *, options: Sequence[str], valued: Sequence[str], commands: Sequence[str]
+    *,
+    options: Sequence[str],
+    valued: Sequence[str],
+    commands: Sequence[str],
+    of_commands: Mapping[str, Sequence[str]],
 ) -> MatcherAPIv2:
     """Make IPython's matcher for the lines of the two magics; silent on all others.
 
@@ -32,6 +36,7 @@ def matcher(
         options: of `%%distribute`.
         valued: those of them that take a value.
         commands: of `%nbdist`.
+        of_commands: options of those commands that have some.
     """
 
     @context_matcher()
@@ -44,6 +49,8 @@ def matcher(
             choices = VALUES.get(before, () if before in valued else options) if words else ()
         elif magic == "%nbdist" and words and not words[1:]:
             choices = commands
+        elif magic == "%nbdist" and words[1:] and words[0] in of_commands:
+            choices = VALUES.get(words[-2], of_commands[words[0]])
         return _result(choices, words[-1] if words else "")
 
     matching: MatcherAPIv2 = complete

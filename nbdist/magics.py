@@ -307,20 +307,20 @@ COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
     "doctor": NbDist.doctor_command,
 }
 
+
+def flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> list[str]:
+    """Options of a parser by their long names; with `valued` those that take a value, short too."""
+    actions = parser._actions  # noqa: SLF001 - argparse has no other way
+    if valued:
+        return [flag for one in actions if one.nargs is None for flag in one.option_strings]
+    return [flag for one in actions for flag in one.option_strings if flag.startswith("--")]
+
+
 MATCHER = completion.matcher(
-    options=[
-        flag
-        for action in NbDist.distribute.parser._actions  # noqa: SLF001 - argparse has no other way
-        for flag in action.option_strings
-        if flag.startswith("--")
-    ],
-    valued=[
-        flag
-        for action in NbDist.distribute.parser._actions  # noqa: SLF001
-        for flag in action.option_strings
-        if action.nargs is None
-    ],
+    options=flags(NbDist.distribute.parser),
+    valued=flags(NbDist.distribute.parser, valued=True),
     commands=[*COMMANDS, *NOT_YET],
+    of_commands={"plan": flags(plan_magic.parser())},
 )
 
 DEFAULTS = ("backend", "nproc", "precision", "offload")

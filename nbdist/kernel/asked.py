@@ -111,9 +111,7 @@ def _placed(choice: Choice) -> dict[str, object]:
     return {"nproc": choice.placement.nproc, "devices": choice.placement.devices}
 
 
-def _placeholder(
-    given: Mapping[str, Any], hardware: strategies.Hardware
-) -> strategies.Options:
+def _placeholder(given: Mapping[str, Any], hardware: strategies.Hardware) -> strategies.Options:
     """The first backend's options that agree with what is given.
 
     Raises:

@@ -11,8 +11,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist import strategies, wire
 from nbdist import ranks as rank_names
+from nbdist import strategies, wire
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellInterrupted, PlanError, RankDied, SessionBusy, SessionError
 from nbdist.kernel import asked, source, transfer

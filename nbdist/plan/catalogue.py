@@ -91,8 +91,8 @@ class _Generation(NamedTuple):
 # `sustained` of Ampere and Hopper: one fit to eleven published FSDP runs on A100 and H100
 # (PyTorch/IBM 2024, Hugging Face/IBM 2024, torchtitan 2025), all within 12 %, with the time of
 # elementwise kernels counted apart as `cost` does; on real numbers the power limit holds an H100
-# back more than an A100. The others: in proportion to the largest matrix products measured on
-# them (stas00/ml-engineering, MAMF).
+# back more than an A100. The others are estimates, fitted to nothing: a plan says so by a larger
+# uncertainty.
 _PASCAL = _Generation(0.5, 15.75, bf16=False)
 _VOLTA = _Generation(0.6, 15.75, bf16=False)
 _TURING = _Generation(0.5, 15.75, bf16=False)
@@ -110,7 +110,8 @@ class _Row(NamedTuple):
     """Family, board where it is not SXM, memory. Of one family the first is meant by its name."""
     generation: _Generation
     memory: float
-    """GiB that CUDA reports."""
+    """GiB that CUDA reports, typically: boards differ by some 0.1 GiB, and of a GPU that was found
+    its own figure counts."""
     bandwidth: float
     """GB/s."""
     tflops: tuple[float, ...]

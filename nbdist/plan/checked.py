@@ -7,7 +7,7 @@ activations, logits, temporaries) are one line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from nbdist.plan.spec import ModelSpec
     from nbdist.strategies import Options
 
-TOLD_APART = ("parameters", "master", "gradients", "optimizer", "buffers")
-"""Parts that a rank finds by what they belong to."""
+PERSISTENT = ("parameters", "master", "optimizer", "buffers")
+"""Parts that rest between two steps, so that any moment shows them."""
+TOLD_APART = (*PERSISTENT, "gradients")
+"""Parts that a rank finds by what they belong to, where it sees every operation."""
 REST = "activations and temporaries"
 """All other parts of a step."""
 CPU_RANK = "CPU rank"
@@ -69,11 +71,17 @@ class Measured:
         known = {one.name for one in fields(cls)}
         return cls(**{name: value for name, value in plain.items() if name in known})
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parts that this measurement tells apart at the peak."""
+        return PERSISTENT if self.kind == "cuda" else TOLD_APART
+
     def told_apart(self) -> dict[str, int]:
-        """Parts as `Check` compares them; empty where the peak's parts are unknown."""
-        if self.allocated_bytes is None or self.kind == "cuda":
+        """Parts at the peak, all that is not told apart as one; empty where it was not seen."""
+        if self.allocated_bytes is None:
             return {}
-        return together(self.parts)
+        known = {name: self.parts.get(name, 0) for name in self.names}
+        return known | {REST: self.allocated_bytes - sum(known.values())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +89,15 @@ class Line:
     """One part: predicted and measured bytes."""
 
     part: str
-    predicted: int
+    predicted: int | None
     measured: int | None
 
     @property
-    def error(self) -> int | None:
-        """Bytes that were predicted too many."""
-        return None if self.measured is None else self.predicted - self.measured
+    def error(self) -> float | None:
+        """Relative error: 0.01 is one percent too many; None where a figure is missing."""
+        if self.predicted is None or not self.measured:
+            return None
+        return (self.predicted - self.measured) / self.measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +113,8 @@ class Check:
     allocated: Line
     """All tensors."""
     device: Line
-    """The device on a GPU, resident memory on a CPU rank."""
+    """The device on a GPU; on a CPU rank its process's resident memory, which untouched
+    buffers do not add to, so that nothing is predicted for it."""
     measured: Mapping[int, Measured]
     """By rank."""
     runs: int = 0
@@ -112,7 +123,7 @@ class Check:
     @property
     def error(self) -> float | None:
         """Relative error of the predicted peak of tensors; 0.01 is one percent too many."""
-        return relative(self.allocated)
+        return self.allocated.error
 
     def __str__(self) -> str:
         """A table for a terminal."""
@@ -159,9 +170,9 @@ def check(model: ModelSpec, options: Options, measured: Mapping[int, Measured]) 
     rank = max(measured, key=lambda one: measured[one].allocated_bytes or measured[one].rss_bytes)
     found = measured[rank]
     moment = predicted(model, options, len(measured), found)
-    parts = together(moment.parts)
+    parts = together(moment.parts, found.names)
     seen = found.told_apart()
-    names = [name for name in (*TOLD_APART, REST) if parts.get(name) or seen.get(name)]
+    names = [name for name in (*found.names, REST) if parts.get(name) or seen.get(name)]
     calibration = Learned().known(
         found.device_name,
         options.backend,
@@ -195,8 +206,6 @@ def predicted(model: ModelSpec, options: Options, world_size: int, found: Measur
 
 def setup_of(options: Options, world_size: int, found: Measured) -> Setup:
     """How the measured model is trained."""
-    from dataclasses import replace
-
     return memory.Setup(
         options=replace(options, accumulate=found.accumulate),
         world_size=world_size,
@@ -225,14 +234,9 @@ def optimizer_of(described: Mapping[str, Any], kind: Literal["cuda", "cpu"]) -> 
     return optimizers.of_torch(described.get("class", "AdamW"), described, kind)
 
 
-def relative(line: Line) -> float | None:
-    """Error as a share of what was measured."""
-    return None if not line.measured else (line.predicted - line.measured) / line.measured
-
-
-def together(parts: Mapping[str, int]) -> dict[str, int]:
-    """Parts, those that a step does not tell apart as one."""
-    known = {name: parts[name] for name in TOLD_APART if parts.get(name)}
+def together(parts: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
+    """The named parts, and all others as one."""
+    known = {name: parts.get(name, 0) for name in names}
     return known | {REST: sum(parts.values()) - sum(known.values())}
 
 
@@ -244,21 +248,20 @@ def _with_host(moment: Moment) -> Moment:
 
 
 def _device_line(found: Measured, calibration: Calibration, allocated: int) -> Line:
-    """Bytes beyond tensors: the device's, or a CPU rank's resident memory."""
-    name = "resident memory" if found.kind == "cpu" else "the device"
-    seen = found.rss_bytes if found.kind == "cpu" else found.device_bytes
-    return Line(name, calibration.device_bytes(allocated), seen)
+    """Bytes beyond tensors."""
+    if found.kind == "cpu":
+        return Line("resident memory", None, found.rss_bytes)
+    return Line("the device", calibration.device_bytes(allocated), found.device_bytes)
 
 
 def _cells(line: Line) -> tuple[str, str, str]:
     """Predicted, measured and error, in words."""
-    if line.measured is None or line.error is None:
-        return (_size(line.predicted), "-", "")
-    share = relative(line)
-    percent = "" if share is None else f"{share:+.1%}"
-    return (_size(line.predicted), _size(line.measured), percent)
+    share = "" if line.error is None else f"{line.error:+.1%}"
+    return _size(line.predicted), _size(line.measured), share
 
 
-def _size(size: int) -> str:
-    """Bytes for a table: small models are told in MiB."""
+def _size(size: int | None) -> str:
+    """Bytes for a table; small models are told in MiB."""
+    if size is None:
+        return "-"
     return gib(size, unit=True) if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

@@ -17,7 +17,7 @@ from nbdist.plan import cost, memory, remedies
 from nbdist.plan.calibration import Learned
 from nbdist.plan.result import Plan, Row
 from nbdist.plan.spec import Workload
-from nbdist.plan.words import gib, part_words
+from nbdist.plan.words import GIB, gib, part_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -136,9 +136,14 @@ _SEARCHED = ("offload_params", "activation_checkpointing")
 
 
 def _places(question: Question, strategy: Strategy) -> list[str]:
-    """Where a strategy may put optimizer state in this search."""
+    """Where a strategy may put optimizer state in this search.
+
+    CPU ranks have nowhere to go: their own memory is the host's.
+    """
     if "offload" in question.fixed:
         return [str(question.fixed["offload"])]
+    if question.cluster.kind == "cpu":
+        return ["none"]
     return [one for one in question.offloads if one.partition(":")[0] in strategy.offloads]
 
 
@@ -280,12 +285,12 @@ def _comparison(row: Row, best: Row, question: Question) -> str:
 
 def _elsewhere(row: Row, question: Question) -> str:
     """What an offload needs of the host, for all ranks of a node."""
-    if row.options.offload_device == "none" or question.cluster.kind == "cpu":
-        return ""
     ranks = question.cluster.ranks_per_node
-    needs = [f"{gib(ranks * row.host_bytes, unit=True)} of host memory"]
-    needs += [f"{gib(ranks * row.nvme_bytes, unit=True)} of NVMe"] if row.nvme_bytes else []
-    return f"; takes {' and '.join(needs)}"
+    needs = {"host memory": ranks * row.host_bytes, "NVMe": ranks * row.nvme_bytes}
+    words = [f"{gib(size, unit=True)} of {place}" for place, size in needs.items() if size > GIB]
+    if not words or question.cluster.kind == "cpu":
+        return ""
+    return f"; takes {' and '.join(words)}"
 
 
 def _reason(row: Row, best: Row, question: Question) -> str:
@@ -294,7 +299,9 @@ def _reason(row: Row, best: Row, question: Question) -> str:
     causes = {
         "compute_s": "recomputes activations",
         "exposed_communication_s": f"waits for communication over {link}",
-        "optimizer_s": "the optimizer runs on the CPU" if row.host_bytes else "optimizer step",
+        "optimizer_s": "the optimizer runs on the CPU"
+        if row.host_bytes
+        else "the optimizer's step",
         "offload_s": f"moves data to and from {row.options.offload_device} memory".replace(
             "nvme memory", "NVMe"
         ),

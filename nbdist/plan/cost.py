@@ -54,7 +54,10 @@ _FOREACH_PASSES = 80 / 28
 an element, in one kernel 28."""
 _STEP_S: Mapping[str, float] = MappingProxyType({"ddp": 1e-3, "fsdp": 1e-3, "deepspeed": 3e-3})
 """Of an optimizer's step, whatever the size. DeepSpeed brings the gradients' norm and whether it
-overflowed to the host before it steps (0.19.8), so that launches fall behind."""
+overflowed to the host before it steps (0.19.8), so that launches fall behind; how long that takes
+on a GPU is estimated, not measured."""
+
+_ONE_PERCENT = 0.01
 
 _BUCKET = 25 << 20
 """DDP's buckets."""
@@ -152,13 +155,18 @@ def threshold_sentence(cost: Cost, workload: Workload) -> str:
         f"Communication takes as long as computing at T* = {_rounded(threshold)} tokens per GPU "
         f"and micro-batch; yours has {tokens:,}"
     )
-    waiting = f"{cost.exposed_communication_s / cost.step_time_s:.0%} of the time is waiting"
+    waiting = f"{_percent(cost.exposed_communication_s / cost.step_time_s)} of the time is waiting"
     if tokens > threshold:
         return f"{says}, {tokens / threshold:.1f} times that: {waiting}."
     return (
         f"{says}, so the links bind and {waiting}: more tokens, accumulation or a strategy that "
         "moves less would help."
     )
+
+
+def _percent(share: float) -> str:
+    """A share for a reader, who would take 0 % for nothing at all."""
+    return f"{share:.0%}" if share >= _ONE_PERCENT else "less than 1%"
 
 
 def _rounded(number: float) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from nbdist.plan.spec import Group, Instant, MicroBatch, Pass
-from nbdist.plan.tape import FULL, HALF, Tape, Tensor, worst
+from nbdist.plan.tape import BATCH, FULL, HALF, Tape, Tensor, worst
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ class Weight(NamedTuple):
     trainable: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Decoder:
     """Sizes that every decoder has; a family adds its own and the operations."""
 
@@ -106,14 +106,24 @@ class Decoder:
         size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"  # noqa: PLR2004
         return f"{self.model_type}, {size} parameters"
 
-    @property
+    @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
         """Positions (where there are any), embedding, blocks, tail."""
         return _groups(self)
 
     def micro_batch(self, workload: Workload) -> MicroBatch:
         """Bytes of one micro-batch."""
-        return _micro_batch(self, workload)
+        # A single sample's views differ from those of several (`_math`).
+        batch = 1 if workload.batch_size == 1 else BATCH
+        layout = replace(workload, batch_size=batch)
+        if layout not in self._known:
+            self._known[layout] = _micro_batch(self, layout)
+        return _at(self._known[layout], workload.batch_size)
+
+    @functools.cached_property
+    def _known(self) -> dict[Workload, MicroBatch]:
+        """Micro-batches of any batch size, sizes in powers of `BATCH`."""
+        return {}
 
     def flops(self, workload: Workload) -> float:
         """Forward 2, backward 2 for the input and 2 for the weight, per parameter and token.
@@ -169,14 +179,23 @@ class Decoder:
         high = tape.linear(low, work.tokens, out, narrow=self.lora_rank)
         return tape.add(y, tape.unary(high))
 
+    def scores(self, work: Workload) -> int:
+        """Elements of the attention scores of one layer."""
+        return work.batch_size * self.heads * work.seq_len**2
+
+    def mask(self, tape: Tape, work: Workload, *, made: bool) -> int:
+        """Bytes of the attention mask that checkpointed blocks hold among their arguments."""
+        if not work.activation_checkpointing or not (made or self.attention == "eager"):
+            return 0
+        return work.batch_size * work.seq_len**2 * tape.width
+
     def attend(self, tape: Tape, work: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention by the kernel that torch chooses; its output is contiguous."""
-        scores = work.batch_size * self.heads * work.seq_len**2
         if self.attention == "eager":
             return self.eager(tape, work, q, k, v)
         if self._fused(tape, q):
             return tape.flash_attention(q, k, v, work.tokens * self.heads)
-        return self._math(tape, scores, q, k, v)
+        return self._math(tape, work, q, k, v)
 
     def eager(self, tape: Tape, work: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention as transformers writes it out; families differ."""
@@ -191,8 +210,9 @@ class Decoder:
             return not self.attention_dropout
         return q.width == HALF or tape.autocast is not None or self.kv_heads == self.heads
 
-    def _math(self, tape: Tape, scores: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _math(self, tape: Tape, work: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """scaled_dot_product_attention without a fused kernel: in fp32, scores kept."""
+        scores = self.scores(work)
         width = HALF if tape.autocast else q.width
         q, k, v = (tape.cast(tape.cast(t, width), FULL) for t in (q, k, v))
         if k.elements != q.elements:
@@ -200,7 +220,9 @@ class Decoder:
         q, k = (tape.copy(tape.unary(t)) for t in (q, k))
         probabilities = tape.softmax(tape.unary(tape.fp32_matmul(q, k, scores)))
         dropped = tape.dropout(probabilities, self.attention_dropout)
-        out = tape.fp32_matmul(dropped, tape.copy(v), q.elements)
+        # Heads of one sample, or one head of samples, are a view that a product takes as it is.
+        v = v if 1 in {work.batch_size, self.heads} else tape.copy(v)
+        out = tape.fp32_matmul(dropped, v, q.elements)
         return tape.cast(out, width)
 
     def _adapters(self) -> int:
@@ -214,6 +236,25 @@ class Decoder:
             return base
         low = [Weight(self.lora_rank, self.lora_rank * into) for _, into in self.linears()]
         return base + low + [Weight(out, out * self.lora_rank) for out, _ in self.linears()]
+
+
+def _at(run: MicroBatch, batch_size: int) -> MicroBatch:
+    """Put a batch size in."""
+
+    def at(size: int) -> int:
+        each, fixed = divmod(size, BATCH)
+        return each * batch_size + fixed
+
+    passes = tuple(
+        Pass(
+            saved=at(one.saved),
+            forward=at(one.forward),
+            backward=tuple(Instant(at(held), grads) for held, grads in one.backward),
+            gradient=at(one.gradient),
+        )
+        for one in run.passes
+    )
+    return MicroBatch(passes=passes, loss=at(run.loss), outputs=at(run.outputs))
 
 
 def tape_of(compute: Compute, kind: Literal["cuda", "cpu"], element: int) -> Tape:
@@ -238,7 +279,6 @@ def group(name: str, role: Any, weights: Iterable[Weight], count: int = 1) -> Gr
     )
 
 
-@functools.lru_cache(maxsize=64)
 def _groups(model: Decoder) -> tuple[Group, ...]:
     trained = model.base_trainable
     table = Weight(model.vocab, model.vocab * model.hidden, trained)
@@ -253,14 +293,12 @@ def _groups(model: Decoder) -> tuple[Group, ...]:
     return found if positions else found[1:]
 
 
-@functools.lru_cache(maxsize=4096)
 def _micro_batch(model: Decoder, work: Workload) -> MicroBatch:
     embedding, stream = _embedding(model, work)
     block = _block(model, work, stream)
     tail, logits = _tail(model, work, stream)
-    passes = (embedding, block, tail)
-    if model.embeddings():
-        passes = (Pass(saved=0, forward=0, backward=(Instant(0, 0),)), *passes)
+    places = [Pass(saved=0, forward=0, backward=(Instant(0, 0),))] if model.embeddings() else []
+    passes = (*places, embedding, block, tail)
     float_copy = FULL * work.tokens * model.vocab
     # Log-softmax's output and two gradients in fp32, beside the logits that the model returns.
     return MicroBatch(passes=passes, loss=3 * float_copy, outputs=logits)
@@ -274,12 +312,13 @@ def _embedding(model: Decoder, work: Workload) -> tuple[Pass, Tensor]:
     """Tokens to the residual stream; returns one tensor of it as well."""
     tape = _tape(model, work)
     out = model.write_embedding(tape, work)
-    table = 2 * model.vocab * model.hidden * tape.width if model.tied and model.base_trainable else 0
+    # Gradients of positions are there already; a tied table's second gradient waits beside the
+    # first, and their sum.
+    beside = sum(one.elements for one in model.embeddings())
+    beside += 2 * model.vocab * model.hidden if model.tied else 0
+    beside *= tape.width if model.base_trainable else 0
     kept = _INDEX * work.tokens + model.shared(tape, work)
-    backward = worst(
-        # A tied table's second gradient waits beside the first, and their sum.
-        Instant(one.held + table, one.grads) for one in tape.backward(out.bytes)
-    )
+    backward = worst(Instant(one.held + beside, one.grads) for one in tape.backward(out.bytes))
     saved = tape.saved() + kept
     return Pass(saved=saved, forward=tape.forward() + kept, backward=backward), out
 

@@ -24,6 +24,8 @@ CUTS_GRADIENTS = 2
 CUTS_PARAMETERS = 3
 MASTER = 4
 """Bytes of an element of the master copy, which is always fp32."""
+NORM = 8
+"""Bytes of an element while a norm is taken, in fp64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,8 @@ class Story:
         self.unit = 2 if setup.half else 4
         """Bytes of an element of parameters and gradients in use."""
         self.trainable = spec.trainable(model)
+        self.largest = max(max(layout.sizes(one), default=0) for one in model.groups)
+        """Elements of the largest trainable parameter."""
         self.offloaded = setup.options.offload_device != "none"
         self.again = setup.options.accumulate > 1
         """Gradients of earlier micro-batches exist."""

@@ -79,6 +79,8 @@ class Cluster:
     """Of one node, free; None where nobody said."""
     nvme_bandwidth: float = 6 * GB
     """Of one node."""
+    num_cpus: int | None = None
+    """Cores of one node that CPU ranks share; None where nobody said."""
     notes: tuple[str, ...] = ()
     """Sentences for the reader: what was assumed, what binds."""
     kind: Literal["cuda", "cpu"] = "cuda"
@@ -155,8 +157,10 @@ class Cluster:
 
     def resized(self, ranks: int) -> Cluster:
         """The same with another number of ranks; more nodes where one has not so many GPUs."""
-        per_node = max(self.ranks_per_node, NODE_SIZE)
-        nodes = 1 if self.kind == "cpu" else -(-ranks // per_node)
+        if self.kind == "cpu":
+            memory = self.host_memory_bytes
+            return cpu_ranks(ranks, host_memory_bytes=memory, num_cpus=self.num_cpus)
+        nodes = -(-ranks // max(self.ranks_per_node, NODE_SIZE))
         least = self.smallest
         kept = self.devices[:ranks] + (least,) * (ranks - self.world_size)
         link: Link = "none" if ranks == 1 else self.link
@@ -281,6 +285,7 @@ def cpu_ranks(
         link="cpu" if count > 1 else "none",
         host_memory_bytes=host_memory_bytes,
         host_bandwidth=_HOST_MEMORY_BANDWIDTH,
+        num_cpus=num_cpus,
         notes=notes,
         kind="cpu",
     )

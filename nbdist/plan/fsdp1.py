@@ -12,11 +12,10 @@ makes them, on every rank.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nbdist.plan.spec import Group
-from nbdist.plan.units import Ground, Unit, Widths, unit
+from nbdist.plan.units import Ground, Place, Unit, Widths, unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,14 +34,14 @@ def ground(model: ModelSpec, setup: Setup) -> Ground:
         share = -(-group.params // ranks)
         # A flat parameter has one gradient, zeros for what is frozen.
         whole = group.params if group.trainable else 0
-        made = unit(group, widths, share, ranks, accumulate=widths.compute)
-        return replace(
-            made, gradients=widths.compute * whole, accumulated=widths.compute * whole
-        )
+        largest = min(share, group.largest)
+        made = unit(group, widths, share, ranks, accumulate=widths.compute, largest=largest)
+        whole *= widths.compute
+        return made._replace(gradients=whole, accumulated=whole)
 
     units = [flat(g) if g.role == "block" else Unit() for g in model.groups]
     units[last] = flat(_root(model))
-    return Ground(model, setup, widths, tuple(units), last)
+    return Ground(model=model, setup=setup, widths=widths, units=tuple(units), flat=True)
 
 
 def _root(model: ModelSpec) -> Group:
@@ -59,93 +58,87 @@ def _root(model: ModelSpec) -> Group:
 
 def during(base: Ground, run: MicroBatch, step: Step, micro: Micro) -> Iterator[Moment]:
     """The moments of one step of a micro-batch."""
+    key = (micro, step.phase, step.group, step.index)
+    place = base.places.get(key)
+    if place is None:
+        place = base.places[key] = _place(base, step, micro)
+        if step.phase == "backward" and (_is_block(base, step) or not step.group):
+            handed = run.passes[step.group].gradient
+            for after in _reductions(base, step, micro):
+                yield base.moment(step, after, inside=handed)
+    if step.phase == "loss":
+        yield base.moment(step, place, loss=step.inside)
+    else:
+        made = base.widths.compute * step.grads
+        yield base.moment(step, place, inside=step.inside, gradients=made)
+
+
+def _place(base: Ground, step: Step, micro: Micro) -> Place:
+    """What is there beside a unit at work."""
     whole, shards = _gradients(base, step, micro)
-    backward = step.phase == "backward"
-    made = base.widths.compute * step.grads + (_root_made(base, step) if backward else 0)
-    yield base.moment(
-        step,
-        whole_gradients=whole + made,
-        gradient_shards=shards,
-        gathered=_resident(base, step),
-        activations=step.activations + (0 if step.phase == "loss" else step.inside),
-        loss=step.inside if step.phase == "loss" else 0,
-    )
-    if backward and (over := _finished(base, step)) is not None:
-        handed = run.passes[step.group].gradient
-        yield from _reduction(base, step, micro, over, handed, whole=whole, shards=shards)
+    if step.phase == "backward":
+        whole += _of_root(base, step)
+    return Place(_resident(base, step), whole, shards)
+
+
+def _reductions(base: Ground, step: Step, micro: Micro) -> Iterator[Place]:
+    """Gradients are put together; then the unit is in shards again, and they are reduced."""
+    block = _is_block(base, step)
+    over = base.units[step.group if block else base.tail]
+    whole, shards = _gradients(base, step, micro)
+    whole += _of_root(base, step) if block else 0
+    gathered = _resident(base, step)
+    yield Place(gathered, whole + 2 * over.gradients, shards)
+    if micro in {"only", "last"}:
+        cast = over.reduced if base.widths.reduce != base.widths.compute else 0
+        buffers = cast + over.reduced_shard
+        yield Place(gathered - over.whole, whole + over.gradients, shards, buffers)
 
 
 def _gradients(base: Ground, step: Step, micro: Micro) -> tuple[int, int]:
     """Whole gradients that wait, and gradient shards, of the blocks that are over."""
-    over = base.model.groups[step.group].count - 1 - step.index if _is_block(base, step) else 0
-    over += sum(
-        group.count for group in base.model.groups[step.group + 1 :] if group.role == "block"
-    )
-    pairs = zip(base.model.groups, base.units, strict=True)
-    one = next((unit for group, unit in pairs if group.role == "block"), Unit())
-    done = over if step.phase == "backward" else 0
-    shards = done * one.kept if micro in {"only", "last"} else 0
+    accumulated, kept = _over(base, step) if step.phase == "backward" else (0, 0)
     if micro == "only":
-        return 0, shards
+        return 0, kept
     if micro == "first":
-        return done * one.accumulated, shards
-    return base.total("accumulated") - (done * one.accumulated if micro == "last" else 0), shards
+        return accumulated, 0
+    if micro == "middle":
+        return base.all.accumulated, 0
+    return base.all.accumulated - accumulated, kept
+
+
+def _over(base: Ground, step: Step) -> tuple[int, int]:
+    """Accumulated gradients and gradient shards of the blocks whose backward is over."""
+    accumulated = kept = 0
+    for number in range(step.group, base.tail):
+        group, one = base.groups[number], base.units[number]
+        count = group.count - 1 - step.index if number == step.group else group.count
+        accumulated += count * one.accumulated
+        kept += count * one.kept
+    return accumulated, kept
 
 
 def _is_block(base: Ground, step: Step) -> bool:
-    return base.model.groups[step.group].role == "block"
+    return base.groups[step.group].role == "block"
 
 
-def _root_made(base: Ground, step: Step) -> int:
-    """Gradients of the root's parameters that groups before in the backward have made."""
-    after = base.model.groups[step.group + 1 :]
+def _of_root(base: Ground, step: Step) -> int:
+    """Gradients of the root's parameters that the groups after have made."""
+    after = base.groups[step.group + 1 :]
     return base.widths.compute * sum(g.trainable for g in after if g.role != "block")
 
 
 def _resident(base: Ground, step: Step) -> int:
     """Bytes of whole units: the root, and the block at work; all blocks if none is resharded."""
-    blocks = 0
-    for number, group in enumerate(base.model.groups):
-        if group.role != "block":
-            continue
-        if base.resharded:
-            count = int(number == step.group and step.phase != "loss")
-        elif step.phase == "loss" or number < step.group:
-            count = group.count
-        else:
-            count = step.index + 1 if number == step.group else 0
-        blocks += count * base.units[number].whole
-    return blocks + base.units[base.tail].whole
-
-
-def _finished(base: Ground, step: Step) -> Unit | None:
-    """The unit whose gradients are complete after a step: the root's at the very end."""
-    if _is_block(base, step):
-        return base.units[step.group]
-    return None if step.group else base.units[base.tail]
-
-
-def _reduction(  # noqa: PLR0913 - what is held, part by part
-    base: Ground, step: Step, micro: Micro, over: Unit, handed: int, *, whole: int, shards: int
-) -> Iterator[Moment]:
-    """Gradients are put together; then the unit is in shards again, and they are reduced."""
-    others = _root_made(base, step) if _is_block(base, step) else 0
-    gathered = _resident(base, step)
-    yield base.moment(
-        step,
-        whole_gradients=whole + others + 2 * over.gradients,
-        gradient_shards=shards,
-        gathered=gathered,
-        activations=step.activations + handed,
+    return base.units[base.tail].whole + sum(
+        base.units[number].whole * _whole_count(base, number, step) for number in range(base.tail)
     )
-    if micro in {"first", "middle"}:
-        return
-    cast = over.reduced if base.widths.reduce != base.widths.compute else 0
-    yield base.moment(
-        step,
-        whole_gradients=whole + others + over.gradients,
-        gradient_shards=shards,
-        gathered=gathered - over.whole,
-        buffers=cast + over.reduced_shard,
-        activations=step.activations + handed,
-    )
+
+
+def _whole_count(base: Ground, number: int, step: Step) -> int:
+    """How many blocks of a group are whole at a step."""
+    if base.resharded:
+        return int(number == step.group and step.phase != "loss")
+    if step.phase == "loss" or number < step.group:
+        return base.groups[number].count
+    return step.index + 1 if number == step.group else 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.plan.units import Ground, Unit, Widths, unit
+from nbdist.plan.units import Ground, Place, Unit, Widths, unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,11 +28,18 @@ if TYPE_CHECKING:
 def ground(model: ModelSpec, setup: Setup) -> Ground:
     """The model as FSDP2 shards it: by rows of each parameter."""
     widths, ranks = Widths.of(model, setup), setup.world_size
-    units = tuple(
-        unit(group, widths, _share(group, ranks), ranks, accumulate=widths.reduce)
+    units = [
+        unit(
+            group,
+            widths,
+            _share(group, ranks),
+            ranks,
+            accumulate=widths.reduce,
+            largest=-(-group.largest // ranks),
+        )
         for group in model.groups
-    )
-    return Ground(model, setup, widths, units, len(units) - 1)
+    ]
+    return Ground(model=model, setup=setup, widths=widths, units=tuple(units), flat=False)
 
 
 def _share(group: Group, ranks: int) -> int:
@@ -44,96 +51,80 @@ def _share(group: Group, ranks: int) -> int:
 
 def during(base: Ground, run: MicroBatch, step: Step, micro: Micro) -> Iterator[Moment]:
     """The moments of one step of a micro-batch."""
-    whole, shards = _gradients(base, step, micro)
-    if step.phase == "forward":
-        own, before = _buffers(base, step)
-        gathered = own + _resident(base, step)
-        # The buffer of the unit before goes when this unit's has been copied.
-        yield base.moment(
-            step, whole_gradients=whole, gradient_shards=shards, gathered=before + gathered
-        )
-        yield base.moment(
-            step,
-            whole_gradients=whole,
-            gradient_shards=shards,
-            gathered=gathered,
-            activations=step.activations + step.inside,
-        )
-    elif step.phase == "loss":
-        yield base.moment(
-            step,
-            whole_gradients=whole,
-            gradient_shards=shards,
-            gathered=_resident(base, step),
-            loss=step.inside,
-        )
+    key = (micro, step.phase, step.group, step.index)
+    place = base.places.get(key)
+    if place is None:
+        place = base.places[key] = _place(base, step, micro)
+        yield from _besides(base, run, step, micro, place)
+    if step.phase == "loss":
+        yield base.moment(step, place, loss=step.inside)
     else:
-        yield _backward(base, step, micro, whole=whole, shards=shards)
-        if (over := _finished(base, step)) is not None:
-            handed = run.passes[step.group].gradient
-            yield _reduction(base, step, micro, over, handed, whole=whole, shards=shards)
+        made = base.widths.compute * step.grads
+        yield base.moment(step, place, inside=step.inside, gradients=made)
+
+
+def _place(base: Ground, step: Step, micro: Micro) -> Place:
+    """What is there beside a unit at work."""
+    whole, shards = _gradients(base, step, micro)
+    gathered = _resident(base, step)
+    if step.phase == "forward":
+        return Place(gathered + _buffers(base, step)[0], whole, shards)
+    if step.phase == "loss":
+        return Place(gathered, whole, shards)
+    if base.tied and step.group != base.tail:
+        whole += base.units[base.tail].gradients
+    return Place(gathered + _ahead(base, step), whole, shards, _in_flight(base, step, micro))
+
+
+def _besides(
+    base: Ground, run: MicroBatch, step: Step, micro: Micro, place: Place
+) -> Iterator[Moment]:
+    """The moments just before a unit's forward and just after its backward."""
+    if step.phase == "forward":
+        # The buffer of the unit before goes when this unit's has been copied.
+        before = _buffers(base, step)[1]
+        yield base.moment(step, place._replace(gathered=place.gathered + before))
+    elif step.phase == "backward" and not (base.tied and step.group == base.tail):
+        over = _gathering(base, step.group)
+        after = _reduction(base, step, micro, over)
+        yield base.moment(step, after, inside=run.passes[step.group].gradient)
 
 
 def _gradients(base: Ground, step: Step, micro: Micro) -> tuple[int, int]:
     """Whole and sharded gradients of the units that are not at work."""
-    over = step.phase == "backward"
-    done = _over(base, step, "accumulated") if over else 0
-    shards = _over(base, step, "kept") if over and micro in {"only", "last"} else 0
+    accumulated, kept = _over(base, step) if step.phase == "backward" else (0, 0)
     if micro == "only":
-        return 0, shards
+        return 0, kept
     if micro == "first":
-        return done, shards
-    return base.total("accumulated") - (done if micro == "last" else 0), shards
+        return accumulated, 0
+    if micro == "middle":
+        return base.all.accumulated, 0
+    return base.all.accumulated - accumulated, kept
 
 
-def _over(base: Ground, step: Step, field: str) -> int:
-    """A field over the units whose backward is over at a step."""
-    groups = base.model.groups
-    total = (groups[step.group].count - 1 - step.index) * int(
-        getattr(base.units[step.group], field)
-    )
-    for number in range(step.group + 1, len(groups)):
-        # Tied to the embedding, the tail is over when that is.
-        if not (base.model.tied and number == base.tail):
-            total += groups[number].count * int(getattr(base.units[number], field))
-    return total
+def _over(base: Ground, step: Step) -> tuple[int, int]:
+    """Accumulated gradients and gradient shards of the units whose backward is over."""
+    counts = [(step.group, base.groups[step.group].count - 1 - step.index)]
+    # Tied to the embedding, the tail is over when that is.
+    last = base.tail if base.tied else len(base.units)
+    counts += [(number, base.groups[number].count) for number in range(step.group + 1, last)]
+    accumulated = sum(count * base.units[number].accumulated for number, count in counts)
+    return accumulated, sum(count * base.units[number].kept for number, count in counts)
 
 
-def _backward(base: Ground, step: Step, micro: Micro, *, whole: int, shards: int) -> Moment:
-    """A unit's backward, beside the next unit's buffer and the reduction of the one before."""
-    made = base.widths.compute * step.grads
-    if base.model.tied and step.group != base.tail:
-        made += base.units[base.tail].gradients
-    return base.moment(
-        step,
-        whole_gradients=whole + made,
-        gradient_shards=shards,
-        gathered=_resident(base, step) + _ahead(base, step),
-        buffers=_in_flight(base, step, micro),
-        activations=step.activations + step.inside,
-    )
-
-
-def _reduction(  # noqa: PLR0913 - what is held, part by part
-    base: Ground, step: Step, micro: Micro, over: Unit, handed: int, *, whole: int, shards: int
-) -> Moment:
+def _reduction(base: Ground, step: Step, micro: Micro, over: Unit) -> Place:
     """A unit is in shards again; its gradients are copied to be reduced, or are kept whole."""
-    buffers, made = 0, 0
+    whole, shards = _gradients(base, step, micro)
+    buffers = 0
     if micro in {"only", "last"}:
         buffers = over.reduced + over.reduced_shard
     if micro == "first":
         # One after the other becomes one of the reduce type.
-        made = over.largest + over.accumulated
+        whole += over.largest + over.accumulated
     elif micro in {"only", "middle"}:
-        made = over.gradients
-    return base.moment(
-        step,
-        whole_gradients=whole + made,
-        gradient_shards=shards,
-        gathered=_resident(base, step) - over.whole + _ahead(base, step),
-        buffers=buffers,
-        activations=step.activations + handed,
-    )
+        whole += over.gradients
+    gathered = _resident(base, step) - over.whole + _ahead(base, step)
+    return Place(gathered, whole, shards, buffers)
 
 
 # -- which units are whole -------------------------------------------------------------------
@@ -141,13 +132,13 @@ def _reduction(  # noqa: PLR0913 - what is held, part by part
 
 def _gathering(base: Ground, number: int) -> Unit:
     """The unit that a group's forward gathers: a tied embedding gathers the tail."""
-    tied_embedding = base.model.tied and base.model.groups[number].role == "embedding"
+    tied_embedding = base.tied and base.groups[number].role == "embedding"
     return base.units[base.tail if tied_embedding else number]
 
 
 def _buffers(base: Ground, step: Step) -> tuple[int, int]:
     """The gather buffer that a unit's forward keeps, and that of the unit before."""
-    if base.model.tied and step.group == base.tail:
+    if base.tied and step.group == base.tail:
         return _gathering(base, step.group - 1).whole, 0
     own = _gathering(base, step.group).whole
     if step.index:
@@ -157,7 +148,7 @@ def _buffers(base: Ground, step: Step) -> tuple[int, int]:
 
 def _resident(base: Ground, step: Step) -> int:
     """Bytes of whole units: the one at work, tail and root; all where none is resharded."""
-    pairs = enumerate(zip(base.model.groups, base.units, strict=True))
+    pairs = enumerate(zip(base.groups, base.units, strict=True))
     return sum(one.whole * _whole_count(base, group, n, step) for n, (group, one) in pairs)
 
 
@@ -166,7 +157,7 @@ def _whole_count(base: Ground, group: Group, number: int, step: Step) -> int:
     if group.role == "root":
         return 1
     if number == base.tail:
-        return int(base.model.tied or step.phase == "loss" or step.group == base.tail)
+        return int(base.tied or step.phase == "loss" or step.group == base.tail)
     if base.resharded:
         return int(number == step.group and step.phase != "loss")
     if step.phase == "loss" or number < step.group:
@@ -180,22 +171,15 @@ def _ahead(base: Ground, step: Step) -> int:
         return 0
     if step.index:
         return base.units[step.group].whole
-    before = step.group - 1
-    return base.units[before].whole if before >= 0 else 0
+    pairs = zip(base.groups[: step.group], base.units, strict=False)
+    return next((one.whole for group, one in reversed([*pairs]) if group.role != "root"), 0)
 
 
 def _in_flight(base: Ground, step: Step, micro: Micro) -> int:
     """The reduction of the unit before, until the next one begins."""
     if micro in {"first", "middle"} or step.group == base.tail:
         return 0
-    if step.index < base.model.groups[step.group].count - 1:
+    if step.index < base.groups[step.group].count - 1:
         return base.units[step.group].reduced
     after = step.group + 1
-    return 0 if after == base.tail and base.model.tied else base.units[after].reduced
-
-
-def _finished(base: Ground, step: Step) -> Unit | None:
-    """The unit whose gradients are complete after a step of the backward."""
-    if base.model.tied and step.group == base.tail:
-        return None
-    return _gathering(base, step.group)
+    return 0 if after == base.tail and base.tied else base.units[after].reduced

@@ -42,7 +42,9 @@ class Gathered:
     persistent: int
     """All the time."""
     most: Mapping[Where, int]
-    """While a group is at work, the flat copies that a gather makes included."""
+    """While a group is at work, the flat tensors of its gathers included."""
+    least: Mapping[Where, int]
+    """When a group has all it needs."""
     loss: int
     """Between forward and backward."""
 
@@ -69,10 +71,12 @@ def gathered(groups: tuple[Group, ...], *, tied: bool, recompute: bool, rules: R
     sizes = [(*layout.sizes(group), *layout.frozen_sizes(group)) for group in groups]
     small = [sum(size for size in of_one if size <= rules.persist) for of_one in sizes]
     uses = _uses(groups, sizes, tied=tied, recompute=recompute, persist=rules.persist)
-    most, loss = _Replay(uses, rules).run()
+    replay = _Replay(uses, rules)
+    loss = replay.run()
     return Gathered(
         persistent=sum(group.count * of_one for group, of_one in zip(groups, small, strict=True)),
-        most=most,
+        most=replay.most,
+        least=replay.least,
         loss=loss,
     )
 
@@ -126,6 +130,8 @@ class _Replay:
     """One micro-batch of DeepSpeed's coordinator, its trace complete."""
 
     def __init__(self, uses: list[_Use], rules: Rules) -> None:
+        self.most: dict[Where, int] = {}
+        self.least: dict[Where, int] = {}
         self._uses, self._rules = uses, rules
         self._before = [0, *accumulate(use.size for use in uses)]
         self._next = _next_uses(uses)
@@ -139,22 +145,22 @@ class _Replay:
         """Elements of flat tensors and of the copies made out of them."""
         self._queue = 0
 
-    def run(self) -> tuple[Mapping[Where, int], int]:
-        """Go through all uses; return the most elements by place, and those at the loss."""
-        most: dict[Where, int] = {}
+    def run(self) -> int:
+        """Go through all uses; return the elements between forward and backward."""
         loss = 0
         self._look_ahead()  # at the model's own hook, before any of its modules
         for step, use in enumerate(self._uses):
-            if use.where not in most:
+            if use.where not in self.most:
                 self._look_ahead()  # at the block's
             peak = self._fetch(use)
             self._pass(step, use)
             self._look_ahead()
-            most[use.where] = max(most.get(use.where, 0), peak, self._held)
+            self.most[use.where] = max(self.most.get(use.where, 0), peak, self._held)
+            self.least[use.where] = self._held
             self._release(step, use)
             if use.where[0] == "forward":
                 loss = self._held
-        return most, loss
+        return loss
 
     def _fetch(self, use: _Use) -> int:
         """Gather what is not there, wait for it; return the most elements meanwhile."""

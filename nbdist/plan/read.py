@@ -11,11 +11,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
 from nbdist.plan import closed, traced
-from nbdist.plan.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from nbdist.plan.spec import ModelSpec
 
 Progress = Callable[[str], None]
 
@@ -46,8 +48,6 @@ def model_spec(
     Raises:
         PlanError: not of these kinds, or a config that lacks a field.
     """
-    if isinstance(given, ModelSpec):
-        return given, seq_len or DEFAULT_SEQ_LEN
     if hasattr(given, "micro_batch"):
         return given, seq_len or DEFAULT_SEQ_LEN
     if _is_module(given):
@@ -73,14 +73,12 @@ def _of_module(
     module: Any, batch_size: int, seq_len: int | None, inputs: object, progress: Progress
 ) -> tuple[ModelSpec, int]:
     """Look at a module in a child process; the module itself is left alone."""
-    from nbdist.trace import module as modules
-
     config = module.config.to_dict() if hasattr(module, "config") else {}
     length = seq_len or length_of(config)
-    fields = modules.of_module(
+    spec = traced.of_module(
         module, inputs=inputs, batch_size=batch_size, seq_len=length, progress=progress
     )
-    return spec_from_json(fields), length
+    return spec, length
 
 
 def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:

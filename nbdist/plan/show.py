@@ -67,7 +67,7 @@ def explanation(plan: Plan) -> list[str]:
         f"{best.variant}: {best.why}",
         f"  {heading(plan)}",
         f"  {used}: {parts_words(best)}",
-        f"  {speed_words(best)}; {threshold(plan, best)}",
+        *(f"  {sentence}" for sentence in _closing(plan)),
         *_others(plan),
     ][:8]
 
@@ -88,12 +88,15 @@ def speed_words(row: Row) -> str:
     )
 
 
-def threshold(plan: Plan, row: Row) -> str:
-    """What the batch means for communication, one sentence."""
-    ask = plan.question
-    if row.cost is None:
-        return ""
-    return threshold_sentence(row.cost, Workload(batch_size=row.batch_size, seq_len=ask.seq_len))
+def _closing(plan: Plan) -> Iterator[str]:
+    """Speed of the best row, and what its batch means for communication between GPUs."""
+    best, ask = plan.best, plan.question
+    if best is None or best.cost is None:
+        return
+    yield speed_words(best)
+    if ask.cluster.kind == "cuda":
+        batch = Workload(batch_size=best.batch_size, seq_len=ask.seq_len)
+        yield threshold_sentence(best.cost, batch)
 
 
 def _others(plan: Plan) -> Iterator[str]:
@@ -106,10 +109,10 @@ def _others(plan: Plan) -> Iterator[str]:
 
 
 def briefly(plan: Plan) -> list[Row]:
-    """The rows to read first: of each backend and offload the better variant, best on top."""
-    shown: dict[tuple[str, str, int], Row] = {}
+    """The rows to read first: of each backend and offload the best variant, best on top."""
+    shown: dict[tuple[str, str], Row] = {}
     for row in sorted(plan.rows, key=_order):
-        shown.setdefault((row.backend, row.options.offload_device, row.batch_size), row)
+        shown.setdefault((row.backend, row.options.offload_device), row)
     rows = sorted(shown.values(), key=_order)
     if plan.best is None:
         return rows
@@ -141,8 +144,7 @@ def text(plan: Plan) -> str:
     if hidden:
         lines += [f"  and {hidden} more variants: plan.rows, plan.to_pandas()"]
     if plan.best is not None:
-        lines += ["", f"{plan.best.command}", f"  {speed_words(plan.best)}"]
-        lines += [f"  {threshold(plan, plan.best)}"]
+        lines += ["", plan.best.command, *(f"  {sentence}" for sentence in _closing(plan))]
     lines += ["", "nothing fits; these changes would:"] if plan.advice else []
     lines += [f"  {sentence}" for sentence in plan.advice]
     return "\n".join(lines)
@@ -208,11 +210,6 @@ def _verdict(plan: Plan) -> str:
 def _list(sentences: Iterable[str]) -> str:
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return f"<ul>{items}</ul>" if items else ""
-
-
-def _closing(plan: Plan) -> Iterator[str]:
-    if plan.best is not None:
-        yield f"{speed_words(plan.best)}; {threshold(plan, plan.best)}"
 
 
 def _table(plan: Plan, rows: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ Sizes are in bytes, parameters in elements. T = batch_size * seq_len tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +103,6 @@ class MicroBatch:
     """Bytes of the model's output (logits) that the cell's own variable keeps."""
 
 
-@runtime_checkable
 class ModelSpec(Protocol):
     """A model as the planner sees it."""
 

@@ -12,28 +12,31 @@ Pure arithmetic on sizes, about 3 us an operation.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from nbdist.plan.spec import Instant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
 HALF = 2
 FULL = 4
+BATCH = 1 << 64
+"""A batch size that stands for any: every size is a + b * BATCH, so that one walk over a tape
+tells all of them."""
 
 
 class Tensor:
     """A tensor of a forward pass: its elements, bytes per element, and whose memory it is."""
 
-    __slots__ = ("elements", "owned", "root", "width")
+    __slots__ = ("elements", "root", "width")
 
     def __init__(self, elements: int, width: int, *, of: Tensor | None = None) -> None:
         """Make a tensor, or a view of one."""
         self.elements, self.width = elements, width
         self.root: Tensor = of.root if of else self
-        self.owned = True
 
     @property
     def bytes(self) -> int:
@@ -80,14 +83,20 @@ class Tape:
         if x.width == width:
             return x
         out = Tensor(x.elements, width)
-        return self._add(out, (x,), sends=(x,))
+        return self._add(Node(out, (x,), sends=(x,)))
 
     def upcast(self, x: Tensor) -> Tensor:
         """What autocast does to the input of an operation that a GPU runs in fp32."""
         return self.cast(x, FULL) if self.autocast == "cuda" else x
 
     def linear(
-        self, x: Tensor, tokens: int, wide: int, *, narrow: int, trainable: bool = True,
+        self,
+        x: Tensor,
+        tokens: int,
+        wide: int,
+        *,
+        narrow: int,
+        trainable: bool = True,
         bias: bool = False,
     ) -> Tensor:
         """A matrix product with a weight of wide x narrow; x is (tokens, narrow)."""
@@ -102,12 +111,12 @@ class Tape:
         sends = (x,) + (weight if trainable else ())
         made = wide * narrow if own else 0
         made += wide if bias and trainable else 0
-        return self._add(out, (x, *weight), keeps=keeps, sends=sends, weights=made)
+        return self._add(Node(out, (x, *weight), keeps=keeps, sends=sends, weights=made))
 
     def embedding(self, tokens: int, rows: int, columns: int, *, counted: bool) -> Tensor:
         """Rows of a table; the indices, and a gradient that is not counted, are the caller's."""
         out = Tensor(tokens * columns, self.width)
-        return self._add(out, (), weights=rows * columns if counted else 0)
+        return self._add(Node(out, (), weights=rows * columns if counted else 0))
 
     def hold(self, x: Tensor) -> None:
         """Something that the last operation saves as well."""
@@ -119,55 +128,61 @@ class Tape:
         """An elementwise function of one tensor, or a product with what is kept anyway."""
         out = Tensor(x.elements, max(x.width, width))
         kept = {"input": (x,), "output": (out,), "nothing": ()}[keeps]
-        return self._add(out, (x,), keeps=kept, sends=(x,))
+        return self._add(Node(out, (x,), keeps=kept, sends=(x,)))
 
     def power(self, x: Tensor) -> Tensor:
         """`x.pow(n)`; its backward makes x^(n-1) and n * x^(n-1) on the way."""
         x = self.upcast(x)
         out = Tensor(x.elements, x.width)
-        return self._add(out, (x,), keeps=(x,), sends=(x,), workspace=2 * x.bytes)
+        return self._add(Node(out, (x,), keeps=(x,), sends=(x,), workspace=2 * x.bytes))
 
     def mean(self, x: Tensor, tokens: int) -> Tensor:
         """A mean over the last dimension."""
-        return self._add(Tensor(tokens, x.width), (x,), sends=(x,))
+        return self._add(Node(Tensor(tokens, x.width), (x,), sends=(x,)))
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """`x + y` of equal shapes."""
         out = Tensor(x.elements, max(x.width, y.width))
         same = tuple(t for t in (x, y) if t.width == out.width)
         other = tuple(t for t in (x, y) if t.width != out.width)
-        return self._add(out, (x, y), sends=other, passes=same)
+        return self._add(Node(out, (x, y), sends=other, passes=same))
 
     def multiply(self, x: Tensor, y: Tensor) -> Tensor:
         """`x * y`; y may be smaller, its gradient is then summed."""
         out = Tensor(x.elements, max(x.width, y.width))
         extra = out.bytes if y.elements < x.elements else 0
-        return self._add(out, (x, y), keeps=(x, y), sends=(x, y), workspace=extra)
+        return self._add(Node(out, (x, y), keeps=(x, y), sends=(x, y), workspace=extra))
 
     def scale_by_weight(self, x: Tensor, elements: int, *, trainable: bool) -> Tensor:
         """`weight * x`, the weight a vector."""
         out = Tensor(x.elements, max(x.width, self.width))
         keeps = (x,) if trainable else ()
         return self._add(
-            out, (x,), keeps=keeps, sends=(x,), weights=elements if trainable else 0,
-            workspace=out.bytes if trainable else 0,
+            Node(
+                out,
+                (x,),
+                keeps=keeps,
+                sends=(x,),
+                weights=elements if trainable else 0,
+                workspace=out.bytes if trainable else 0,
+            )
         )
 
     def view(self, x: Tensor) -> Tensor:
         """A view whose gradient has to be copied back into x's layout."""
-        return self._add(Tensor(x.elements, x.width, of=x), (x,), sends=(x,))
+        return self._add(Node(Tensor(x.elements, x.width, of=x), (x,), sends=(x,)))
 
     def copy(self, x: Tensor, times: int = 1) -> Tensor:
         """A contiguous copy of a view, `times` as large when it is repeated."""
         out = Tensor(x.elements * times, x.width)
         if times == 1:
-            return self._add(out, (x,), passes=(x,))
-        return self._add(out, (x,), sends=(x,))
+            return self._add(Node(out, (x,), passes=(x,)))
+        return self._add(Node(out, (x,), sends=(x,)))
 
     def split(self, x: Tensor, count: int) -> tuple[Tensor, ...]:
         """Equal slices, which are views; their gradients are put together in one copy."""
         parts = tuple(Tensor(x.elements // count, x.width, of=x) for _ in range(count))
-        self._add(parts[0], (x,), sends=(x,), siblings=parts[1:])
+        self._add(Node(parts[0], (x,), sends=(x,), siblings=parts[1:]))
         return parts
 
     def matmul(self, x: Tensor, y: Tensor, elements: int) -> Tensor:
@@ -175,12 +190,12 @@ class Tape:
         if self.autocast:
             x, y = self.cast(x, HALF), self.cast(y, HALF)
         out = Tensor(elements, x.width)
-        return self._add(out, (x, y), keeps=(x, y), sends=(x, y))
+        return self._add(Node(out, (x, y), keeps=(x, y), sends=(x, y)))
 
     def fp32_matmul(self, x: Tensor, y: Tensor, elements: int) -> Tensor:
         """A batched matrix product inside a kernel that computes in fp32."""
         out = Tensor(elements, FULL)
-        return self._add(out, (x, y), keeps=(x, y), sends=(x, y))
+        return self._add(Node(out, (x, y), keeps=(x, y), sends=(x, y)))
 
     def softmax(self, x: Tensor) -> Tensor:
         """A softmax over the last dimension."""
@@ -192,16 +207,21 @@ class Tape:
             return x
         mask = Tensor(x.elements, 1 if self.device == "cuda" else x.width)
         out = Tensor(x.elements, x.width)
-        return self._add(out, (x, mask), keeps=(mask,), sends=(x,))
+        return self._add(Node(out, (x, mask), keeps=(mask,), sends=(x,)))
 
     def layer_norm(self, x: Tensor, tokens: int, columns: int, *, trainable: bool) -> Tensor:
-        """torch's layer norm; keeps its input, mean and 1/std."""
+        """Torch's layer norm; keeps its input, mean and 1/std."""
         x = self.upcast(x)
         out = Tensor(x.elements, x.width)
         statistics = Tensor(2 * tokens, x.width if self.device == "cpu" else FULL)
         return self._add(
-            out, (x, statistics), keeps=(x, statistics), sends=(x,),
-            weights=2 * columns if trainable else 0,
+            Node(
+                out,
+                (x, statistics),
+                keeps=(x, statistics),
+                sends=(x,),
+                weights=2 * columns if trainable else 0,
+            )
         )
 
     def rms_norm(self, x: Tensor, tokens: int, columns: int, *, trainable: bool) -> Tensor:
@@ -217,7 +237,7 @@ class Tape:
         if self.autocast:
             q, k, v = (self.cast(t, HALF) for t in (q, k, v))
         out, sums = Tensor(q.elements, q.width), Tensor(rows, FULL)
-        return self._add(out, (q, k, v, sums), keeps=(q, k, v, out, sums), sends=(q, k, v))
+        return self._add(Node(out, (q, k, v, sums), keeps=(q, k, v, out, sums), sends=(q, k, v)))
 
     # -- what is read off ------------------------------------------------------------------
 
@@ -244,34 +264,22 @@ class Tape:
             incoming: bytes of the gradient that comes in.
             held: bytes kept all along besides, such as a checkpointed input.
         """
-        return worst(self._backward(incoming, held))
+        return worst(_Backward(self.nodes, incoming, held).instants())
 
     # -- how -------------------------------------------------------------------------------
 
-    def _add(
-        self,
-        out: Tensor,
-        inputs: tuple[Tensor, ...],
-        *,
-        keeps: tuple[Tensor, ...] = (),
-        sends: tuple[Tensor, ...] = (),
-        passes: tuple[Tensor, ...] = (),
-        weights: int = 0,
-        workspace: int = 0,
-        siblings: tuple[Tensor, ...] = (),
-    ) -> Tensor:
-        node = Node(out, inputs, keeps, sends, passes, siblings, weights, workspace)
+    def _add(self, node: Node) -> Tensor:
         self.nodes.append(node)
-        return out
+        return node.out
 
     def _weight_cast(self, elements: int, *, trainable: bool) -> Tensor:
         """The bf16 copy that autocast makes of a weight; its gradient is cast back."""
         copy = Tensor(elements, HALF)
-        return self._add(copy, (), weights=elements if trainable else 0)
+        return self._add(Node(copy, (), weights=elements if trainable else 0))
 
     def _kept(self) -> dict[Tensor, None]:
         """Memory that nodes save, each once."""
-        return {t.root: None for node in self.nodes for t in node.keeps if t.root.owned}
+        return {t.root: None for node in self.nodes for t in node.keeps}
 
     def _forward(self, *, keeping: bool, first: Tensor | None) -> int:
         kept = set(self._kept()) if keeping else set()
@@ -283,50 +291,64 @@ class Tape:
         seen = {first} if first else set()
         peak = alive
         for number, node in enumerate(self.nodes):
-            made = {t.root for t in (node.out, *node.inputs) if t.root.owned} - seen
+            made = {t.root for t in (node.out, *node.inputs)} - seen
             seen |= made
             alive += sum(t.bytes for t in made)
             peak = max(peak, alive)
-            for tensor in {t.root for t in node.inputs if t.root.owned}:
+            for tensor in {t.root for t in node.inputs}:
                 if last[tensor] == number and tensor not in kept:
                     alive -= tensor.bytes
         return peak
 
-    def _backward(self, incoming: int, held: int) -> Iterable[Instant]:
-        uses: dict[Tensor, int] = {}
-        for node in self.nodes:
-            for tensor in node.keeps:
-                if tensor.root.owned:
-                    uses[tensor.root] = uses.get(tensor.root, 0) + 1
-        alive = held + incoming + sum(tensor.bytes for tensor in uses)
-        grads = 0
-        waiting: dict[Tensor, _Gradient] = {self.nodes[-1].out: _Gradient(incoming)}
-        yield Instant(alive, grads)
+
+class _Backward:
+    """The engine's walk back over the nodes, and what is alive on the way."""
+
+    def __init__(self, nodes: Sequence[Node], incoming: int, held: int) -> None:
+        self.nodes = nodes
+        self.uses = Counter(t.root for node in nodes for t in node.keeps)
+        self.alive = held + incoming + sum(tensor.bytes for tensor in self.uses)
+        self.grads = 0
+        self.waiting: dict[Tensor, _Gradient] = {nodes[-1].out: _Gradient(incoming)}
+
+    def instants(self) -> Iterator[Instant]:
+        """Every moment at which something is allocated."""
+        yield self.now()
         for node in reversed(self.nodes):
-            gradient = waiting.pop(node.out, None)
-            if gradient is None:
-                continue
-            slices = [waiting.pop(part) for part in node.siblings]
-            sent = [(t, _Gradient(t.bytes)) for t in node.sends]
-            alive += sum(t.bytes for t in node.sends)
-            for tensor in node.passes:
-                gradient.owners += 1
-                sent.append((tensor, gradient))
-            grads += node.weights
-            yield Instant(alive + node.workspace, grads)
-            for tensor in node.keeps:
-                if tensor.root.owned:
-                    uses[tensor.root] -= 1
-                    alive -= 0 if uses[tensor.root] else tensor.root.bytes
-            alive -= gradient.drop() + sum(part.drop() for part in slices)
-            for tensor, new in sent:
-                old = waiting.get(tensor)
-                if old is not None:
-                    yield Instant(alive + tensor.bytes, grads)
-                    alive += tensor.bytes - old.drop() - new.drop()
-                    waiting[tensor] = _Gradient(tensor.bytes)
-                else:
-                    waiting[tensor] = new
+            gradient = self.waiting.pop(node.out, None)
+            if gradient is not None:
+                yield from self.run(node, gradient)
+
+    def now(self, more: int = 0) -> Instant:
+        """What is alive."""
+        return Instant(self.alive + more, self.grads)
+
+    def run(self, node: Node, gradient: _Gradient) -> Iterator[Instant]:
+        """Make gradients, let go of what the node had, hand the gradients on."""
+        slices = [self.waiting.pop(part) for part in node.siblings]
+        sent = [(tensor, _Gradient(tensor.bytes)) for tensor in node.sends]
+        self.alive += sum(tensor.bytes for tensor in node.sends)
+        gradient.owners += len(node.passes)
+        sent += [(tensor, gradient) for tensor in node.passes]
+        self.grads += node.weights
+        yield self.now(node.workspace)
+        self.alive -= gradient.drop() + sum(part.drop() for part in slices)
+        for tensor in node.keeps:
+            self.uses[tensor.root] -= 1
+            self.alive -= 0 if self.uses[tensor.root] else tensor.root.bytes
+        for tensor, new in sent:
+            yield from self.deliver(tensor, new)
+
+    def deliver(self, tensor: Tensor, new: _Gradient) -> Iterator[Instant]:
+        """Hand a gradient to the node that made a tensor; a second one is added to the first."""
+        old = self.waiting.get(tensor)
+        if old is None:
+            self.waiting[tensor] = new
+            return
+        self.alive += tensor.bytes
+        yield self.now()
+        self.alive -= old.drop() + new.drop()
+        self.waiting[tensor] = _Gradient(tensor.bytes)
 
 
 class _Gradient:
@@ -344,9 +366,11 @@ class _Gradient:
 
 
 def worst(instants: Iterable[Instant]) -> tuple[Instant, ...]:
-    """The instants that no other one exceeds in both fields, most bytes first."""
-    best: list[Instant] = []
-    for one in sorted(set(instants), key=lambda i: (-i.held, -i.grads)):
-        if not best or one.grads > best[-1].grads:
-            best.append(one)
-    return tuple(best)
+    """The instants that no other one exceeds in every respect, whatever the batch size."""
+    best: list[tuple[int, Instant]] = []
+    for one in sorted(set(instants), reverse=True):
+        fixed = one.held % BATCH
+        # Sorted, so that each of an earlier one is as large or larger.
+        if not any(f >= fixed and i.grads >= one.grads for f, i in best):
+            best.append((fixed, one))
+    return tuple(one for _, one in best)

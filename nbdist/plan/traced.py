@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 TRACE_TIMEOUT_S = 180.0
 """A trace takes about 10 s; a model without repeated blocks may take longer."""
 
+_PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
+"""Arguments that a closed form has in mind; a mask without padding changes nothing."""
+
 Line = tuple[float, float]
 Front = list[tuple[Line, int]]
 
@@ -160,7 +163,8 @@ def of_module(
     """
     from nbdist.trace import module as modules
 
-    known = _closed_form(module, modules.groups_of(module)) if inputs is None else None
+    plain = inputs is None or (isinstance(inputs, dict) and inputs.keys() <= _PLAIN_TEXT)
+    known = _closed_form(module, modules.groups_of(module)) if plain else None
     if known is not None:
         return known
     return from_json(

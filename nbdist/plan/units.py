@@ -5,8 +5,9 @@ What FSDP1 and FSDP2 have in common; their stories are in `fsdp1` and `fsdp2`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nbdist.plan.memory import Moment, named
 
@@ -20,8 +21,7 @@ Micro = Literal["only", "first", "middle", "last"]
 _HALF, _FULL = 2, 4
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """One FSDP unit, in bytes; all zero for a group without parameters."""
 
     whole: int = 0
@@ -42,6 +42,8 @@ class Unit:
     """This rank's share of the gradients, in the parameters' type."""
     trained: int = 0
     """This rank's share of the trainable parameters, in elements."""
+    largest_shard: int = 0
+    """Its share of the largest parameter, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,20 @@ class Widths:
         return cls(*[model.element] * 4)
 
 
-@dataclass(frozen=True, slots=True)
+class Place(NamedTuple):
+    """What is there beside a unit at work, in bytes; the same for all moments of its work."""
+
+    gathered: int
+    """Whole parameters, and buffers they are gathered in."""
+    whole: int = 0
+    """Whole gradients that wait."""
+    shards: int = 0
+    """Gradient shards."""
+    buffers: int = 0
+    """A reduction that is under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ground:
     """The units of a model on one rank, and what stays the same all step long."""
 
@@ -73,83 +88,108 @@ class Ground:
     widths: Widths
     units: tuple[Unit, ...]
     """Of one of each of the model's groups."""
-    tail: int
-    """Index of the last group."""
+    flat: bool
+    """Shards are pieces of flat parameters."""
+    places: dict[tuple[Micro, str, int, int], Place] = field(default_factory=dict)
+    """Micro-batch, phase, group, index -> what is there; filled on the way."""
 
-    @property
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Groups of the model."""
+        return self.model.groups
+
+    @cached_property
+    def tied(self) -> bool:
+        """The embedding's parameters are the tail's."""
+        return self.model.tied
+
+    @cached_property
+    def tail(self) -> int:
+        """Index of the last group."""
+        return len(self.units) - 1
+
+    @cached_property
     def resharded(self) -> bool:
         """Blocks are in shards between forward and backward."""
         return self.setup.reshard_after_forward
 
-    @property
-    def offload(self) -> bool:
+    @cached_property
+    def all(self) -> Unit:
+        """The sum over all units of the model."""
+        pairs = list(zip(self.units, self.groups, strict=True))
+        return Unit(*(sum(g.count * unit[n] for unit, g in pairs) for n in range(len(Unit()))))
+
+    @cached_property
+    def _state(self) -> int:
+        """Bytes of optimizer state on this rank."""
+        return self.setup.optimizer.state_bytes(
+            self.all.trained, element=self.widths.stored, flat=self.flat
+        )
+
+    @cached_property
+    def _offload(self) -> bool:
         """Shards, gradients and optimizer live in the host's memory."""
         return self.setup.options.offload_device != "none"
 
-    def total(self, field: str) -> int:
-        """A field of `Unit` over all units of the model."""
-        counts = (group.count for group in self.model.groups)
-        pairs = zip(self.units, counts, strict=True)
-        return sum(count * int(getattr(unit, field)) for unit, count in pairs)
-
-    def state(self) -> int:
-        """Bytes of optimizer state on this rank."""
-        return int(self.setup.optimizer.state * self.total("trained"))
-
-    def moment(  # noqa: PLR0913 - the parts of a moment
-        self,
-        step: Step,
-        *,
-        whole_gradients: int,
-        gradient_shards: int,
-        gathered: int,
-        buffers: int = 0,
-        activations: int | None = None,
-        loss: int = 0,
+    def moment(
+        self, step: Step, place: Place, *, inside: int = 0, gradients: int = 0, loss: int = 0
     ) -> Moment:
-        """A moment with what the rank holds anyway."""
-        device = {
-            "gradients": whole_gradients,
-            "buffers": buffers,
-            "gathered": gathered,
-            "activations": step.activations if activations is None else activations,
+        """A moment at a place.
+
+        Args:
+            step: names it; its saved activations and logits count.
+            place: what is there beside.
+            inside: bytes of activations on top of the saved ones.
+            gradients: bytes of whole gradients on top of those that wait.
+            loss: bytes of the loss.
+        """
+        parts = {
+            "parameters": self.all.stored,
+            "gradients": place.whole + gradients + place.shards,
+            "optimizer": self._state,
+            "buffers": place.buffers,
+            "gathered": place.gathered,
+            "activations": step.activations + inside,
             "logits": step.outputs + loss,
         }
-        return self._placed(named(self.model, step), device, gradient_shards)
+        return self._placed(named(self.model, step), parts, place.shards)
 
     def optimizer_step(self, outputs: int) -> Moment:
         """All gradient shards, and the temporaries of the update."""
-        temporaries = self._temporaries()
-        return self._placed("optimizer step", {"logits": outputs}, self.total("kept"), temporaries)
-
-    def _placed(
-        self, name: str, device: dict[str, int], gradient_shards: int, temporaries: int = 0
-    ) -> Moment:
-        """Put shards and optimizer where they live: beside the rest, or in the host's memory."""
-        sharded = {
-            "parameters": self.total("stored"),
-            "gradients": gradient_shards,
-            "optimizer": self.state(),
-            "temporaries": temporaries,
+        optimizer = self.setup.optimizer
+        largest = max(unit.largest_shard for unit in self.units)
+        parts = {
+            "parameters": self.all.stored,
+            "gradients": self.all.kept,
+            "optimizer": self._state,
+            "logits": outputs,
+            "temporaries": self.widths.stored * optimizer.scratch(self.all.trained, largest),
         }
-        if self.offload:
-            return Moment(name=name, parts=device, host=sharded)
-        parts = {key: device.get(key, 0) + sharded.get(key, 0) for key in {**sharded, **device}}
-        return Moment(name=name, parts=parts)
+        return self._placed("optimizer step", parts, self.all.kept)
 
-    def _temporaries(self) -> int:
-        """What the optimizer's step needs besides."""
-        width = self.widths.stored
-        largest = max((unit.trained for unit in self.units), default=0)
-        return {
-            "foreach": width * self.total("trained"),
-            "fused": 0,
-            "loop": 2 * width * largest,
-        }[self.setup.optimizer.how]
+    def _placed(self, name: str, parts: dict[str, int], shards: int) -> Moment:
+        """Put shards and optimizer where they live: beside the rest, or in the host's memory."""
+        if not self._offload:
+            return Moment(name=name, parts=parts)
+        away = ("parameters", "optimizer", "temporaries")
+        host = {part: parts.pop(part) for part in away if part in parts} | {"gradients": shards}
+        parts["gradients"] -= shards
+        return Moment(name=name, parts=parts, host=host)
 
 
-def unit(group: Group, widths: Widths, share: int, ranks: int, *, accumulate: int) -> Unit:
-    """A group whose first rank keeps `share` elements; gradients wait with `accumulate` bytes."""
+def unit(
+    group: Group, widths: Widths, share: int, ranks: int, *, accumulate: int, largest: int
+) -> Unit:
+    """A group as a unit.
+
+    Args:
+        group: parameters that are used together.
+        widths: bytes per element.
+        share: elements that the first rank keeps.
+        ranks: how many share it.
+        accumulate: bytes per element of gradients that wait for the last micro-batch.
+        largest: elements of the largest parameter that the first rank keeps.
+    """
     trained = share * group.trainable // group.params if group.params else 0
     return Unit(
         whole=widths.compute * share * ranks,
@@ -161,4 +201,5 @@ def unit(group: Group, widths: Widths, share: int, ranks: int, *, accumulate: in
         stored=widths.stored * trained + widths.frozen * (share - trained),
         kept=widths.stored * trained,
         trained=trained,
+        largest_shard=largest if trained else 0,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nbdist.plan import layout, zero3
-from nbdist.plan.deepspeed import CUTS_GRADIENTS, CUTS_PARAMETERS, MASTER, Story
+from nbdist.plan.deepspeed import CUTS_GRADIENTS, CUTS_PARAMETERS, MASTER, NORM, Story
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from nbdist.plan.layout import Reduction
     from nbdist.plan.memory import Moment, Setup
     from nbdist.plan.spec import ModelSpec, Step, Workload
-
-_NORM = 8
-"""Bytes of an element while a norm is taken, in fp64."""
 
 
 def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Moment]:
@@ -42,7 +39,6 @@ class _Whole(Story):
         shares = layout.shares(model.groups, tied=model.tied, world_size=setup.world_size)
         self._shares = shares
         self._touched = [share.touched for share in shares]
-        self._largest = max((max(layout.sizes(one), default=0) for one in model.groups), default=0)
 
     def held(self) -> dict[str, int]:
         """All parameters; the rest is here or in host memory."""
@@ -50,7 +46,7 @@ class _Whole(Story):
         parts = {"parameters": self.unit * parameters}
         if self.offloaded:
             # Through it gradients of a parameter come back from the host to be added to.
-            return parts | {"buffers": self.unit * self._largest}
+            return parts | {"buffers": self.unit * self.largest}
         return parts | self.state()
 
     def host(self) -> dict[str, int]:
@@ -61,7 +57,7 @@ class _Whole(Story):
         return self.state() | {
             "parameters": self.unit * self.partition,
             "gradients": MASTER * self.partition + self.unit * kept,
-            "buffers": self.unit * self._largest,
+            "buffers": self.unit * self.largest,
         }
 
     def moments(self) -> Iterator[Moment]:
@@ -135,7 +131,7 @@ class _Whole(Story):
 
     def _norm(self) -> int:
         """Bytes of the fp64 copy, for its norm, of a gradient on its way to the host."""
-        return _NORM * min(self._largest, self.partition) if self.offloaded else 0
+        return NORM * min(self.largest, self.partition) if self.offloaded else 0
 
     def _reduced_after(self) -> Iterator[Moment]:
         """Stage 1: all gradients exist, and go through the bucket from the first to the last."""
@@ -161,11 +157,11 @@ class _Whole(Story):
             )
             return
         reduced = {"gradients": self.unit * max(self._touched)} | self.outputs()
-        fullest = max(self._shares, key=lambda one: self.unit * one.touched + _NORM * one.piece)
+        fullest = max(self._shares, key=lambda one: self.unit * one.touched + NORM * one.piece)
         yield self.moment(
             "gradient norm",
             self.outputs(),
-            {"gradients": self.unit * fullest.touched, "temporaries": _NORM * fullest.piece},
+            {"gradients": self.unit * fullest.touched, "temporaries": NORM * fullest.piece},
         )
         cast = MASTER if self.unit != MASTER else 0
         yield self.moment(

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nbdist.plan import gathering, layout
-from nbdist.plan.deepspeed import MASTER, Story, total
+from nbdist.plan.deepspeed import MASTER, NORM, Story, total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbdist.plan.gathering import Where
-    from nbdist.plan.memory import Moment, Setup
+    from nbdist.plan.layout import Reduction
+    from nbdist.plan.memory import Moment, Parts, Setup
     from nbdist.plan.spec import Group, ModelSpec, Step, Workload
 
 _SWAP_BUFFERS = 4
@@ -80,8 +81,7 @@ class Cut(Story):
     def _sub_group(self) -> int:
         """Elements that are updated at once: no more than the config says, but one parameter."""
         ranks = self.setup.world_size
-        largest = max(max(layout.sizes(one), default=0) for one in self.model.groups)
-        return min(self.partition, max(self.config.sub_group, -(-largest // ranks)))
+        return min(self.partition, max(self.config.sub_group, -(-self.largest // ranks)))
 
     def _swap_buffers(self) -> int:
         return int(self.config.offload_optimizer.get("buffer_count", _SWAP_BUFFERS))
@@ -107,20 +107,24 @@ class Cut(Story):
     def moments(self) -> Iterator[Moment]:
         """Forward, loss, backward, reductions, step."""
         for name, step in self.steps():
-            yield self.moment(
-                name,
-                self.activations(step),
-                self._there(step),
-                self.coming(step),
-            )
+            for parts in self._during(step):
+                yield self.moment(name, *parts)
         yield from self._reduced()
         yield from self._updated()
 
-    def _there(self, step: Step) -> dict[str, int]:
-        """Bytes of gathered parameters."""
+    def _during(self, step: Step) -> Iterator[tuple[Parts, ...]]:
+        """Activations, gathered parameters and gradients of a step."""
+        used = self.activations(step)
         if step.phase == "loss":
-            return self._gather(self._gathered.loss)
-        return self._at_work((step.phase, step.group, step.index))
+            yield used, self._gather(self._gathered.loss)
+            return
+        where: Where = (step.phase, step.group, step.index)
+        if step.phase == "forward" and self.model.groups[step.group].role == "tail":
+            # The head is gathered before there are logits.
+            yield {"activations": step.activations} | self.outputs(), self._at_work(where)
+            yield used, self._gather(self._gathered.least.get(where, 0))
+        else:
+            yield used, self._at_work(where), self.coming(step)
 
     def _at_work(self, where: Where) -> dict[str, int]:
         return self._gather(self._gathered.most.get(where, 0))
@@ -140,7 +144,14 @@ class Cut(Story):
                 else self._gather(0),
                 {"gradients": self.outside(one)},
                 {"temporaries": 0 if self.is_large(one) else self.unit * one.filled},
+                {"temporaries": self._norm(one)},
             )
+
+    def _norm(self, one: Reduction) -> int:
+        """Bytes of the fp64 copy, for its norm, of a share of a gradient on its way to the host."""
+        if not self.offloaded:
+            return 0
+        return NORM * -(-min(one.filled, self.largest) // self.setup.world_size)
 
     def _updated(self) -> Iterator[Moment]:
         """One group of parameters after the other: fp32 gradients, the step."""

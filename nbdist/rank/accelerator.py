@@ -17,7 +17,6 @@ import inspect
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +28,12 @@ from torch import nn
 
 from nbdist.errors import OptionError, SessionError
 from nbdist.rank import fsdp, leftovers, measure, rehearsal, wrap, zero
-from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from nbdist.rank.choose import Chooser
+    from nbdist.strategies import Hardware, Options
 
 _OWN_ENGINE = frozenset(
     {
@@ -106,9 +107,7 @@ def decide(choice: Callable[[Chooser], Options]) -> Session:
     return session
 
 
-def install(
-    options: Options, hardware: Hardware, *, chooser: Chooser | None = None
-) -> Accelerator:
+def install(options: Options, hardware: Hardware, *, chooser: Chooser | None = None) -> Accelerator:
     """Put the session's strategy under every Accelerator of this rank and return the late one.
 
     To be called once, with checked options, after the default process group was made.
@@ -264,7 +263,7 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     if new:
         leftovers.let_go()
     result = _prepared(self, args, new, device_placement)
-    measure.watch(self, result)
+    measure.watch(self, result, self._nbdist_session and self._nbdist_session.options)
     return result
 
 

@@ -17,7 +17,7 @@ from torch import distributed
 
 from nbdist import wire
 from nbdist.errors import NbdistError
-from nbdist.plan import checked, choice, read
+from nbdist.plan import checked, choice
 from nbdist.plan.words import gib
 from nbdist.rank import choose, describe, measure
 from nbdist.rank.accelerator import current
@@ -73,7 +73,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def _held() -> dict[str, int]:
     """Bytes by part: at the device's fullest moment, or in this process's memory now."""
     watch = measure.state.watch
-    model = watch.model() if watch and watch.model else None
+    model = watch.prepared if watch else None
     parts = measure.resting(model, measure.innermost(watch)) if model is not None else {}
     if torch.cuda.is_initialized():
         held = torch.cuda.memory_stats()["allocated_bytes.all.peak"]
@@ -103,10 +103,9 @@ def _what_fits(watch: Watch) -> list[str]:
     present = _present(plan)
     if present is not None and present.fits:
         free = gib(plan.question.cluster.smallest.free_bytes, unit=True)
-        return [
-            f"the plan expects {gib(present.device_bytes)} of {free} for this model and batch:"
-            " something else takes the memory"
-        ]
+        needed = f"{gib(present.device_bytes)} of {free}"
+        words = f"the plan expects {needed} for this model and batch: something else takes memory"
+        return [words]
     rows = list(_fitting(plan))
     if rows:
         return ["these would fit (%nbdist plan shows all):", *map(_pasted(plan), rows)]
@@ -119,17 +118,18 @@ def _plan(watch: Watch) -> Plan:
     options, hardware = session.options, session.hardware
     assert watch.twin is not None  # noqa: S101 - the caller looked
     samples, tokens = watch.shape or (1, describe.default_length(watch.twin))
-    fields = describe.spec_of(
+    spec = describe.spec_of(
         watch.twin,
         batch_size=samples,
         seq_len=tokens,
         inputs=watch.inputs,
         progress=log.info,
+        kinds=(hardware.kind,),
     )
     free = [choose.free_bytes()] * distributed.get_world_size()
     return choice.search(
         choice.Question(
-            model=read.spec_from_json(fields),
+            model=spec,
             cluster=choose.cluster(free, hardware),
             batch_sizes=(samples,),
             seq_len=tokens,

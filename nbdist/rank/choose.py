@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from nbdist import machine
 from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.launcher import extensions
-from nbdist.plan import checked, choice, devices, read
+from nbdist.plan import checked, choice, devices
 from nbdist.rank import describe, forked, measure
 from nbdist.strategies import Hardware, Options
 
@@ -154,15 +154,16 @@ class Chooser:
     ) -> tuple[Plan, Batch]:
         """Ask the planner."""
         length = batch.seq_len or describe.default_length(model)
-        fields = describe.spec_of(
+        spec = describe.spec_of(
             measure.twin_of(model) or model,
             batch_size=batch.batch_size,
             seq_len=length,
             inputs=batch.inputs,
             progress=lambda text: print(f"auto: {text}"),  # noqa: T201 - for the one who waits
+            kinds=(self._hardware.kind,),
         )
         question = choice.Question(
-            model=read.spec_from_json(fields),
+            model=spec,
             cluster=cluster(free, self._hardware),
             batch_sizes=(batch.batch_size,),
             seq_len=length,
@@ -205,7 +206,7 @@ def looked_at(loader: DataLoader[Any] | None, model: nn.Module) -> Batch:
         return Batch(
             batch_size=size or 1,
             seq_len=None,
-            guess="the loader's first batch could not be looked at: its sequence length was assumed",
+            guess="the loader's first batch could not be looked at: its length was assumed",
         )
     samples, tokens, inputs = found
     return Batch(batch_size=size or samples, seq_len=tokens, inputs=inputs)
@@ -305,7 +306,7 @@ def _folded(lines: Sequence[str], plan: Plan) -> str:
     rest = html.escape("\n".join(lines[1:]))
     return (
         f"<details><summary>{html.escape(lines[0])}</summary><pre>{rest}</pre>"
-        f"{plan._repr_html_()}</details>"  # noqa: SLF001 - what IPython calls too
+        f"{plan._repr_html_()}</details>"
     )
 
 

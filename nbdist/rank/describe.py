@@ -8,19 +8,20 @@ process (`trace.module`): neither the model nor a random state changes.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from nbdist.errors import PlanError
-from nbdist.plan import read
+from nbdist.plan import read, traced
 from nbdist.rank import measure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from nbdist import wire
+    from nbdist.plan.spec import ModelSpec
     from nbdist.rank.measure import Watch
 
 Inputs = dict[str, list[Any]]
@@ -50,7 +51,7 @@ def reply(asked: wire.ModelRequest, names: Mapping[str, Any]) -> wire.ModelReply
         return {"status": "error", "error": str(error)}
     return {
         "status": "ok",
-        "spec": spec,
+        "spec": spec.to_json(),
         "batch_size": samples,
         "seq_len": tokens,
         "optimizer": watch.described if watch else {},
@@ -64,8 +65,9 @@ def spec_of(
     seq_len: int,
     inputs: Inputs | None,
     progress: Callable[[str], None],
-) -> dict[str, Any]:
-    """Describe a bare model as plain fields, from which `plan.read` makes a spec.
+    kinds: Sequence[Literal["cuda", "cpu"]] = ("cuda", "cpu"),
+) -> ModelSpec:
+    """Describe a bare model: by its closed form, or by a trace in a child process.
 
     Args:
         model: bare, on any device, meta included.
@@ -73,20 +75,19 @@ def spec_of(
         seq_len: tokens of each.
         inputs: arguments of a real forward, where one was seen.
         progress: told what a trace is doing.
+        kinds: of devices that it is planned for; each takes time.
 
     Raises:
         PlanError: the model cannot be looked at.
     """
-    from nbdist.trace import module as modules
-
-    fields: dict[str, Any] = modules.of_module(
+    return traced.of_module(
         model,
-        inputs=None if inputs is None else like(inputs, model),
+        inputs=like(inputs, model) if inputs else None,
         batch_size=batch_size,
         seq_len=seq_len,
         progress=progress,
+        kinds=kinds,
     )
-    return fields
 
 
 def like(inputs: Inputs, model: nn.Module) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
@@ -124,14 +125,14 @@ def _meant(name: str | None, names: Mapping[str, Any]) -> tuple[nn.Module, Watch
             raise PlanError(message)
         return _twin(watch), watch
     model = names.get(name)
-    if watch is not None and watch.model is not None and watch.model() is model is not None:
+    if watch is not None and model is not None and watch.prepared is model:
         return _twin(watch), watch
     if not isinstance(model, nn.Module):
         what = f"a {type(model).__name__}" if name in names else "not a variable"
         message = f"{name} is {what} on the ranks; name an nn.Module."
         raise PlanError(message)
     if getattr(model, "_is_accelerate_prepared", False):
-        message = f"{name} was prepared before another model; prepare it last, or name a bare model."
+        message = f"{name} was prepared before another model; prepare it last, or name a bare one."
         raise PlanError(message)
     return model, None
 

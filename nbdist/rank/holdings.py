@@ -12,11 +12,10 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-
-from nbdist.trace.footprint import OTHER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -72,6 +71,8 @@ def gradients(model: nn.Module) -> list[Any]:
     found: list[Any] = [parameter.grad for parameter in model.parameters()]
     for flat in _flat_parameters(model):
         found += [flat.grad, getattr(flat, "_saved_grad_shard", None)]
+    for one in _fsdp2_parameters(model):
+        found += [one.unsharded_accumulated_grad, getattr(_whole(one), "grad", None)]
     zero = getattr(model, "optimizer", None)
     return [*found, *(one for name in _ZERO["gradients"] for one in _tensors(zero, name))]
 
@@ -94,6 +95,18 @@ def _flat_parameters(model: nn.Module) -> list[Any]:
     """FSDP1's own parameters, of which the model's are views."""
     handles = [getattr(one, "_handle", None) for one in model.modules() if isinstance(one, Fsdp1)]
     return [handle.flat_param for handle in handles if handle is not None]
+
+
+def _fsdp2_parameters(model: nn.Module) -> list[Any]:
+    """FSDP2's own view of each parameter, which keeps whole gradients between micro-batches."""
+    sharded = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    groups = [group for one in sharded for group in one._get_fsdp_state()._fsdp_param_groups]  # noqa: SLF001
+    return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+def _whole(parameter: Any) -> Any:
+    """FSDP2's whole parameter, where it was put together once."""
+    return getattr(parameter, "_unsharded_param", None)
 
 
 def _of_fsdp1(model: nn.Module) -> Iterator[Part]:

@@ -126,7 +126,8 @@ class RankKernel(IPythonKernel):
     def let_go(self) -> None:
         """Release the frames of a failed cell; say what to do where it lacked memory."""
         try:
-            advice = self.advice_on(getattr(self.shell.last_execution_result, "error_in_exec", None))
+            error = getattr(self.shell.last_execution_result, "error_in_exec", None)
+            advice = self.advice_on(error)
             release_frames(self.shell)
             if advice is not None:
                 self.publish(wire.ADVICE, advice())

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
+from nbdist.plan.calibration import Learned
 from nbdist.rank import holdings, zero
 from nbdist.trace.footprint import OTHER, Footprint
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from accelerate import Accelerator
+
+    from nbdist.strategies import Options
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class Watch:
     optimizer: weakref.ref[AcceleratedOptimizer] | None = None
     described: dict[str, Any] = field(default_factory=dict)
     """The user's optimizer: its class and what changes its memory."""
+    options: Options | None = None
     accumulate: int = 1
     compiled: bool = False
     steps: int = 0
@@ -69,6 +73,18 @@ class Watch:
     begun: bool = False
     figures: dict[str, Any] | None = None
     rss_before: int = 0
+
+    def waits_for(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Whether a step of this optimizer counts, and gradients are complete for it."""
+        if self.figures is not None or self.optimizer is None:
+            return False
+        complete = bool(optimizer.gradient_state.sync_gradients)
+        return complete and self.optimizer() is optimizer
+
+    @property
+    def prepared(self) -> nn.Module | None:
+        """The model that `prepare()` returned, while it lives."""
+        return None if self.model is None else self.model()
 
 
 @dataclass
@@ -101,14 +117,21 @@ def meet(models: Sequence[nn.Module], args: Sequence[object]) -> None:
         state.watch.described = described(optimizer)
 
 
-def watch(accelerator: Accelerator, result: object) -> None:
-    """Follow the model and the optimizer that `prepare()` returned."""
+def watch(accelerator: Accelerator, result: object, options: Options | None) -> None:
+    """Follow the model and the optimizer that `prepare()` returned.
+
+    Args:
+        accelerator: whose `prepare()`.
+        result: what it returned.
+        options: of the engine; None for a user's own.
+    """
     following = state.watch
     if following is None:
         return
     prepared = result if isinstance(result, (list, tuple)) else (result,)
     models = [one for one in prepared if isinstance(one, nn.Module)]
     optimizers = [one for one in prepared if isinstance(one, AcceleratedOptimizer)]
+    following.options = options
     following.accumulate = int(accelerator.gradient_accumulation_steps)
     if following.model is None and models:
         following.model = weakref.ref(models[-1])
@@ -164,11 +187,14 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     following = state.watch
     if following is None or not model.training or not torch.is_grad_enabled():
         return
-    if following.model is None or following.model() is not model:
+    if following.prepared is not model:
         return
     following.shape = shape_of(args, kwargs)
     following.inputs = inputs_of(args, kwargs)
-    if following.steps >= STEPS_BEFORE and not following.begun and following.figures is None:
+    if following.counting is not None:  # a further micro-batch of the measured step
+        with _logged():
+            following.counting.know("gradients", holdings.gradients(model))
+    elif following.steps >= STEPS_BEFORE and not following.begun and following.figures is None:
         with _logged():
             _begin(following, model)
 
@@ -179,16 +205,8 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: AcceleratedOptimizer, closure: Callable[[], object] | None = None) -> Any:
         following = state.watch
-        mine = (
-            following is not None
-            and following.figures is None
-            and following.optimizer is not None
-            and following.optimizer() is self
-            and self.gradient_state.sync_gradients
-        )
-        if not mine:
+        if following is None or not following.waits_for(self):
             return original(self, closure)
-        assert following is not None  # noqa: S101 - "mine" says so
         with _logged():
             _before_step(following)
         result = original(self, closure)
@@ -230,14 +248,13 @@ def _entered(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Footp
 
 def _before_step(following: Watch) -> None:
     """Tell gradients from activations while they are there."""
-    model = following.model and following.model()
-    if following.counting is not None and model is not None:
-        following.counting.know("gradients", holdings.gradients(model))
+    if following.counting is not None and following.prepared is not None:
+        following.counting.know("gradients", holdings.gradients(following.prepared))
 
 
 def _end(following: Watch) -> None:
     """Stop counting and keep the figures."""
-    counting, model = following.counting, following.model and following.model()
+    counting, model = following.counting, following.prepared
     _stop(following)
     if model is None:
         return
@@ -257,11 +274,26 @@ def _end(following: Watch) -> None:
     inner = innermost(following)
     if device.type == "cuda":
         following.figures |= {"parts": resting(model, inner)} | _on_gpu(device)
+        following.figures["device_name"] = torch.cuda.get_device_name(device)
+        if following.options is not None and torch.distributed.get_rank() == 0:
+            _learn(following.options, following.figures)
     elif counting is not None:
         parts = _parts(counting.at_peak, holdings.ddp_bucket_bytes(model))
         following.figures |= {"parts": parts, "allocated_bytes": sum(parts.values())}
     else:
         following.figures |= {"parts": resting(model, inner), "allocated_bytes": None}
+
+
+def _learn(options: Options, found: dict[str, Any]) -> None:
+    """Remember how the device's bytes follow from those of tensors, for the next plan."""
+    Learned().learn(
+        found["device_name"],
+        options.backend,
+        options.offload_device,
+        allocated_bytes=found["allocated_bytes"],
+        reserved_bytes=found["reserved_bytes"],
+        device_bytes=found["device_bytes"],
+    )
 
 
 def _stop(following: Watch) -> None:

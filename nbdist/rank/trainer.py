@@ -48,7 +48,8 @@ def trainer_arguments(
                 " batch_size= and seq_len= for a choice that fits your batch."
             )
             raise OptionError(message)
-        guessed = [name for name, one in (("batch_size", batch_size), ("seq_len", seq_len)) if not one]
+        given = {"batch_size": batch_size, "seq_len": seq_len}
+        guessed = [name for name, one in given.items() if one is None]
         guess = f"assumed: {' and '.join(guessed)}; give trainer_arguments(...) your own"
         batch = Batch(
             batch_size=batch_size or BATCH_SIZE, seq_len=seq_len, guess=guess if guessed else ""

@@ -52,7 +52,8 @@ class Parts(NamedTuple):
 def parts(recording: Recording) -> Parts:
     """Cut a recording into the parts of its groups and its loss."""
     spans, flops = _spans(recording)
-    groups, before = [], 0
+    groups: list[Part] = []
+    before = 0
     for place in (mark.place for mark in recording.marks if mark.kind == "forward"):
         forward = _on_top(spans.get(("forward", place), []), before)
         backward = _on_top(spans.get(("backward", place), []), before + recording.outputs)

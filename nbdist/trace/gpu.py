@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def behaviour() -> Iterator[None]:
     for name in TO_FP32:
         library.impl(name, _with_fp32_result(_operation(name)), "AutocastCPU")
     try:
-        with _Fused():
+        with _fused():
             yield
     finally:
         library._destroy()  # noqa: SLF001 - torch 2.13 has no other way to take it back
@@ -93,20 +92,19 @@ def _with_fp32_result(operation: Any) -> Callable[..., Any]:
     return run
 
 
-class _Fused(TorchFunctionMode):
-    """Dropout with a mask of bytes, attention without a matrix of scores."""
+@contextlib.contextmanager
+def _fused() -> Iterator[None]:
+    """Put a GPU's dropout and attention in the place of the functions that modules call.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is functional.dropout or func is torch.dropout:
-            return _dropout(*args, **kwargs)
-        if func is functional.scaled_dot_product_attention:
-            # The CPU's fused kernel takes no dropout; a GPU's keeps nothing for it.
-            args = args[:4] + (0.0,) * (len(args) > 4) + args[5:]  # noqa: PLR2004 - its place
-            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        return func(*args, **kwargs)
+    A torch function mode would not see what functions of torch call themselves, such as
+    those of `nn.MultiheadAttention`, nor what is recomputed in a backward.
+    """
+    plain = functional.dropout, functional.scaled_dot_product_attention
+    functional.dropout, functional.scaled_dot_product_attention = _dropout, _attention(plain[1])
+    try:
+        yield
+    finally:
+        functional.dropout, functional.scaled_dot_product_attention = plain
 
 
 def _dropout(
@@ -114,7 +112,22 @@ def _dropout(
     p: float = 0.5,
     training: bool = True,  # noqa: FBT001, FBT002 - torch's place
     inplace: bool = False,  # noqa: ARG001, FBT001, FBT002 - of no consequence to what is kept
-    **_: Any,
 ) -> torch.Tensor:
-    """Drop out as torch's fused kernel does."""
+    """Drop out as torch's fused kernel does, with a mask of one byte an element."""
     return torch.native_dropout(input, p, True)[0] if training and p > 0 else input  # noqa: FBT003
+
+
+def _attention(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Attention whose fused kernel takes dropout: a GPU keeps nothing for it."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,  # noqa: ARG001 - the CPU's fused kernel takes none
+        **rest: Any,
+    ) -> torch.Tensor:
+        return plain(query, key, value, attn_mask, **rest)
+
+    return attention

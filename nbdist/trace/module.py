@@ -58,7 +58,6 @@ def of_module(
     batches: Iterable[Any] | None = None,
     progress: Callable[[str], None] = lambda _: None,
     kinds: Sequence[str] = runs.KINDS,
-    timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
     """Trace a module; the fields of a `plan.traced.Traced`. Blocks for about ten seconds.
 
@@ -72,7 +71,6 @@ def of_module(
             so that the loader's position stays.
         progress: told what the trace is doing.
         kinds: of devices, whose ways to compute are traced.
-        timeout_s: most time that it may take.
 
     Raises:
         PlanError: no example input is known, it cannot be traced, or it took too long; one
@@ -85,7 +83,7 @@ def of_module(
         asked = runs.Asked(batch_size=size, seq_len=length, kinds=kinds)
         return child.figures(own, batch, asked, say)
 
-    fields = _in_child(lambda say: work(say, copied=False), progress, timeout_s)
+    fields = _in_child(lambda say: work(say, copied=False), progress, TIMEOUT_S)
     if _NO_BACKWARD in str(fields.get("error")):
         fields = work(progress, copied=True)
     if "error" in fields:
@@ -193,7 +191,9 @@ def _be_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: i
     answer: dict[str, Any] = {"error": "the child process ended without an answer"}
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the process ends
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, sys.__stdout__.fileno() if sys.__stdout__ else 1)
+        os.dup2(silence, sys.__stderr__.fileno() if sys.__stderr__ else 2)
         answer = work(lambda text: write({"progress": text}))
     except PlanError as error:
         answer = {"error": str(error)}

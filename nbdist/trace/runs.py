@@ -255,15 +255,14 @@ def _merged(rows: Sequence[_Row]) -> list[_Row]:
 def _same(row: _Row) -> list[Any]:
     """What neighbours must share."""
     group = row.group
-    own = [(part["saved"], part["gradient"], part["flops"]) for part in row.parts]
+    own = [(part["saved"], part["flops"]) for part in row.parts]
     return [group.stack, group.role, group.counts(), own]
 
 
 def _larger(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """The worst moments of two groups."""
-    return one | {
-        name: figures.pareto({*one[name], *other[name]}) for name in ("forward", "backward")
-    }
+    worst = {name: figures.pareto({*one[name], *other[name]}) for name in ("forward", "backward")}
+    return one | worst | {"gradient": max(one["gradient"], other["gradient"], key=sum)}
 
 
 def _forward_order(found: Sequence[Group], run: dict[str, Any]) -> list[int]:

@@ -202,10 +202,26 @@ class _Trace(Footprint):
         """A hook for a gradient that is complete."""
 
         def hook(parameter: torch.Tensor) -> None:
+            self._count_as_made(place, parameter.numel() * parameter.element_size())
             self.know(_gradients(place), [parameter.grad])
             self._grads[place] = self._grads.get(place, 0) + parameter.numel()
 
         return hook
+
+    def _count_as_made(self, place: int, size: int) -> None:
+        """Count a gradient as made when its group's backward was over, as engines do.
+
+        The gradient of a tied weight waits for that of its second use; until then autograd
+        holds it, not the parameter.
+        """
+        begun = [mark for mark in self.marks if mark.kind == "backward"]
+        places = [mark.place for mark in begun]
+        if self._place == place or place not in places:
+            return
+        over = begun[places.index(place) + 1].moment
+        for index in range(over, len(self.moments)):
+            moment = self.moments[index]
+            self.moments[index] = moment._replace(held=moment.held - size)
 
     def _hook(self, values: Any, place: int) -> None:
         """Let a group's backward begin when one of these tensors has its gradient."""

@@ -1,6 +1,7 @@
-"""`make bench`: ratios of nbdist to what else there is, measured in one run on two CPU ranks.
+"""`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
     python tests/bench [cells] [starts] [values] [training] [weight]
+    python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
 """
@@ -10,10 +11,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import cells
+import plan_engines
+import plan_fsdp
+import plan_published
+import plan_speed
+import plan_traced
 import results
 import starts
 import training
@@ -25,12 +32,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BUILD = Path(__file__).parents[2] / "build"
-GROUPS: dict[str, Callable[[Rivals], Iterator[results.Row]]] = {
-    "cells": cells.measure,
-    "starts": lambda others: starts.measure(others, BUILD),
-    "values": values.measure,
-    "training": lambda _: training.measure(BUILD),
-    "weight": lambda _: weight.measure(),
+
+
+@cache
+def others() -> Rivals:
+    """The rivals, installed at their first use."""
+    BUILD.mkdir(exist_ok=True)
+    return Rivals.installed(BUILD)
+
+
+GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
+    "cells": lambda: cells.measure(others()),
+    "starts": lambda: starts.measure(others(), BUILD),
+    "values": lambda: values.measure(others()),
+    "training": lambda: training.measure(BUILD),
+    "weight": weight.measure,
+    "plan_speed": plan_speed.measure,
+    "plan_fsdp": plan_fsdp.measure,
+    "plan_engines": plan_engines.measure,
+    "plan_traced": plan_traced.measure,
+    "plan_published": plan_published.measure,
 }
 
 
@@ -42,12 +63,11 @@ def main() -> int:
     if unknown := set(chosen) - GROUPS.keys():
         parser.error(f"no such group: {', '.join(unknown)}")
     BUILD.mkdir(exist_ok=True)
-    others = Rivals.installed(BUILD)
     rows: list[results.Row] = []
     before = results.machine()
     for name in chosen:
         begin = time.monotonic()
-        rows += GROUPS[name](others)
+        rows += GROUPS[name]()
         print(f"==> {name}: {time.monotonic() - begin:.0f} s", flush=True)
     print(before)
     print(results.table(rows))

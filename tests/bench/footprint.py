@@ -57,7 +57,7 @@ def measured(case: Case, *, timeout_s: float = 300) -> dict[str, int]:
     return parts
 
 
-def measured_together(cases: Sequence[Case], *, timeout_s: float = 300) -> list[dict[str, int]]:
+def measured_together(cases: Sequence[Case], *, timeout_s: float = 600) -> list[dict[str, int]]:
     """Run cases one after the other in one process; FSDP2 on fake tensors only."""
     texts = [json.dumps(dataclasses.asdict(case)) for case in cases]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -151,6 +151,11 @@ def run(case: Case) -> dict[str, int]:
         accumulate=case.accumulate,
         deepspeed_config=case.deepspeed_config,
     ).checked(hardware)
+    ops = options.strategy.extensions(options, hardware)
+    if ops:
+        from nbdist.launcher import extensions
+
+        extensions.ensure(ops, progress=lambda text: print(text, file=sys.stderr))
     late = engines.install(options, hardware)
     if case.backend == "fsdp2" and not case.real:
         return fsdp2_steps(case, late)
@@ -159,7 +164,6 @@ def run(case: Case) -> dict[str, int]:
 
 def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
     """FSDP2 without memory: fake tensors, the units that nbdist and Accelerate choose."""
-    import torch
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.device_mesh import init_device_mesh
@@ -195,18 +199,16 @@ def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
                 model.set_requires_gradient_sync(micro == case.accumulate - 1)
                 out = model(**batch)
                 out.loss.backward()
-                if not case.keep_outputs:
-                    del out
+                out = out if case.keep_outputs else None
             optimizer.step()
             optimizer.zero_grad()
 
         out = None
         step()  # torch 2.13: sharding propagation of a first step would be counted
         tracker = group_tracker(model, optimizer)
-        tracker.track_inputs(tuple(batch.values()))
+        # The logits of the step before are held in the next one.
+        tracker.track_inputs((*batch.values(), *([out.logits] if out is not None else [])))
         with tracker:
-            step(tracker)  # the logits of a step before are held in the next one
-            forget_peak(tracker)
             step(tracker)
         return peak(tracker)
 
@@ -247,12 +249,6 @@ def group_tracker(model: Any, optimizer: Any) -> Any:
             self.modules, self.buffers = (lambda: modules), (lambda: buffers)
 
     return Tracker(model, optimizer)
-
-
-def forget_peak(tracker: Any) -> None:
-    """Let the present be the first candidate for the peak."""
-    tracker._peak_mem_snap = tracker.get_tracker_snapshot()
-    tracker._peak_mem = {dev: snap["Total"] for dev, snap in tracker._peak_mem_snap.items()}
 
 
 def engine_steps(case: Case, late: Any) -> dict[str, int]:

@@ -25,7 +25,10 @@ class PlainCnn(nn.Module):
         self.features = nn.Sequential(*layers)
         side = picture >> len(widths)
         self.classifier = nn.Sequential(
-            nn.Flatten(), nn.Linear(widths[-1] * side**2, hidden), nn.ReLU(), nn.Linear(hidden, classes)
+            nn.Flatten(),
+            nn.Linear(widths[-1] * side**2, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, classes),
         )
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> ImageClassifierOutput:

@@ -74,7 +74,7 @@ def test_syntax_error_is_said_once(notebook: LiveKernel) -> None:
     ("line", "says"),
     [
         ("--backend horovod", "fsdp"),
-        ("--auto", "not in this version"),
+        ("--auto --backend ddp", "leave one of the two out"),
         ("--nonsense", "unrecognized"),
         ("-n two", "invalid int"),
         ("--ranks 0,7", "world_size 2"),
@@ -207,6 +207,16 @@ def test_commands(notebook: LiveKernel) -> None:
     assert "status" in wrong.text
 
 
+def test_a_plan_is_shown_and_a_bad_line_is_one_sentence(notebook: LiveKernel) -> None:
+    shown = notebook.run("%nbdist plan 7b --devices 8xA100-80GB,nvlink --seq-len 1024")
+    assert shown.status == "ok"
+    assert "fastest that fits" in shown.text
+    assert any("text/html" in output.get("data", {}) for output in shown.outputs)
+    wrong = notebook.run("%nbdist plan 7b --devices 8xPotato")
+    assert wrong.status == "error"
+    assert "Potato" in wrong.text
+
+
 def test_help_is_complete(notebook: LiveKernel) -> None:
     reply = notebook.client.inspect("%%distribute", reply=True, timeout=10)
     text = reply["content"]["data"]["text/plain"]
@@ -222,6 +232,8 @@ def test_help_is_complete(notebook: LiveKernel) -> None:
         ("%%distribute --precision ", {"no", "fp16", "bf16", "fp8"}),
         ("%nbdist sta", {"status"}),
         ("%%distribute --offload n", {"none", "nvme:"}),
+        ("%nbdist plan 7b --dev", {"--devices"}),
+        ("%nbdist plan 7b --precision f", {"fp16", "fp8"}),
     ],
 )
 def test_completion(notebook: LiveKernel, line: str, expected: set[str]) -> None:

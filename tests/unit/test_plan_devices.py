@@ -205,7 +205,14 @@ def test_resized_fills_nodes_and_keeps_the_device() -> None:
     assert parse("8xH100").resized(2).link == "nvlink"
     assert parse("8xH100").resized(1).link == "none"
     assert parse("H100").resized(4).link == "nvlink"
-    assert parse("2xcpu").resized(16).nodes == 1
+
+
+def test_more_cpu_ranks_share_the_same_machine() -> None:
+    two = devices.of_machine(Machine((), None, 8), cpu_ranks=2, host_free_bytes=16 * GIB)
+    eight = two.resized(8)
+    assert (eight.world_size, eight.nodes, eight.link) == (8, 1, "cpu")
+    assert eight.smallest.free_bytes == 2 * GIB
+    assert eight.smallest.peak("no") == two.smallest.peak("no") / 4
 
 
 # --------------------------------------------------------------------- this machine

@@ -1,0 +1,79 @@
+"""Fields of a transformers config, read and checked; pure.
+
+Every reader raises `PlanError` with the field, what it is, and what it may be.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from nbdist.errors import PlanError
+from nbdist.plan.tape import FULL, HALF
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """A whole number above zero under the first of the names that the config has.
+
+    Raises:
+        PlanError: none of the names, or no such number.
+    """
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if type(value) is not int or value < 1:
+        message = (
+            f"the config's {names[0]} is {value!r}; it must be a whole number above 0: "
+            "complete the config."
+        )
+        raise PlanError(message)
+    return value
+
+
+def rate(config: Mapping[str, Any], name: str, default: float) -> float:
+    """A dropout rate.
+
+    Raises:
+        PlanError: not between 0 and 1.
+    """
+    value = config.get(name, default)
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        message = f"the config's {name} is {value!r}; a dropout rate is between 0 and 1."
+        raise PlanError(message)
+    return float(value)
+
+
+_ELEMENTS = {"float32": FULL, "float16": HALF, "bfloat16": HALF, "None": FULL}
+
+
+def element(config: Mapping[str, Any]) -> int:
+    """Bytes of a parameter in the type that the config names; fp32 where it names none.
+
+    Raises:
+        PlanError: a type that is not trained in.
+    """
+    given = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    if given not in _ELEMENTS:
+        allowed = ", ".join(name for name in _ELEMENTS if name != "None")
+        message = f"the config's dtype is {given!r}; known ones are {allowed}."
+        raise PlanError(message)
+    return _ELEMENTS[given]
+
+
+def attention(config: Mapping[str, Any]) -> Literal["sdpa", "eager"]:
+    """Which attention the config asks for: eager by name, sdpa otherwise."""
+    return "eager" if config.get("_attn_implementation") == "eager" else "sdpa"
+
+
+def check_divides(whole: int, part: int, whole_name: str, part_name: str) -> None:
+    """Refuse heads that are not equal shares.
+
+    Raises:
+        PlanError: `whole` is not a multiple of `part`.
+    """
+    if whole % part:
+        message = (
+            f"{whole_name} {whole} is not a multiple of {part_name} {part}; "
+            "attention needs heads in equal shares: correct the config."
+        )
+        raise PlanError(message)

@@ -1,0 +1,343 @@
+"""The planner on real CPU ranks: what they measure, `--auto`, and out of memory as advice."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import nbdist
+from nbdist import CellError, OptionError, PlanError, Session
+from nbdist.kernel import planning
+from nbdist.plan.checked import REST, TOLD_APART
+from nbdist.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbdist.kernel.cell import CellResult
+
+BAR = 0.10
+"""Largest relative error of a prediction here; tests/bench holds the model of memory to less."""
+
+MODEL = textwrap.dedent(
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def build():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=2000, hidden_size=128, intermediate_size=344, num_hidden_layers=3,
+            num_attention_heads=4, max_position_embeddings=256, use_cache=False,
+        ))
+
+    def adam(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train(model, optimizer, steps):
+        for _ in range(steps * int(accelerator.gradient_accumulation_steps)):
+            with accelerator.accumulate(model):
+                out = model(input_ids=ids, labels=ids)
+                accelerator.backward(out.loss)
+                optimizer.step(); optimizer.zero_grad()
+        return out.loss.item()
+
+    ids = torch.randint(0, 2000, (4, 64), generator=torch.Generator().manual_seed(1))
+    """
+)
+PREPARE = "model = build(); model, optimizer = accelerator.prepare(model, adam(model))\n"
+PREPARE_ALL = textwrap.dedent(
+    """
+    rows = [{"input_ids": row, "labels": row} for row in ids.repeat(8, 1)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    model = build()
+    model, optimizer, loader = accelerator.prepare(model, adam(model), loader)
+    type(model).__name__
+    """
+)
+
+
+@pytest.fixture(scope="module", params=list(STRATEGIES))
+def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """One session for each backend, with the model defined."""
+    with Session(nproc=2, backend=request.param, precision="bf16") as session:
+        session.run(MODEL)
+        yield session
+
+
+def value(session: Session, code: str) -> Any:
+    """Last value of a cell on rank 0."""
+    return session.run(code).values[0]
+
+
+def told(error: CellError) -> str:
+    """What stands below the cell, as plain text."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error._render_traceback_()))
+
+
+def displays(result: CellResult) -> list[dict[str, Any]]:
+    """What all ranks displayed."""
+    return [
+        one["data"]
+        for outputs in result.outputs.values()
+        for one in outputs
+        if one["output_type"] == "display_data"
+    ]
+
+
+# ---------------------------------------------------------------------------- measured
+
+
+def test_ranks_measure_themselves_in_the_third_step_as_predicted(ranks: Session) -> None:
+    with pytest.raises(PlanError, match="nothing was measured"):
+        planning.check(ranks)
+    ranks.run(PREPARE + "train(model, optimizer, 2)")
+    assert ranks.measured() == {0: None, 1: None}
+    ranks.run("train(model, optimizer, 1)")
+    for found in ranks.measured().values():
+        assert found is not None
+        assert (found.step, found.batch_size, found.seq_len) == (3, 4, 64)
+        assert sum(found.parts.values()) == found.allocated_bytes
+        assert found.told_apart().keys() <= {*TOLD_APART, REST}
+        assert found.rss_bytes > found.rss_before_bytes > 0
+    check = planning.check(ranks)
+    assert check.error == pytest.approx(0, abs=BAR)
+    for line in check.lines:
+        if line.part in {"parameters", "master", "optimizer", "buffers"}:
+            assert line.error == pytest.approx(0, abs=0.02), line
+    assert "predicted" in str(check)
+    assert check._repr_html_().startswith("<div>")
+
+
+def test_a_new_prepare_measures_anew(ranks: Session) -> None:
+    ranks.run(PREPARE + "train(model, optimizer, 4)")
+    before = ranks.measured()[0]
+    ranks.run("ids = ids[:2]\n" + PREPARE)
+    assert ranks.measured() == {0: None, 1: None}
+    ranks.run("train(model, optimizer, 3)")
+    after = ranks.measured()[0]
+    assert before is not None
+    assert after is not None
+    assert (after.batch_size, before.batch_size) == (2, 4)
+    ranks.run("ids = ids.repeat(2, 1)")
+
+
+def test_training_is_the_same_with_and_without_the_measured_step(ranks: Session) -> None:
+    measured = value(ranks, PREPARE + "train(model, optimizer, 5)")
+    later = "from nbdist.rank import measure; measure.STEPS_BEFORE = {}\n"
+    unmeasured = value(ranks, later.format(99) + PREPARE + "train(model, optimizer, 5)")
+    assert ranks.measured() == {0: None, 1: None}
+    ranks.run(later.format(2))
+    assert measured == unmeasured
+
+
+def test_a_mode_of_the_user_around_the_training_stays_alone(ranks: Session) -> None:
+    flops = "from torch.utils.flop_counter import FlopCounterMode as Mode\n"
+    ranks.run(PREPARE + flops + "with Mode(display=False): train(model, optimizer, 4)")
+    assert ranks.measured() == {0: None, 1: None}
+    ranks.run("train(model, optimizer, 1)")
+    assert all(ranks.measured().values())
+
+
+@pytest.mark.parametrize("ranks", ["ddp", "fsdp2"], indirect=True)
+def test_a_cell_that_fails_in_the_measured_step_leaves_no_trace(ranks: Session) -> None:
+    ranks.run(PREPARE + "train(model, optimizer, 2)")
+    with pytest.raises(CellError, match="ZeroDivisionError"):
+        ranks.run("model(input_ids=ids, labels=ids).loss.backward(); 1 / 0")
+    modes = "torch.utils._python_dispatch._get_current_dispatch_mode_stack()"
+    assert ranks.run(modes).values == {0: [], 1: []}
+    assert ranks.run("torch.UntypedStorage.resize_.__module__").values[0] != "nbdist"
+    ranks.run("optimizer.zero_grad(); train(model, optimizer, 1)")
+    assert all(ranks.measured().values())
+
+
+@pytest.mark.parametrize("ranks", ["ddp"], indirect=True)
+def test_models_of_the_ranks_are_planned_by_name(ranks: Session) -> None:
+    ranks.run("bare = build(); number = 7")
+    plan = planning.plan(ranks, "bare", batch_size=2, seq_len=32)
+    assert plan.question.world_size == 2
+    assert len({row.backend for row in plan.rows}) == len(STRATEGIES)
+    for name, why in (("number", "is a int"), ("missing", "not a variable")):
+        with pytest.raises(PlanError, match=why):
+            planning.plan(ranks, name)
+
+
+def test_accumulation_is_measured_over_all_micro_batches() -> None:
+    with Session(nproc=2, backend="fsdp", accumulate=2) as session:
+        session.run(MODEL + PREPARE + "train(model, optimizer, 3)")
+        check = planning.check(session)
+        assert check.error == pytest.approx(0, abs=BAR)
+        whole = next(line for line in check.lines if line.part == "gradients")
+        assert whole.measured == 4 * value(session, "sum(p.numel() for p in model.parameters())")
+
+
+# ---------------------------------------------------------------------------- auto
+
+
+def test_auto_decides_the_same_on_all_ranks_and_explains_once() -> None:
+    with Session(nproc=2, auto=True) as session:
+        assert session.undecided
+        assert "auto" in session.describe()
+        session.run(MODEL)
+        with pytest.raises(CellError, match="--auto decides at the first"):
+            session.run("accelerator.distributed_type")
+        with pytest.raises(CellError, match="use that one instead"):
+            session.run("from accelerate import Accelerator; Accelerator()")
+        shown = session.run(PREPARE_ALL)
+        assert shown.values[0] == shown.values[1]
+        (explanation,) = displays(shown)
+        lines = explanation["text/plain"].splitlines()
+        assert lines[0].startswith(f"auto: {session.backend}")
+        assert len(lines) <= 8
+        assert "<details>" in explanation["text/html"]
+        assert not session.undecided
+        assert session.status()["options"]["backend"] == session.backend
+        # A second prepare() and --auto again keep the choice.
+        again = session.run(PREPARE_ALL)
+        assert displays(again) == []
+        assert again.values == shown.values
+        assert session.differing(auto=True) == {}
+        assert "auto" in session.differing(auto=False) or session.backend == "ddp"
+        session.run("train(model, optimizer, 3)")
+        assert planning.check(session).error == pytest.approx(0, abs=BAR)
+
+
+def test_auto_searches_within_what_is_given() -> None:
+    with Session(nproc=2, auto=True, offload="cpu", activation_checkpointing=True) as session:
+        session.run(MODEL + PREPARE_ALL)
+        assert session.options.offload == "cpu"
+        assert session.options.activation_checkpointing
+        assert session.differing(auto=True, offload="none") == {"offload": ("cpu", "none")}
+        assert session.run("train(model, optimizer, 1)").ok
+
+
+def test_auto_goes_with_trainer() -> None:
+    trainer = """
+    import tempfile, nbdist
+    from transformers import Trainer, TrainingArguments
+    model = build()
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    args = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2, max_steps=4, report_to="none",
+        save_strategy="no", disable_tqdm=True,
+        **nbdist.trainer_arguments(model, batch_size=2, seq_len=64),
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=rows)
+    trainer.train()
+    type(trainer.model_wrapped).__name__
+    """
+    with Session(nproc=2, auto=True) as session:
+        session.run(MODEL)
+        with pytest.raises(CellError, match="decides by the model"):
+            session.run("import nbdist; nbdist.trainer_arguments()")
+        result = session.run(textwrap.dedent(trainer))
+        assert len(displays(result)) == 1
+        assert result.values[0] == result.values[1]
+        assert not session.undecided
+        found = session.measured()[0]
+        assert found is not None
+        assert (found.batch_size, found.seq_len) == (2, 64)
+
+
+def test_what_auto_cannot_be_given_is_a_sentence() -> None:
+    for given in ({"backend": "ddp"}, {"fsdp_config": {"fsdp_version": 2}}):
+        with pytest.raises(OptionError, match="auto chooses the backend"):
+            Session(nproc=2, auto=True, **given)
+    with pytest.raises(OptionError, match="nvme needs a folder"):
+        Session(nproc=2, auto=True, offload="nvme")
+
+
+def test_looking_at_the_loader_changes_nothing() -> None:
+    code = """
+    from nbdist.rank import choose
+
+    class Rows(torch.utils.data.IterableDataset):
+        taken = 0
+        def __iter__(self):
+            for row in ids:
+                self.taken += 1
+                yield {"input_ids": row}
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self): return 4
+        def __getitem__(self, i): import threading; threading.Event().wait()
+
+    choose.LOOK_S = 1.0
+    model = build()
+    rows = Rows()
+    random = torch.random.get_rng_state()
+    shuffled = torch.utils.data.DataLoader(ids, batch_size=2, shuffle=True)
+    seen = choose.looked_at(shuffled, model)
+    stream = choose.looked_at(torch.utils.data.DataLoader(rows, batch_size=3), model)
+    slow = choose.looked_at(torch.utils.data.DataLoader(Slow(), batch_size=2), model)
+    assert torch.equal(random, torch.random.get_rng_state())
+    (seen.batch_size, seen.seq_len, stream.batch_size, stream.seq_len, rows.taken,
+     slow.batch_size, slow.seq_len, slow.guess)
+    """
+    with Session(nproc=1) as session:
+        found = value(session, MODEL + textwrap.dedent(code))
+        assert found[:7] == (2, 64, 3, 64, 0, 2, None)
+        assert "could not be looked at" in found[7]
+
+
+# ---------------------------------------------------------------------------- out of memory
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Session]:
+    """Two ranks under DDP with a model of 66 MB, prepared."""
+    larger = MODEL.replace("hidden_size=128", "hidden_size=512").replace("ids = ", "ids = ")
+    with nbdist.Session(nproc=2) as session:
+        session.run(larger + PREPARE)
+        yield session
+
+
+@pytest.mark.parametrize("code", ["torch.empty(10**15)", "bytearray(10**15)"])
+def test_memory_that_cannot_be_had_is_explained_once(small: Session, code: str) -> None:
+    with pytest.raises(CellError) as caught:
+        small.run(code)
+    text = told(caught.value)
+    assert text.count("out of memory; this rank held") == 1
+    assert "(as 1 more)" in text
+    assert "something else takes memory" in text
+
+
+def test_one_rank_alone_is_explained_too(small: Session) -> None:
+    with pytest.raises(CellError) as caught:
+        small.run("torch.empty(10**15)", ranks=[1])
+    assert "rank 1: out of memory; this rank held" in told(caught.value)
+
+
+def test_training_that_does_not_fit_gets_lines_to_paste(small: Session) -> None:
+    limited = """
+    import psutil, resource
+    own = psutil.Process().memory_info()
+    size = sum(p.numel() for p in model.parameters())
+    room = own.vms + 5 * size
+    resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+    from nbdist.rank import choose
+    choose.free_bytes = lambda model=None: {free}
+    train(model, optimizer, 2)
+    """
+    need = max(
+        row.device_bytes
+        for row in planning.plan(small, batch_size=4, seq_len=64).rows
+        if row.backend == "ddp" and row.options.offload == "none"
+    )
+    with pytest.raises(CellError) as caught:
+        small.run(textwrap.dedent(limited).format(free=need))
+    text = told(caught.value)
+    assert text.count("out of memory; this rank held") == 1
+    assert "parameters" in text
+    pasted = re.findall(r"^  %%distribute --backend (\w+).*# predicted", text, re.MULTILINE)
+    assert pasted
+    assert "ddp" not in pasted
+    small.run("resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)")
+
+
+def test_other_errors_get_no_advice(small: Session) -> None:
+    with pytest.raises(CellError) as caught:
+        small.run("raise RuntimeError('plain')")
+    assert "this rank held" not in told(caught.value)
