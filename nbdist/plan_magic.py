@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-    from nbdist.kernel.planning import Check
     from nbdist.kernel.session import Session
+    from nbdist.plan.checked import Check
     from nbdist.plan.result import Plan
 
 FIXED = ("offload", "offload_params", "activation_checkpointing", "accumulate")

@@ -31,7 +31,7 @@ def plan(session: Session, name: str | None = None, **arguments: Any) -> Plan:
     Raises:
         PlanError: no such model, or one that cannot be planned.
     """
-    import nbdist
+    from nbdist.plan import plan as planned
     from nbdist.plan import read
 
     batch_size = arguments.get("batch_size")
@@ -48,7 +48,7 @@ def plan(session: Session, name: str | None = None, **arguments: Any) -> Plan:
         own["world_size"] = session.world_size
     if session.options.accumulate > 1:
         own["accumulate"] = session.options.accumulate
-    return nbdist.plan(read.spec_from_json(seen["spec"]), **{**own, **arguments})
+    return planned(read.spec_from_json(seen["spec"]), **{**own, **arguments})
 
 
 def check(session: Session) -> Check:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.plan.memory import Parts, Setup
-    from nbdist.plan.spec import ModelSpec, Step, Workload
+    from nbdist.plan.spec import Group, ModelSpec, Step, Workload
 
 
 def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Moment]:
@@ -24,7 +24,9 @@ def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Mome
     held = _held(model, setup)
     for step in spec.steps(model, run):
         parts = _gradients(model, step, setup) | {
-            "activations": step.activations + (0 if step.phase == "loss" else step.inside),
+            "activations": step.activations
+            + (0 if step.phase == "loss" else step.inside)
+            + _casts(model, step, workload),
             "logits": step.outputs + (step.inside if step.phase == "loss" else 0),
         }
         yield Moment(name=memory.named(model, step), parts={**held, **parts})
@@ -60,3 +62,22 @@ def _gradients(model: ModelSpec, step: Step, setup: Setup) -> dict[str, int]:
     else:
         elements, new = 0, 0
     return {"gradients": elements * model.element, "temporaries": new * model.element}
+
+
+def _casts(model: ModelSpec, step: Step, workload: Workload) -> int:
+    """Bytes of the 16-bit weights that autocast keeps until a forward ends.
+
+    Without checkpointing they are saved for the backward, and are among the activations.
+    """
+    if step.phase != "forward" or not workload.activation_checkpointing:
+        return 0
+    if workload.compute != "autocast":
+        return 0
+    blocks = [one.trainable * one.count for one in model.groups[: step.group] if _again(one)]
+    own = model.groups[step.group]
+    return 2 * (sum(blocks) + (step.index * own.trainable if _again(own) else 0))
+
+
+def _again(group: Group) -> bool:
+    """Whether its forward runs again in the backward."""
+    return group.role == "block"

@@ -7,6 +7,7 @@ tensor by tensor with the config that `strategies` hands it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nbdist.plan import gathering, layout, memory, spec
@@ -104,7 +105,7 @@ class Story:
         self.shared = layout.shared(model)
         self.run = model.micro_batch(workload)
 
-    @property
+    @cached_property
     def partition(self) -> int:
         """Elements of a rank's share of the master copy."""
         return layout.partition(self.trainable, self.setup.world_size)
@@ -123,12 +124,18 @@ class Story:
 
     def moment(self, name: str, *more: Parts, host: Parts | None = None) -> Moment:
         """Put a moment together of what is held and of what comes on top."""
+        held, away, files = self._for_good
         return Moment(
             name=name,
-            parts=total((self.held(), *more)),
-            host=total((self.host(), host or {})),
-            nvme=self.nvme(),
+            parts=total((held, *more)),
+            host=total((away, host)) if host else away,
+            nvme=files,
         )
+
+    @cached_property
+    def _for_good(self) -> tuple[dict[str, int], dict[str, int], int]:
+        """What stays on the device, in host memory and on NVMe."""
+        return self.held(), self.host(), self.nvme()
 
     def state(self) -> dict[str, int]:
         """Bytes of master copy and optimizer state, wherever they are."""

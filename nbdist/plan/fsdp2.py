@@ -82,12 +82,20 @@ def _besides(
     """The moments just before a unit's forward and just after its backward."""
     if step.phase == "forward":
         # The buffer of the unit before goes when this unit's has been copied.
-        before = _buffers(base, step)[1]
+        before = _buffers(base, step)[1] + _fetching(base, _gathering(base, step.group))
         yield base.moment(step, place._replace(gathered=place.gathered + before))
     elif step.phase == "backward" and not (base.tied and step.group == base.tail):
         over = _gathering(base, step.group)
         after = _reduction(base, step, micro, over)
         yield base.moment(step, after, inside=run.passes[step.group].gradient)
+
+
+def _fetching(base: Ground, over: Unit) -> int:
+    """What an offloaded shard takes on its way to the GPU, beyond the unit it becomes."""
+    if base.setup.kind == "cpu" or not base.offload:
+        return 0
+    arrived = base.widths.stored * over.largest_shard
+    return max(0, arrived + over.whole // base.setup.world_size - over.whole)
 
 
 def _gradients(base: Ground, step: Step, micro: Micro) -> tuple[int, int]:

@@ -127,7 +127,7 @@ class Ground:
         )
 
     @cached_property
-    def _offload(self) -> bool:
+    def offload(self) -> bool:
         """Shards, gradients and optimizer live in the host's memory."""
         return self.setup.options.offload_device != "none"
 
@@ -169,7 +169,7 @@ class Ground:
 
     def _placed(self, name: str, parts: dict[str, int], shards: int) -> Moment:
         """Put shards and optimizer where they live: beside the rest, or in the host's memory."""
-        if not self._offload:
+        if not self.offload:
             return Moment(name=name, parts=parts)
         away = ("parameters", "optimizer", "temporaries")
         host = {part: parts.pop(part) for part in away if part in parts} | {"gradients": shards}

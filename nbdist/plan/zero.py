@@ -8,6 +8,8 @@ DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from nbdist.plan import layout, zero3
@@ -38,7 +40,11 @@ class _Whole(Story):
         """Gradients are reduced while the backward runs, not after it."""
         shares = layout.shares(model.groups, tied=model.tied, world_size=setup.world_size)
         self._shares = shares
-        self._touched = [share.touched for share in shares]
+        touched = [share.touched for share in shares]
+        self._from_the_first = list(accumulate(touched, max))
+        self._from_the_last = list(accumulate(reversed(touched), max))
+        """Elements on the fullest of the ranks whose partitions a backward came to."""
+        self._most_touched = max(touched)
 
     def held(self) -> dict[str, int]:
         """All parameters; the rest is here or in host memory."""
@@ -53,7 +59,7 @@ class _Whole(Story):
         """Master copy, its gradients, state, and a copy in 16 bits on its way back."""
         if not self.offloaded:
             return {}
-        kept = max(self._touched) if self.again else 0
+        kept = self._most_touched if self.again and self._cuts_gradients else 0
         return self.state() | {
             "parameters": self.unit * self.partition,
             "gradients": MASTER * self.partition + self.unit * kept,
@@ -71,44 +77,46 @@ class _Whole(Story):
         return {"buffers": self.unit * self.config.bucket * self.config.buffers}
 
     def _earlier(self) -> dict[str, int]:
-        """Gradients of earlier micro-batches, on the device."""
-        if not self.again:
-            return {}
-        if self._cuts_gradients:
-            return {} if self.offloaded else {"gradients": self.unit * max(self._touched)}
-        return {"gradients": self.unit * self.trainable}
+        """Gradients that stage 1 has of earlier micro-batches: all of them."""
+        whole = self.again and not self._cuts_gradients
+        return {"gradients": self.unit * self.trainable} if whole else {}
 
     def _during(self, step: Step) -> dict[str, int]:
         """Bytes of gradients, and of the bucket they wait in."""
-        kept = self._earlier()
         made = layout.finished(self.model, step) + step.grads
-        begun = step.phase == "backward" and made > 0
         if self.again and not self._cuts_gradients:
             # Stage 1 keeps its bucket from one micro-batch to the next.
-            return kept | self._bucket() | self.coming(step)
-        if not begun:
-            return kept
+            return self._earlier() | self._bucket() | self.coming(step)
+        if step.phase != "backward" or not made:
+            return {"gradients": self._mine(0)}
         if not self._at_once:
             return self._bucket() | {"gradients": self.unit * made}
-        first = self.reductions(backward=True)[0]
-        mine = self._partition_buffer(first.moved if made > first.moved else 0)
-        gradients = {"gradients": kept.get("gradients", 0) + mine}
-        return self._bucket() | gradients | self.coming(step)
+        ends = [one.moved for one in self.reductions(backward=True)]
+        number = bisect_right(ends, made - self.shared)
+        moved = ends[number - 1] if number else 0
+        return self._bucket() | {"gradients": self._mine(moved)} | self.coming(step)
+
+    def _mine(self, moved: int) -> int:
+        """Bytes of reduced gradients of this micro-batch, and under stage 2 of earlier ones."""
+        mine = self._partition_buffer(moved)
+        if not self.again or not self._cuts_gradients or self.offloaded:
+            return mine
+        return max(self.unit * self._most_touched, 2 * mine)
 
     def _partition_buffer(self, moved: int, *, backward: bool = True) -> int:
         """Bytes of reduced gradients on the fullest of the ranks that were reached by now."""
         if not moved or self.offloaded:
             return 0
         reached = -(-moved // max(1, self.partition))
-        ranks = self._touched[-reached:] if backward else self._touched[:reached]
-        return self.unit * max(ranks)
+        most = self._from_the_last if backward else self._from_the_first
+        return self.unit * most[reached - 1]
 
     def _reduced_at_once(self) -> Iterator[Moment]:
         """Buckets that fill while the backward runs."""
         made = self.reductions(backward=True)
         for one in _telling(made):
-            before = self._partition_buffer(one.moved - one.filled)
-            after = self._partition_buffer(one.moved)
+            before = self._mine(one.moved - one.filled)
+            after = self._mine(one.moved)
             around = {"gradients": self.outside(one)}
             for grads, temporary in ((before, self._flat(one)), (after, self._norm())):
                 yield self.moment(
@@ -135,19 +143,24 @@ class _Whole(Story):
 
     def _reduced_after(self) -> Iterator[Moment]:
         """Stage 1: all gradients exist, and go through the bucket from the first to the last."""
+        worst = max(self._one_after_the_other(), key=sum)
+        gradients, temporaries = worst
+        yield self.moment(
+            "gradient reduction",
+            self.outputs(),
+            self._bucket(),
+            {"gradients": gradients, "temporaries": temporaries},
+        )
+
+    def _one_after_the_other(self) -> Iterator[tuple[int, int]]:
+        """Bytes of gradients and temporaries, before and after each reduction."""
         outside = 0
         for one in self.reductions(backward=False):
             outside += one.filled if self.is_large(one) else 0
             rest = self.unit * (self.trainable - one.moved + outside)
             before = self._partition_buffer(one.moved - one.filled, backward=False)
-            after = self._partition_buffer(one.moved, backward=False)
-            for grads, temporary in ((before, self._flat(one)), (after, self._norm())):
-                yield self.moment(
-                    "gradient reduction",
-                    self.outputs(),
-                    self._bucket(),
-                    {"gradients": rest + grads, "temporaries": temporary},
-                )
+            yield rest + before, self._flat(one)
+            yield rest + self._partition_buffer(one.moved, backward=False), self._norm()
 
     def _updated(self) -> Iterator[Moment]:
         """The norm, the flat fp32 gradients, the step."""
@@ -156,7 +169,7 @@ class _Whole(Story):
                 "optimizer step", self.outputs(), host=self.host_update(self.partition)
             )
             return
-        reduced = {"gradients": self.unit * max(self._touched)} | self.outputs()
+        reduced = {"gradients": self.unit * self._most_touched} | self.outputs()
         fullest = max(self._shares, key=lambda one: self.unit * one.touched + NORM * one.piece)
         yield self.moment(
             "gradient norm",

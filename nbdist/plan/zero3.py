@@ -6,6 +6,7 @@ bucket have buffers that stay. DeepSpeed 0.19.8, runtime/zero/stage3.py.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nbdist.plan import gathering, layout
@@ -41,7 +42,7 @@ class Cut(Story):
             rules=self.config.rules,
         )
 
-    @property
+    @cached_property
     def partition(self) -> int:
         """Elements of a rank's share; each parameter is cut by itself."""
         return self._share(layout.sizes)

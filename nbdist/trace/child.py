@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 def answered(request: Mapping[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
     """Trace a transformers config; the fields of a `Traced`, or {"error": a sentence}."""
-    warnings.simplefilter("ignore")  # a model's own advice is not about its memory
     torch.set_num_threads(1)
     try:
         models.without_tracing_branches()
@@ -49,7 +48,9 @@ def figures(
 ) -> dict[str, Any]:
     """Trace a module; the fields of a `Traced`, or {"error": a sentence}."""
     try:
-        return runs.traced(model, batch, asked, progress)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a model's own advice is not about its memory
+            return runs.traced(model, batch, asked, progress)
     except PlanError as error:
         return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything

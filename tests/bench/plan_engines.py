@@ -74,7 +74,7 @@ def measured(seed: int) -> Iterator[results.Row]:
 
 def draw(rng: random.Random, backend: str, *, real: bool = False) -> Case:
     """One training setup, small enough for real tensors."""
-    config = _llama(rng) if rng.random() < 0.7 else _gpt2(rng)  # noqa: PLR2004
+    config = _llama(rng) if rng.random() < 0.7 else _gpt2(rng)
     case = footprint.Case(
         config=config,
         backend=backend,
@@ -82,7 +82,7 @@ def draw(rng: random.Random, backend: str, *, real: bool = False) -> Case:
         batch_size=rng.randint(1, 3),
         seq_len=rng.choice([16, 32, 64, 128, 192]),
         precision=rng.choice(["bf16", "bf16", "bf16", "no"]),
-        activation_checkpointing=rng.random() < 0.4,  # noqa: PLR2004
+        activation_checkpointing=rng.random() < 0.4,
         accumulate=rng.choice([1, 1, 4]),
         optimizer=rng.choice(["adamw", "adamw", "fused", "loop", "sgd"]),
         real=real,
@@ -104,7 +104,7 @@ def _llama(rng: random.Random) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads // groups,
         "vocab_size": round(1000 * 12 ** rng.random()),
-        "tie_word_embeddings": rng.random() < 0.4,  # noqa: PLR2004
+        "tie_word_embeddings": rng.random() < 0.4,
     }
 
 
@@ -118,7 +118,7 @@ def _gpt2(rng: random.Random) -> dict[str, Any]:
         "n_layer": rng.randint(2, 8),
         "n_positions": 256,
         "vocab_size": round(1000 * 12 ** rng.random()),
-        "tie_word_embeddings": rng.random() < 0.7,  # noqa: PLR2004
+        "tie_word_embeddings": rng.random() < 0.7,
         "resid_pdrop": dropout,
         "embd_pdrop": dropout,
         "attn_pdrop": dropout,
@@ -137,7 +137,7 @@ def _zero(rng: random.Random, case: Case) -> dict[str, Any]:
     # DeepSpeed's default is 1 GB of bucket, beside which a small model would not be seen.
     zero: dict[str, Any] = {"reduce_bucket_size": size(0.01, 1.5)}
     if case.backend != "zero3":
-        return zero | {"overlap_comm": rng.random() < 0.3}  # noqa: PLR2004
+        return zero | {"overlap_comm": rng.random() < 0.3}
     return zero | {
         "stage3_param_persistence_threshold": rng.choice([0, 1000, 100_000]),
         "stage3_max_live_parameters": rng.choice([size(0.1, 1), 1_000_000_000]),

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 CASES = 32
+OLDER = 10
+"""Cases of FSDP1, whose tensors are real, so that its models are small."""
 PROCESSES = 2
 GIB = 2**30
 _OPTIMIZERS = {"adamw": "adamw", "fused": "adamw_fused", "loop": "adamw_loop"}
@@ -41,28 +44,42 @@ def measure() -> Iterator[results.Row]:
 def measured(seed: int) -> Iterator[results.Row]:
     """Draw, measure, predict, and show every case."""
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
-    cases = [draw(rng) for _ in range(CASES)]
+    print(f"==> plan_fsdp: seed {seed}")
+    newer = [draw(rng) for _ in range(CASES)]
+    yield from _compared(newer, "FSDP2", "FSDPMemTracker", seed, bars=(0.5, 3))
+    older = [_small(draw(rng), rng) for _ in range(OLDER)]
+    yield from _compared(older, "FSDP1", "tensors counted", seed, bars=(2, 5))
+
+
+def _compared(
+    cases: Sequence[footprint.Case], name: str, source: str, seed: int, *, bars: tuple[float, float]
+) -> Iterator[results.Row]:
+    """Median and largest error of the cases of one backend."""
     begin = time.monotonic()
     found = _together(cases)
-    print(f"==> plan_fsdp: seed {seed}, {CASES} cases, {time.monotonic() - begin:.0f} s")
-    errors = []
+    print(f"==> {name}: {len(cases)} cases, {time.monotonic() - begin:.0f} s")
+    sizes = []
     for case, parts in zip(cases, found, strict=True):
         moment = predicted(case)
-        errors.append(moment.total / parts["total"] - 1)
-        print(_line(case, parts["total"], moment, errors[-1]))
-    sizes = [abs(error) * 100 for error in errors]
-    detail = f"{CASES} configurations, FSDPMemTracker, seed {seed}"
-    name = "planned peak, closed form, FSDP2:"
-    middle = statistics.median(sizes)
-    yield results.Row(name=f"{name} median error", value=middle, unit="%", limit=0.5, detail=detail)
-    yield results.Row(
-        name=f"{name} largest error", value=max(sizes), unit="%", limit=3, detail=detail
-    )
+        error = 100 * (moment.total / parts["total"] - 1)
+        sizes.append(abs(error))
+        print(_line(case, parts["total"], moment, error))
+    detail = f"{len(cases)} configurations, {source}, seed {seed}"
+    for what, value, bar in zip(
+        ("median", "largest"), (statistics.median(sizes), max(sizes)), bars, strict=True
+    ):
+        yield results.Row(
+            name=f"planned peak, closed form, {name}: {what} error",
+            value=value,
+            unit="%",
+            limit=bar,
+            detail=detail,
+        )
 
 
 def draw(rng: random.Random) -> footprint.Case:
     """One training setup; sizes are free, since no memory is behind fake tensors."""
-    family = rng.choice(["llama", "llama", "gpt2", "gpt2", "mistral", "qwen2", "qwen3"])
+    family = rng.choice(["gpt2"] * 4 + ["llama", "mistral", "qwen2", "qwen3"])
     return footprint.Case(
         config=_gpt2(rng) if family == "gpt2" else _llama(rng, family),
         backend="fsdp2",
@@ -75,6 +92,17 @@ def draw(rng: random.Random) -> footprint.Case:
         optimizer=rng.choice(["adamw", "adamw", "fused"]),
         attention=rng.choice(["sdpa", "sdpa", "sdpa", "eager"]),
     )
+
+
+def _small(case: footprint.Case, rng: random.Random) -> footprint.Case:
+    """The same under FSDP1, no larger than this machine likes real tensors to be."""
+    limits = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8_000, "n_embd": 192}
+    config = {key: min(value, limits.get(key, value)) for key, value in case.config.items()}
+    if "head_dim" in config:
+        config |= {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    else:
+        config |= {"n_head": config["n_embd"] // 32}
+    return replace(case, config=config, backend="fsdp1", seq_len=rng.choice([32, 64, 128]))
 
 
 def _llama(rng: random.Random, family: str) -> dict[str, Any]:
@@ -168,7 +196,7 @@ def _line(case: footprint.Case, total: int, moment: memory.Moment, error: float)
     return (
         f"{config['model_type']:8} L{layers} h{hidden:<5} V{config['vocab_size']:<7} "
         f"N{case.world_size:<3} {case.batch_size}x{case.seq_len:<5} "
-        f"{' '.join(filter(None, flags)):32} {total / GIB:8.4f} GiB {error * 100:+7.3f} % "
+        f"{' '.join(filter(None, flags)):32} {total / GIB:8.4f} GiB {error:+7.3f} % "
         f"{moment.name}"
     )
 

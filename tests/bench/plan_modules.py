@@ -32,7 +32,8 @@ class PlainCnn(nn.Module):
         )
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> ImageClassifierOutput:
-        logits = self.classifier(self.features(pixel_values))
+        # DeepSpeed leaves inputs as they are.
+        logits = self.classifier(self.features(pixel_values.to(self.features[0].weight.dtype)))
         loss = nn.functional.cross_entropy(logits.float(), labels)
         return ImageClassifierOutput(loss=loss, logits=logits)
 

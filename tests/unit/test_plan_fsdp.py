@@ -75,7 +75,6 @@ def test_recomputation_lowers_the_peak_of_many_layers(backend: str, precision: s
         deep, batch_size=8, backend=backend, precision=precision, activation_checkpointing=True
     )
     assert again.total < kept.total / 2
-    assert kept.name == "backward of block 23"
 
 
 @pytest.mark.parametrize(("backend", "element"), [("fsdp2", 4), ("fsdp1", 2)])

@@ -1,0 +1,150 @@
+"""Traces of real modules: what the tracer sees is what a real step holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from nbdist.errors import PlanError
+from nbdist.plan import traced
+from nbdist.plan.spec import Workload, params, steps
+from nbdist.trace import groups as module_groups
+from nbdist.trace import module as modules
+from nbdist.trace.footprint import Footprint
+
+
+class Net(nn.Module):
+    """Twelve equal blocks, large enough to be units, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(7))
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    """A norm and two linear layers around an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def silent(_: str) -> None:
+    """Say nothing."""
+
+
+def really_held(module: nn.Module, x: torch.Tensor) -> int:
+    """Peak bytes of a real forward and backward."""
+    footprint = Footprint()
+    footprint.know("parameters", [*module.parameters(), x])
+    with footprint:
+        module(x).mean().backward()
+    return footprint.peak
+
+
+def predicted(model: traced.Traced, batch_size: int) -> int:
+    """Peak bytes of the same, by the trace."""
+    run = model.micro_batch(Workload(batch_size=batch_size, compute="full", kind="cpu"))
+    made = [0] * len(model.groups)
+    total = 0
+    for step in steps(model, run):
+        if step.phase != "backward":
+            total = max(total, step.activations + step.inside)
+            continue
+        own = model.groups[step.group]
+        later = sum(g.count * g.trainable for g in model.groups[step.group + 1 :])
+        made[step.group] = later + (own.count - 1 - step.index) * own.trainable + step.grads
+        held = step.activations + step.inside + step.outputs
+        total = max(total, held + 4 * made[step.group])
+    return total + 4 * params(model)
+
+
+@pytest.mark.parametrize("batch_size", [3, 24])
+def test_a_trace_holds_what_a_real_step_holds(batch_size: int) -> None:
+    module = Net()
+    model = traced.of_module(
+        module,
+        batch_size=3,
+        seq_len=None,
+        inputs=torch.zeros(3, 128),
+        progress=silent,
+        kinds=["cpu"],
+    )
+    got = really_held(module, torch.zeros(batch_size, 128))
+    assert predicted(model, batch_size) == pytest.approx(got, rel=0.002)
+
+
+def test_tracing_leaves_the_module_and_its_random_state_alone() -> None:
+    module = Net()
+    before = {name: one.data_ptr() for name, one in module.named_parameters()}
+    loader = iter(torch.utils.data.DataLoader([torch.zeros(128)] * 8, batch_size=2, shuffle=True))
+    state = torch.random.get_rng_state()
+    modules.of_module(module, batch_size=2, batches=loader, kinds=["cpu"])
+    assert {name: one.data_ptr() for name, one in module.named_parameters()} == before
+    assert len(module.blocks) == 7
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert len(list(loader)) == 4
+
+
+def test_a_known_transformers_model_has_its_closed_form() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=99,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    asked = {"batch_size": 1, "seq_len": 16, "progress": silent}
+    assert traced.of_module(model, **asked).depth == "closed form"
+    for parameter in model.model.layers[0].parameters():
+        parameter.requires_grad_(requires_grad=False)
+    half_frozen = traced.of_module(model, kinds=["cpu"], **asked)
+    assert half_frozen.depth == "traced"
+    assert sum(g.count * g.frozen for g in half_frozen.groups) > 0
+
+
+class ByValue(nn.Linear):
+    """A module whose shapes depend on values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y[y > 0]
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "said"),
+    [
+        (ByValue(4, 4), torch.zeros(2, 4), "depend on the values"),
+        (nn.Linear(4, 4), None, "give example inputs"),
+        (nn.Linear(4, 4), torch.zeros(2, 5), "RuntimeError"),
+        (nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4), "no parameter of this model"),  # noqa: FBT003
+    ],
+)
+def test_what_cannot_be_traced_is_said(module: nn.Module, inputs: object, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        modules.of_module(module, batch_size=2, inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [
+        ("BBBBBBBB", [0, 1, 1, 1, 1, 1, 1, 7]),
+        ("ABBBBB", [0, 1, 2, 2, 2, 5]),
+        ("AB", [0, 1]),
+        ("ABABABABABAB", [0, 1, 2, 3, 2, 3, 2, 3, 2, 3, 10, 11]),
+    ],
+)
+def test_which_blocks_stand_for_the_others(kinds: str, kept: list[int]) -> None:
+    assert module_groups.kept(list(kinds)) == kept

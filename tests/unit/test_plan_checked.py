@@ -1,0 +1,116 @@
+"""Predicted beside measured: the arithmetic and the words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nbdist.plan import checked, closed
+from nbdist.plan.checked import REST, Line, Measured
+from nbdist.strategies import Hardware, Options
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+FOUND = Measured(
+    kind="cpu",
+    step=3,
+    batch_size=2,
+    seq_len=32,
+    accumulate=1,
+    optimizer={"class": "AdamW", "fused": None, "foreach": None},
+    parts={"parameters": 400, "gradients": 100, "gathered": 30, "other": 470},
+    allocated_bytes=1000,
+    rss_bytes=5000,
+)
+ON_GPU = replace(
+    FOUND, kind="cuda", reserved_bytes=1200, device_bytes=2000, device_name="no such GPU"
+)
+
+
+def options(**given: object) -> Options:
+    return Options.of(given).checked(Hardware(kind="cpu", world_size=2))
+
+
+def test_figures_of_a_rank_survive_the_wire_and_ignore_what_is_new() -> None:
+    assert Measured.from_json(
+        {"kind": "cpu", "step": 3, "batch_size": 1, "seq_len": 8, "accumulate": 1}
+        | {"optimizer": {}, "of a later version": 1}
+    ) == Measured(kind="cpu", step=3, batch_size=1, seq_len=8, accumulate=1, optimizer={})
+
+
+def test_what_is_not_told_apart_is_one_part() -> None:
+    parts = FOUND.told_apart()
+    assert parts[REST] == 500
+    assert sum(parts.values()) == FOUND.allocated_bytes
+
+
+def test_a_gpu_tells_only_what_rests_between_steps() -> None:
+    assert ON_GPU.told_apart() == {
+        "parameters": 400,
+        "master": 0,
+        "optimizer": 0,
+        "buffers": 0,
+        REST: 600,
+    }
+
+
+def test_compiled_cpu_ranks_know_no_peak() -> None:
+    assert replace(FOUND, allocated_bytes=None).told_apart() == {}
+
+
+def test_the_fullest_rank_is_compared() -> None:
+    fuller = replace(FOUND, allocated_bytes=2000)
+    check = checked.check(closed.from_config(CONFIG), options(), {0: FOUND, 1: fuller})
+    assert check.rank == 1
+    assert check.allocated.measured == 2000
+    assert "rank 1, the fullest, in step 3" in str(check)
+
+
+def test_parts_of_the_prediction_sum_up_to_it() -> None:
+    check = checked.check(closed.from_config(CONFIG), options(backend="zero2"), {0: FOUND})
+    assert sum(line.predicted or 0 for line in check.lines) == check.allocated.predicted
+
+
+def test_cpu_ranks_hold_what_is_offloaded_themselves() -> None:
+    spec = closed.from_config(CONFIG)
+    here = checked.predicted(spec, options(backend="zero2", offload="cpu"), 2, FOUND)
+    there = checked.predicted(spec, options(backend="zero2", offload="cpu"), 2, ON_GPU)
+    assert here.total > there.total
+    assert not here.host
+
+
+def test_accumulation_is_the_measured_one() -> None:
+    setup = checked.setup_of(options(), 2, replace(FOUND, accumulate=4))
+    assert setup.options.accumulate == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (Line("x", 110, 100), 0.1),
+        (Line("x", 90, 100), -0.1),
+        (Line("x", None, 100), None),
+        (Line("x", 100, None), None),
+        (Line("x", 100, 0), None),
+    ],
+)
+def test_error_is_relative_to_what_was_measured(line: Line, error: float | None) -> None:
+    assert line.error == (error if error is None else pytest.approx(error))
+
+
+def test_the_device_is_compared_on_a_gpu_and_resident_memory_only_told() -> None:
+    spec = closed.from_config(CONFIG)
+    on_gpu = checked.check(spec, options(), {0: ON_GPU})
+    assert on_gpu.device.part == "the device"
+    assert on_gpu.device.measured == 2000
+    assert on_gpu.device.predicted is not None
+    on_cpu = checked.check(spec, options(), {0: FOUND})
+    assert (on_cpu.device.predicted, on_cpu.device.measured) == (None, 5000)
+    assert "resident memory" in on_cpu._repr_html_()

@@ -1,0 +1,396 @@
+"""DDP's and DeepSpeed's training step: bytes per parameter, measured peaks, what moves where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist.errors import PlanError
+from nbdist.plan import closed, gathering, layout, memory, optimizers
+from nbdist.plan.spec import Group, MicroBatch, Pass, Workload
+from nbdist.strategies import Hardware, Options
+
+if TYPE_CHECKING:
+    from nbdist.plan.memory import Moment, Setup
+    from nbdist.plan.spec import ModelSpec
+
+PSI = 1_000_000
+MIB = 2**20
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 3000,
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model whose activations weigh nothing: 1000 parameters of 1000 elements."""
+
+    groups: tuple[Group, ...] = (
+        Group(
+            name="block",
+            role="block",
+            count=10,
+            trainable=PSI // 10,
+            largest=1000,
+            tensors=((10, 1000),) * 100,
+        ),
+    )
+    name: str = "weights"
+    depth: str = "closed form"
+    tied: bool = False
+    element: int = 4
+
+    def micro_batch(self, _: Workload) -> MicroBatch:
+        """Nothing at all."""
+        nothing = Pass(saved=0, forward=0, backward=())
+        return MicroBatch(passes=(nothing,) * len(self.groups), loss=0, outputs=0)
+
+
+def setup_of(
+    backend: str,
+    *,
+    optimizer: str = "adamw",
+    world_size: int = 4,
+    zero: dict[str, Any] | None = None,
+    **options: Any,
+) -> Setup:
+    """A setup; ZeRO's bucket is of one element unless `zero` says otherwise."""
+    precision = options.pop("precision", "bf16")
+    config = {"zero_optimization": {"reduce_bucket_size": 1} | (zero or {})}
+    chosen = Options(
+        backend=backend,
+        precision=precision,
+        deepspeed_config=config if backend.startswith("zero") else None,
+        **options,
+    ).checked(Hardware(kind="cpu", bf16=True, world_size=world_size))
+    return memory.Setup(
+        options=chosen,
+        world_size=world_size,
+        optimizer=optimizers.lookup(optimizer),
+        kind="cpu",
+    )
+
+
+def moments(setup: Setup, model: ModelSpec | None = None) -> dict[str, Moment]:
+    """The fullest moment of each name."""
+    fullest: dict[str, Moment] = {}
+    for moment in memory.moments(model or Weights(), Workload(), setup):
+        if moment.name not in fullest or moment.total > fullest[moment.name].total:
+            fullest[moment.name] = moment
+    return fullest
+
+
+def step_bytes(setup: Setup) -> float:
+    """Bytes per parameter in the optimizer's step."""
+    return moments(setup)["optimizer step"].total / PSI
+
+
+@pytest.mark.parametrize(
+    ("backend", "optimizer", "expected"),
+    [
+        ("ddp", "adamw", 24),
+        ("ddp", "adamw_fused", 20),
+        ("ddp", "sgd", 12),
+        ("ddp", "adamw_8bit", 12 + 2.03125),
+        ("zero1", "adamw", 2 + 20 / 4),
+        ("zero2", "adamw", 2 + 20 / 4),
+        ("zero2", "adamw_fused", 2 + 16 / 4),
+        ("zero2", "adamw_loop", 2 + 24 / 4),
+        ("zero3", "adamw", 24 / 4),
+        ("zero3", "adamw_loop", 28 / 4),
+        ("zero3", "adafactor", (16 + 8) / 4),
+    ],
+)
+def test_bytes_per_parameter_in_the_step(backend: str, optimizer: str, expected: float) -> None:
+    assert step_bytes(setup_of(backend, optimizer=optimizer)) == pytest.approx(expected, abs=0.005)
+
+
+def test_a_loop_needs_two_temporaries_of_the_largest_tensor_only() -> None:
+    loop, fused = (
+        step_bytes(setup_of("ddp", optimizer=f"adamw_{how}")) for how in ("loop", "fused")
+    )
+    assert loop - fused == pytest.approx(2 * 4 * 1000 / PSI)
+
+
+def test_before_the_step_zero_casts_its_gradients() -> None:
+    # 2 of the parameters; 12 of the state; 2 reduced, 2 flat and 4 in fp32, over 4 ranks.
+    assert moments(setup_of("zero2"))["gradients to fp32"].total / PSI == pytest.approx(2 + 20 / 4)
+
+
+def test_zero1_holds_all_gradients_when_it_begins_to_reduce() -> None:
+    fullest = moments(setup_of("zero1"))["gradient reduction"]
+    # 2 + 12/4, all gradients, and the partition of the rank that comes first.
+    assert fullest.total / PSI == pytest.approx(2 + 3 + 2 + 2 / 4, abs=0.01)
+
+
+def test_zero2_never_holds_them_all() -> None:
+    fullest = moments(setup_of("zero2"))["gradient reduction"]
+    assert fullest.total / PSI == pytest.approx(2 + 3 + 2 / 4, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("backend", "more"), [("ddp", 4), ("zero1", 2), ("zero2", 2 / 4), ("zero3", 0)]
+)
+def test_accumulation_keeps_gradients_during_the_forward(backend: str, more: float) -> None:
+    once, again = (moments(setup_of(backend, accumulate=count)) for count in (1, 4))
+    name = "forward of block 0"
+    assert (again[name].total - once[name].total) / PSI == pytest.approx(more, abs=0.01)
+
+
+def test_the_default_bucket_is_a_gigabyte() -> None:
+    small, default = (
+        moments(setup_of("zero2", zero={"reduce_bucket_size": size}))["gradient reduction"]
+        for size in (1, 500_000_000)
+    )
+    assert default.parts["buffers"] - small.parts["buffers"] == 2 * 499_999_999
+
+
+@pytest.mark.parametrize(("backend", "buckets"), [("zero1", 2), ("zero2", 2), ("zero3", 1)])
+def test_overlapped_communication_needs_a_second_bucket_below_stage_3(
+    backend: str, buckets: int
+) -> None:
+    setup = setup_of(backend, zero={"overlap_comm": True, "reduce_bucket_size": 5000})
+    assert moments(setup)["gradient reduction"].parts["buffers"] == buckets * 2 * 5000
+
+
+@pytest.mark.parametrize("backend", ["zero1", "zero2", "zero3"])
+def test_an_offload_moves_state_to_the_host(backend: str) -> None:
+    here = moments(setup_of(backend))["optimizer step"]
+    away = moments(setup_of(backend, offload="cpu"))["optimizer step"]
+    assert not here.host
+    assert "optimizer" not in away.parts
+    assert away.host["optimizer"] == here.parts["optimizer"] == 8 * PSI // 4
+    assert away.host["master"] == here.parts["master"]
+    # fp32 gradients as well, and one copy in 16 bits: 18 bytes over 4 ranks.
+    assert sum(away.host.values()) / PSI == pytest.approx(18 / 4, abs=0.01)
+
+
+@pytest.mark.parametrize(("backend", "kept"), [("zero1", 0), ("zero2", 2 * PSI // 4)])
+def test_stage_2_accumulates_offloaded_gradients_in_the_host(backend: str, kept: int) -> None:
+    once, again = (
+        moments(setup_of(backend, offload="cpu", accumulate=count))["optimizer step"].host
+        for count in (1, 4)
+    )
+    assert again["gradients"] - once["gradients"] == pytest.approx(kept, abs=2000)
+
+
+def test_autocast_keeps_cast_weights_until_a_checkpointed_forward_ends() -> None:
+    setup = setup_of("ddp", activation_checkpointing=True)
+    workload = Workload(compute="autocast", activation_checkpointing=True)
+    named = {moment.name: moment for moment in memory.moments(Weights(), workload, setup)}
+    assert named["forward of block 9"].parts["activations"] == 2 * 9 * PSI // 10
+    assert named["loss"].parts["activations"] == 0
+
+
+def test_zero3_offloads_parameters_too() -> None:
+    away = moments(setup_of("zero3", offload="cpu", offload_params=True))["optimizer step"]
+    assert away.total == away.parts["buffers"]
+    assert away.host["parameters"] == 2 * PSI // 4
+
+
+def test_nvme_holds_state_and_the_host_its_buffers() -> None:
+    setup = setup_of("zero3", offload="nvme:/fast", offload_params=True)
+    moment = memory.peak(Weights(), Workload(), setup)
+    assert moment.nvme == (12 + 2) * PSI // 4
+    # Four swap buffers of fp32, five of the largest parameter.
+    assert moment.host["buffers"] == 4 * 4 * PSI // 4 + 5 * 2 * 1000
+
+
+def test_an_optimizer_without_a_cpu_version_needs_temporaries_in_the_host() -> None:
+    own, other = (
+        moments(setup_of("zero2", offload="cpu", optimizer=name))["optimizer step"].host
+        for name in ("adamw", "lion")
+    )
+    assert own["temporaries"] == 0
+    assert other["temporaries"] == 4 * PSI // 4
+
+
+def test_frozen_parameters_weigh_two_bytes_and_nothing_else() -> None:
+    frozen = Group(name="base", role="block", count=1, frozen=PSI, largest=1000)
+    model = Weights(groups=(frozen, *Weights().groups))
+    for backend, each in (("ddp", 4), ("zero2", 2), ("zero3", 2 / 4)):
+        setup = setup_of(backend)
+        more = (
+            moments(setup, model)["optimizer step"].total - moments(setup)["optimizer step"].total
+        )
+        assert more / PSI == pytest.approx(each), backend
+
+
+def test_state_of_a_model_loaded_in_16_bits_is_in_16_bits_under_ddp() -> None:
+    setup = setup_of("ddp", precision="no")
+    assert moments(setup, Weights(element=2))["optimizer step"].total / PSI == 12
+
+
+def test_fp32_without_mixed_precision_has_a_master_copy_too() -> None:
+    setup = setup_of("zero2", precision="no", optimizer="adamw_fused")
+    assert step_bytes(setup) == pytest.approx(4 + (4 + 8 + 4) / 4)
+
+
+MEASURED = [
+    # backend, options, batch, seq_len, MiB of the fullest rank of 4, fake group, torch 2.13,
+    # deepspeed 0.19.8, buckets of 300000 elements
+    ("ddp", {}, 1, 16, 134.98),
+    ("ddp", {"optimizer": "adamw_loop"}, 1, 16, 118.37),
+    ("ddp", {"activation_checkpointing": True}, 2, 128, 137.73),
+    ("zero1", {}, 1, 16, 42.83),
+    ("zero1", {"precision": "no"}, 2, 128, 81.50),
+    ("zero2", {}, 2, 128, 55.23),
+    ("zero2", {"accumulate": 2, "optimizer": "adamw_loop"}, 1, 16, 45.02),
+    ("zero2", {"offload": "cpu"}, 1, 16, 48.47),
+    ("zero3", {}, 1, 16, 44.43),
+    ("zero3", {"zero": {"stage3_max_live_parameters": 2_000_000}}, 1, 16, 34.36),
+]
+TIGHT = {
+    "stage3_max_reuse_distance": 2_000_000,
+    "stage3_prefetch_bucket_size": 400_000,
+    "stage3_param_persistence_threshold": 1000,
+}
+
+
+@pytest.mark.parametrize(("backend", "options", "batch_size", "seq_len", "mib"), MEASURED)
+def test_measured_peaks(
+    backend: str, options: dict[str, Any], batch_size: int, seq_len: int, mib: float
+) -> None:
+    given = dict(options)
+    zero = {"reduce_bucket_size": 300_000}
+    if "zero" in given:
+        zero |= TIGHT | given.pop("zero")
+    setup = setup_of(backend, zero=zero, **given)
+    workload = Workload(
+        batch_size=batch_size,
+        seq_len=seq_len,
+        compute=memory.compute_of(setup),
+        activation_checkpointing=given.get("activation_checkpointing", False),
+        kind="cpu",
+    )
+    model = closed.from_config(LLAMA)
+    planned = max(
+        moment.total + sum(moment.host.values())
+        for moment in memory.moments(model, workload, setup)
+    )
+    assert planned / MIB == pytest.approx(mib, rel=0.02)
+
+
+def test_every_element_is_in_a_partition() -> None:
+    groups = closed.from_config(LLAMA).groups
+    total = sum(group.count * group.trainable for group in groups)
+    for world_size in (1, 2, 7, 64):
+        shares = layout.shares(groups, tied=False, world_size=world_size)
+        each = layout.partition(total, world_size)
+        assert len(shares) == world_size
+        assert all(share.piece <= each for share in shares)
+        assert sum(share.touched for share in shares) >= total
+    assert layout.shares(groups, tied=False, world_size=1)[0].touched == total
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("bucket", [1, 300_000, 10**9])
+def test_every_gradient_is_reduced_once(bucket: int, *, backward: bool) -> None:
+    groups = closed.from_config(LLAMA).groups
+    total = sum(group.count * group.trainable for group in groups)
+    made = layout.reductions(groups, tied=False, world_size=4, bucket=bucket, backward=backward)
+    assert sum(one.filled for one in made) == total == made[-1].moved
+    assert [one.at is None for one in made] == [False] * (len(made) - 1) + [True]
+
+
+def test_a_tied_head_stands_first() -> None:
+    groups = closed.from_config(LLAMA | {"tie_word_embeddings": True}).groups
+    first = layout.places(groups, tied=True)[0]
+    assert (first.size, first.group) == (3000 * 256, 0)
+
+
+def gathered(**rules: int) -> gathering.Gathered:
+    """What ZeRO-3 gathers of the small Llama."""
+    return gathering.gathered(
+        closed.from_config(LLAMA).groups,
+        tied=False,
+        recompute=False,
+        rules=gathering.Rules(persist=1000, **rules),
+    )
+
+
+def test_by_default_a_small_model_is_gathered_as_a_whole() -> None:
+    groups = closed.from_config(LLAMA).groups
+    whole = gathered()
+    total = sum(group.count * group.trainable for group in groups)
+    assert whole.loss + whole.persistent == total
+
+
+def test_fewer_live_parameters_gather_less() -> None:
+    few = gathered(max_live=1_000_000, reuse=1_000_000, prefetch=200_000)
+    assert few.loss < gathered().loss / 3
+    assert max(few.most.values()) < max(gathered().most.values()) / 2
+
+
+def test_persistent_parameters_are_never_cut() -> None:
+    groups = closed.from_config(LLAMA).groups
+    rules = gathering.Rules(persist=100_000)
+    kept = gathering.gathered(groups, tied=False, recompute=False, rules=rules)
+    # q and o, k and v, two norms in 6 blocks, and the last norm.
+    assert kept.persistent == 6 * (2 * 65536 + 2 * 32768 + 2 * 256) + 256
+
+
+def test_more_ranks_never_need_more() -> None:
+    model = closed.from_config(LLAMA)
+    workload = Workload(seq_len=32)
+    for backend in ("zero1", "zero2", "zero3"):
+        peaks = [
+            memory.peak(model, workload, setup_of(backend, world_size=world_size)).total
+            for world_size in (1, 2, 4, 8)
+        ]
+        assert peaks == sorted(peaks, reverse=True), backend
+
+
+def test_unknown_optimizers_are_refused() -> None:
+    with pytest.raises(PlanError, match="adamw_fused"):
+        optimizers.lookup("adamww")
+    with pytest.raises(PlanError, match="Shampoo"):
+        optimizers.of_torch("Shampoo", {})
+
+
+@pytest.mark.parametrize(
+    ("class_name", "defaults", "kind", "state", "how"),
+    [
+        ("AdamW", {"foreach": None, "fused": None}, "cuda", 8, "foreach"),
+        ("AdamW", {"foreach": None, "fused": None}, "cpu", 8, "loop"),
+        ("AdamW", {"foreach": True}, "cpu", 8, "foreach"),
+        ("Adam", {"fused": True}, "cuda", 8, "fused"),
+        ("Adam", {"amsgrad": True}, "cuda", 12, "foreach"),
+        ("SGD", {"momentum": 0}, "cuda", 0, "foreach"),
+        ("SGD", {"momentum": 0.9}, "cuda", 4, "foreach"),
+        ("PagedAdamW8bit", {}, "cuda", 2.03125, "fused"),
+        ("Adafactor", {"beta1": None}, "cuda", 0.004, "loop"),
+    ],
+)
+def test_a_real_optimizer_finds_its_row(
+    class_name: str, defaults: dict[str, Any], kind: Any, state: float, how: str
+) -> None:
+    found = optimizers.of_torch(class_name, defaults, kind)
+    assert (found.state, found.how) == (state, how)
+
+
+def test_weight_decay_costs_sgd_a_copy_of_its_gradients() -> None:
+    plain = optimizers.of_torch("SGD", {})
+    decays = optimizers.of_torch("SGD", {"weight_decay": 0.1})
+    assert plain.scratch(1000, 100) == 0
+    assert decays.scratch(1000, 100) == 1000
+
+
+def test_flattened_parameters_have_no_rows_for_adafactor() -> None:
+    adafactor = optimizers.lookup("adafactor")
+    assert adafactor.state_bytes(PSI) < 0.01 * adafactor.state_bytes(PSI, flat=True)
+
+
+def test_every_row_says_how_it_works() -> None:
+    for name, row in optimizers.OPTIMIZERS.items():
+        assert row.name == name
+        assert row.scratch(1000, 10) == 0 or row.how != "fused"
+        assert replace(row, how="fused").scratch(1000, 10) == 0

@@ -1,0 +1,208 @@
+"""The spec made of a trace, and the arithmetic that makes its figures; no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+
+from nbdist.errors import PlanError
+from nbdist.plan import spec, traced
+from nbdist.plan.spec import Instant, Workload
+
+MIB = 1 << 20
+
+
+def fields() -> dict[str, Any]:
+    """A model of two blocks and a head, as the child process writes it."""
+    part = {
+        "saved": [100, 10],
+        "gradient": [0, 4],
+        "forward": [[[0, 40], 0], [[200, 5], 0]],
+        "backward": [[[0, 60], 0], [[300, 1], 0], [[10, 20], 7]],
+        "flops": 5.0,
+    }
+    run = {"groups": [part, part], "loss": [[[0, 30], 0]], "outputs": [0, 2]}
+    group = {"count": 2, "trainable": 7, "frozen": 1, "largest": 4, "tensors": [[2, 4], [4, 4]]}
+    return {
+        "depth": "traced",
+        "name": "a net",
+        "tied": False,
+        "element": 4,
+        "batch_size": 2,
+        "seq_len": 16,
+        "groups": [
+            group | {"name": "block", "role": "block"},
+            group | {"name": "tail", "role": "tail", "count": 1},
+        ],
+        "passes": {"cuda half": run, "cuda half checkpointing": run},
+    }
+
+
+def at(batch_size: int, **rest: Any) -> Workload:
+    return Workload(**({"batch_size": batch_size, "seq_len": 16} | rest))
+
+
+def test_bytes_are_lines_in_the_batch_size() -> None:
+    model = traced.from_json(fields())
+    for batch in (1, 3, 50):
+        run = model.micro_batch(at(batch))
+        assert run.passes[0].saved == 100 + 10 * batch
+        assert run.passes[0].forward == max(40 * batch, 200 + 5 * batch)
+        assert (run.loss, run.outputs) == (30 * batch, 2 * batch)
+
+
+def test_instants_that_another_exceeds_are_left_out_at_each_batch_size() -> None:
+    model = traced.from_json(fields())
+    assert model.micro_batch(at(1)).passes[0].backward == (Instant(301, 0), Instant(30, 7))
+    assert model.micro_batch(at(50)).passes[0].backward == (Instant(3000, 0), Instant(1010, 7))
+
+
+def test_a_trace_survives_json() -> None:
+    model = traced.from_json(fields())
+    again = traced.from_json(json.loads(json.dumps(model.to_json())))
+    assert again == model
+    assert again.depth == "traced"
+    assert spec.params(again) == 3 * 8
+
+
+def test_operations_add_up_over_groups_and_samples() -> None:
+    assert traced.from_json(fields()).flops(at(4)) == 4 * 3 * 5.0
+
+
+@pytest.mark.parametrize(
+    ("workload", "said"),
+    [
+        (at(1, seq_len=32), "traced at 16 tokens a sample"),
+        (at(1, kind="cpu"), "'cpu half' was not traced"),
+        (at(1, compute="autocast"), "this trace has cuda half"),
+    ],
+)
+def test_what_was_not_traced_is_said(workload: Workload, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        traced.from_json(fields()).micro_batch(workload)
+
+
+def test_a_model_without_tokens_takes_any_sequence_length() -> None:
+    model = traced.from_json(fields() | {"seq_len": None})
+    assert model.micro_batch(at(1, seq_len=999)).outputs == 2
+
+
+def child(code: str) -> list[str]:
+    """A command that plays the trace's child process."""
+    return [sys.executable, "-c", code]
+
+
+def test_progress_and_answer_of_the_child_arrive() -> None:
+    said: list[str] = []
+    code = (
+        "import json, sys; request = json.load(sys.stdin);"
+        "print('trace: looking', file=sys.stderr); print('noise', file=sys.stderr);"
+        "print(json.dumps({'got': request}))"
+    )
+    assert traced._answer(child(code), {"a": 1}, said.append) == {"got": {"a": 1}}
+    assert said == ["looking"]
+
+
+def test_the_childs_last_line_is_the_reason() -> None:
+    code = "import sys; sys.exit('trace: no such model')"
+    with pytest.raises(PlanError, match=r"could not be traced \(no such model\)"):
+        traced._answer(child(code), {}, lambda _: None)
+
+
+def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "TRACE_TIMEOUT_S", 0.2)
+    with pytest.raises(PlanError, match="could not be traced"):
+        traced._answer(child("import threading; threading.Event().wait()"), {}, lambda _: None)
+
+
+def test_the_spec_needs_no_torch() -> None:
+    code = "import sys, nbdist.plan.traced; print('torch' in sys.modules)"
+    done = subprocess.run(child(code), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# -- figures ---------------------------------------------------------------------------------
+
+from nbdist.trace import figures  # noqa: E402
+
+
+class Mark(NamedTuple):
+    kind: str
+    place: int
+    moment: int
+    flops: float
+
+
+class Recording(NamedTuple):
+    moments: list[tuple[int, int]]
+    marks: list[Mark]
+    saved: dict[int, int]
+    passing: dict[int, int]
+    outputs: int
+
+
+def recording(batch: int, *, extra: int = 0) -> Recording:
+    """Root, one block, a head: with activations of `batch`, and `extra` moments."""
+    moments = [
+        (10, 0),  # root
+        (10 + 5 * batch, 0),  # block
+        (10 + 9 * batch, 0),
+        (10 + 8 * batch, 0),  # its exit: the loss
+        (10 + 20 * batch, 0),  # the model has returned
+        (10 + 12 * batch, 0),  # backward of the block
+        (10 + 15 * batch, 3),
+        *[(10, 3)] * extra,
+    ]
+    kinds = ["forward", "forward", "exit", "returned", "backward", "end"]
+    begins = [0, 1, 3, 4, 5, len(moments)]
+    places = [0, 1, 1, 0, 1, 0]
+    marks = [
+        Mark(*three, 2.0 * batch * n)
+        for n, three in enumerate(zip(kinds, places, begins, strict=True))
+    ]
+    return Recording(moments, marks, {0: 10, 1: 6 * batch}, {0: 0, 1: batch}, 2 * batch)
+
+
+def test_a_recording_is_cut_into_groups_and_loss() -> None:
+    cut = figures.parts(recording(4))
+    root, block = cut.groups
+    assert (root.saved, root.forward, root.backward) == (10, [(10, 0)], [])
+    assert block.forward == [(20, 0), (36, 0)]
+    assert block.backward == [(12 * 4 - 8, 0), (15 * 4 - 8, 3)]
+    assert cut.inside == [(8 * 4 - 6 * 4, 0)]
+    assert cut.loss == [(20 * 4 - 6 * 4 - 8, 0)]
+
+
+def test_two_batch_sizes_give_every_other() -> None:
+    small, large = (figures.parts(recording(batch)) for batch in (2, 4))
+    run = figures.fit(small, 2, large, 4)
+    assert run["groups"][1]["saved"] == (0, 6)
+    assert run["groups"][0]["saved"] == (10, 0)
+    assert run["groups"][1]["backward"] == [((0, 13), 3)]
+    assert run["outputs"] == (0, 2)
+
+
+def test_batches_that_ran_other_operations_are_taken_as_proportional() -> None:
+    run = figures.fit(figures.parts(recording(2)), 2, figures.parts(recording(4, extra=1)), 4)
+    assert run["groups"][1]["backward"] == [((0.0, 26 / 2), 3)]
+
+
+def test_what_stays_until_the_model_returns_adds_up_over_the_depth() -> None:
+    small, large = (figures.parts(recording(batch)) for batch in (2, 4))
+    run = figures.deepened(figures.fit(small, 2, large, 4), times=[1, 11])
+    assert run["groups"][1]["forward"] == [((0, 9 + 10), 0)]
+    assert ((0, 2 + 10), 0) in run["loss"] or ((0, 12), 0) in run["loss"]
+
+
+def test_a_front_keeps_what_is_worst_for_some_batch_size() -> None:
+    constant, steep, small, late = (
+        ((90.0, 1.0), 0),
+        ((0.0, 50.0), 0),
+        ((10.0, 1.0), 0),
+        ((1.0, 1.0), 9),
+    )
+    assert set(figures.pareto([constant, steep, small, late])) == {constant, steep, late}
