@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from nbdist.errors import PlanError
 from nbdist.plan import gathering, layout, memory, spec
 from nbdist.plan.memory import Moment
 from nbdist.strategies import Hardware
@@ -97,6 +98,9 @@ class Story:
         self.unit = 2 if setup.half else 4
         """Bytes of an element of parameters and gradients in use."""
         self.trainable = spec.trainable(model)
+        if not self.trainable:
+            message = "the model has no trainable parameter; DeepSpeed needs one, so unfreeze some."
+            raise PlanError(message)
         self.largest = max(max(layout.sizes(one), default=0) for one in model.groups)
         """Elements of the largest trainable parameter."""
         self.offloaded = setup.options.offload_device != "none"

@@ -112,17 +112,11 @@ def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Mome
 
 def peak(model: ModelSpec, workload: Workload, setup: Setup) -> Moment:
     """The fullest moment; host memory and NVMe are the most of any moment."""
-    best: Moment | None = None
-    host: dict[str, int] = {}
-    nvme = 0
-    for moment in moments(model, workload, setup):
-        if best is None or moment.total > best.total:
-            best = moment
-        if sum(moment.host.values()) > sum(host.values()):
-            host = dict(moment.host)
-        nvme = max(nvme, moment.nvme)
-    assert best is not None  # every story has a moment  # noqa: S101
-    return Moment(name=best.name, parts=best.parts, host=host, nvme=nvme)
+    told = list(moments(model, workload, setup))
+    fullest = max(told, key=lambda moment: moment.total)
+    host = max((moment.host for moment in told), key=lambda parts: sum(parts.values()))
+    nvme = max(moment.nvme for moment in told)
+    return Moment(name=fullest.name, parts=fullest.parts, host=host, nvme=nvme)
 
 
 def named(model: ModelSpec, step: spec.Step) -> str:

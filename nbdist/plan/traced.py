@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from nbdist.plan.spec import ModelSpec, Workload
 
-TRACE_TIMEOUT_S = 180.0
+TRACE_TIMEOUT_S = 300.0
 """A trace takes about 10 s; a model without repeated blocks may take longer."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}

@@ -122,7 +122,7 @@ def _plan(watch: Watch) -> Plan:
         watch.twin,
         batch_size=samples,
         seq_len=tokens,
-        inputs=watch.inputs,
+        call=watch.call,
         progress=log.info,
         kinds=(hardware.kind,),
     )

@@ -12,7 +12,7 @@ import itertools
 import json
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -31,7 +31,7 @@ from nbdist.strategies import Hardware, Options
 if TYPE_CHECKING:
     from nbdist.plan.devices import Cluster
     from nbdist.plan.result import Plan
-    from nbdist.rank.describe import Inputs
+    from nbdist.rank.measure import Call
 
 Show = Callable[[str, str], object]
 """Displays text and HTML below the cell."""
@@ -49,8 +49,8 @@ class Batch:
     batch_size: int
     seq_len: int | None
     """Tokens of a sample; None: what the model takes."""
-    inputs: Inputs | None = None
-    """Arguments of a forward, as far as a look at the loader told."""
+    call: Call = field(default_factory=dict)
+    """Tensors of a forward, as far as a look at the loader told."""
     guess: str = ""
     """What was assumed because no loader said it; a sentence for the reader."""
 
@@ -158,7 +158,7 @@ class Chooser:
             measure.twin_of(model) or model,
             batch_size=batch.batch_size,
             seq_len=length,
-            inputs=batch.inputs,
+            call=batch.call,
             progress=lambda text: print(f"auto: {text}"),  # noqa: T201 - for the one who waits
             kinds=(self._hardware.kind,),
         )
@@ -208,8 +208,11 @@ def looked_at(loader: DataLoader[Any] | None, model: nn.Module) -> Batch:
             seq_len=None,
             guess="the loader's first batch could not be looked at: its length was assumed",
         )
-    samples, tokens, inputs = found
-    return Batch(batch_size=size or samples, seq_len=tokens, inputs=inputs)
+    samples, tokens, call = found
+    named = {
+        name: (torch.Size(shape), getattr(torch, dtype)) for name, (shape, dtype) in call.items()
+    }
+    return Batch(batch_size=size or samples, seq_len=tokens, call=named)
 
 
 def _first(loader: DataLoader[Any]) -> Any:
@@ -221,14 +224,19 @@ def _first(loader: DataLoader[Any]) -> Any:
     return loader.collate_fn([loader.dataset[index] for index in indices])
 
 
-def _described(batch: Any, model: nn.Module) -> tuple[int, int, Inputs | None]:
-    """Samples, tokens of each, and the arguments that a forward will get of a batch."""
-    named = dict(batch) if isinstance(batch, Mapping) else {}
-    samples, tokens = measure.shape_of([] if named else [batch], named)
+def _described(batch: Any, model: nn.Module) -> tuple[int, int, dict[str, Any]]:
+    """Samples, tokens of each, and the arguments that a forward will get, as JSON has them."""
     tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
-    if not named and tensors and not hasattr(model, "main_input_name"):
-        named = {"0": tensors[0]}  # (inputs, labels), as torch's own examples have it
-    return samples, tokens, measure.inputs_of((), named) or None
+    samples, tokens = measure.shape_of(measure.call_of(tensors, {}))
+    call: Call = {}
+    if isinstance(batch, Mapping):
+        call = measure.call_of((), batch)
+    elif not hasattr(model, "main_input_name"):
+        call = measure.call_of(tensors[:1], {})  # (inputs, labels), as torch's own examples have it
+    plain = {
+        name: (list(one), str(dtype).removeprefix("torch.")) for name, (one, dtype) in call.items()
+    }
+    return samples, tokens, plain
 
 
 def cluster(free: Sequence[int], hardware: Hardware) -> Cluster:

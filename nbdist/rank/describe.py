@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
     from nbdist import wire
     from nbdist.plan.spec import ModelSpec
-    from nbdist.rank.measure import Watch
-
-Inputs = dict[str, list[Any]]
-"""Argument of a forward, or its place -> shape and name of its dtype."""
+    from nbdist.rank.measure import Call, Watch
 
 
 def reply(asked: wire.ModelRequest, names: Mapping[str, Any]) -> wire.ModelReply:
@@ -44,7 +41,7 @@ def reply(asked: wire.ModelRequest, names: Mapping[str, Any]) -> wire.ModelReply
             model,
             batch_size=samples,
             seq_len=tokens,
-            inputs=watch.inputs if watch else None,
+            call=watch.call if watch else {},
             progress=_silent,
         )
     except PlanError as error:
@@ -63,7 +60,7 @@ def spec_of(
     *,
     batch_size: int,
     seq_len: int,
-    inputs: Inputs | None,
+    call: Call,
     progress: Callable[[str], None],
     kinds: Sequence[Literal["cuda", "cpu"]] = ("cuda", "cpu"),
 ) -> ModelSpec:
@@ -73,7 +70,7 @@ def spec_of(
         model: bare, on any device, meta included.
         batch_size: samples of the micro-batch.
         seq_len: tokens of each.
-        inputs: arguments of a real forward, where one was seen.
+        call: tensors of a real forward, where one was seen.
         progress: told what a trace is doing.
         kinds: of devices that it is planned for; each takes time.
 
@@ -82,7 +79,7 @@ def spec_of(
     """
     return traced.of_module(
         model,
-        inputs=like(inputs, model) if inputs else None,
+        inputs=like(call, model) if call else None,
         batch_size=batch_size,
         seq_len=seq_len,
         progress=progress,
@@ -90,11 +87,11 @@ def spec_of(
     )
 
 
-def like(inputs: Inputs, model: nn.Module) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
+def like(call: Call, model: nn.Module) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
     """Return arguments without data for a forward: by name, or by place where there is none."""
     made = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        for name, (shape, dtype) in inputs.items()
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (shape, dtype) in call.items()
     }
     if all(name.isdigit() for name in made):
         return tuple(made.values())

@@ -17,6 +17,7 @@ import functools
 import logging
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_leaves
 
 from nbdist.plan.calibration import Learned
 from nbdist.rank import holdings, zero
@@ -51,6 +51,10 @@ _DEFAULTS = ("fused", "foreach", "momentum", "amsgrad")
 """What of an optimizer's defaults changes its memory."""
 
 
+Call = dict[str, tuple[torch.Size, torch.dtype]]
+"""Tensors of a forward: name, or place, of the argument -> shape and dtype."""
+
+
 @dataclass
 class Watch:
     """One prepared model, followed until it is measured."""
@@ -65,10 +69,8 @@ class Watch:
     accumulate: int = 1
     compiled: bool = False
     steps: int = 0
-    shape: tuple[int, int] | None = None
-    """Micro-batch of the last training forward: samples, tokens of each."""
-    inputs: dict[str, list[Any]] | None = None
-    """Its arguments: name -> shape and dtype."""
+    call: Call = field(default_factory=dict)
+    """Tensors of the last training forward."""
     counting: Footprint | None = None
     begun: bool = False
     figures: dict[str, Any] | None = None
@@ -80,6 +82,11 @@ class Watch:
             return False
         complete = bool(optimizer.gradient_state.sync_gradients)
         return complete and self.optimizer() is optimizer
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """Micro-batch of the last training forward: samples, tokens of each."""
+        return shape_of(self.call) if self.call else None
 
     @property
     def prepared(self) -> nn.Module | None:
@@ -189,8 +196,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return
     if following.prepared is not model:
         return
-    following.shape = shape_of(args, kwargs)
-    following.inputs = inputs_of(args, kwargs)
+    following.call = call_of(args, kwargs)
     if following.counting is not None:  # a further micro-batch of the measured step
         with _logged():
             following.counting.know("gradients", holdings.gradients(model))
@@ -330,28 +336,38 @@ def _parts(counted: dict[str, int], buckets: int) -> dict[str, int]:
 # ---------------------------------------------------------------------------- small things
 
 
-def shape_of(args: Sequence[object], kwargs: dict[str, Any]) -> tuple[int, int]:
+def call_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
+    """Shapes and types of the tensors in a call; a mapping among them is looked into.
+
+    Runs in every forward, so it only takes down what is there.
+    """
+    call: Call = {}
+    for place, one in enumerate(args):
+        if isinstance(one, torch.Tensor):
+            call[str(place)] = one.shape, one.dtype
+        elif isinstance(one, Mapping):
+            call |= call_of((), one)
+    for name, one in kwargs.items():
+        if isinstance(one, torch.Tensor):
+            call[name] = one.shape, one.dtype
+    return call
+
+
+def shape_of(call: Call) -> tuple[int, int]:
     """Samples and tokens of each in a call of a model; tokens are 1 where there are none.
 
     Tokens are whole numbers of two dimensions, or embeddings of three.
     """
-    tensors = [one for one in tree_leaves((kwargs, args)) if isinstance(one, torch.Tensor)]
-    shaped = [one for one in tensors if one.dim() > 0]
-    tokens = [one for one in shaped if one.dim() == 2 and not one.is_floating_point()]  # noqa: PLR2004
-    embedded = [one for one in shaped if one.dim() == 3]  # noqa: PLR2004
+    shaped = [(shape, dtype) for shape, dtype in call.values() if shape]
+    tokens = [one for one, dtype in shaped if len(one) == _TOKENS and not dtype.is_floating_point]
+    embedded = [one for one, _ in shaped if len(one) == _EMBEDDINGS]
     for one in (*tokens, *embedded):
-        return one.shape[0], one.shape[1]
-    return (shaped[0].shape[0], 1) if shaped else (1, 1)
+        return one[0], one[1]
+    return (shaped[0][0][0], 1) if shaped else (1, 1)
 
 
-def inputs_of(args: Sequence[object], kwargs: dict[str, Any]) -> dict[str, list[Any]]:
-    """Tensors among a call's arguments: name, or place -> shape and name of the dtype."""
-    named = {**{str(place): one for place, one in enumerate(args)}, **kwargs}
-    return {
-        name: [list(one.shape), str(one.dtype).removeprefix("torch.")]
-        for name, one in named.items()
-        if isinstance(one, torch.Tensor)
-    }
+_TOKENS, _EMBEDDINGS = 2, 3
+"""Dimensions: samples and tokens, and hidden units too."""
 
 
 def innermost(following: Watch | None) -> torch.optim.Optimizer | None:

@@ -38,7 +38,8 @@ def test_what_lived_at_the_peak_is_told_apart_afterwards() -> None:
 def test_a_micro_batch_has_samples_and_tokens(
     args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor], shape: tuple[int, int]
 ) -> None:
-    assert measure.shape_of(args, kwargs) == shape
+    assert measure.shape_of(measure.call_of(args, kwargs)) == shape
+    assert measure.shape_of(measure.call_of([kwargs, *args], {})) == shape
 
 
 def test_a_twin_has_no_data_and_keeps_what_is_shared_and_frozen() -> None:
@@ -65,8 +66,8 @@ def test_recorded_arguments_are_given_by_name_or_by_place() -> None:
             return x * mask
 
     x, mask = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
-    by_place = measure.inputs_of((x, mask), {})
-    mixed = measure.inputs_of((x,), {"mask": mask, "flag": True})
+    by_place = measure.call_of((x, mask), {})
+    mixed = measure.call_of((x,), {"mask": mask, "flag": True})
     assert [one.shape for one in describe.like(by_place, Model())] == [x.shape, mask.shape]
     named = describe.like(mixed, Model())
     assert isinstance(named, dict)

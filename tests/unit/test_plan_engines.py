@@ -224,6 +224,12 @@ def test_frozen_parameters_weigh_two_bytes_and_nothing_else() -> None:
         assert more / PSI == pytest.approx(each), backend
 
 
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    model = Weights(groups=(Group(name="base", role="block", frozen=PSI, largest=1000),))
+    with pytest.raises(PlanError, match="unfreeze"):
+        moments(setup_of("zero2"), model)
+
+
 def test_state_of_a_model_loaded_in_16_bits_is_in_16_bits_under_ddp() -> None:
     setup = setup_of("ddp", precision="no")
     assert moments(setup, Weights(element=2))["optimizer step"].total / PSI == 12
