@@ -62,6 +62,7 @@ def plan(  # noqa: PLR0913 - the contract, and the input that a plain module nee
         model,
         batch_size=batch_sizes[0],
         seq_len=_maybe("seq_len", seq_len),
+        kind=cluster.kind,
         inputs=inputs,
         progress=here.say,
     )

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from nbdist.errors import PlanError
 from nbdist.plan import closed, traced
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nbdist.plan.spec import ModelSpec
 
 Progress = Callable[[str], None]
+Kind = Literal["cuda", "cpu"]
 
 _SIZE = re.compile(r"\d+(\.\d+)?[bm]", re.IGNORECASE)
 DEFAULT_SEQ_LEN = 2048
@@ -32,6 +33,7 @@ def model_spec(
     *,
     batch_size: int,
     seq_len: int | None,
+    kind: Kind,
     inputs: object = None,
     progress: Progress,
 ) -> tuple[ModelSpec, int]:
@@ -42,25 +44,40 @@ def model_spec(
             size such as "7b", or a spec.
         batch_size: of the trace, where one is needed.
         seq_len: tokens of a sample; default: what the model takes, 2048 at most.
+        kind: of the devices; a trace computes as they do.
         inputs: example input of a module, where it cannot be known from its config.
         progress: told what a trace is doing.
 
     Raises:
         PlanError: not of these kinds, or a config that lacks a field.
     """
-    if hasattr(given, "micro_batch"):
+    if _is_spec(given):
         return given, seq_len or DEFAULT_SEQ_LEN
     if _is_module(given):
-        return _of_module(given, batch_size, seq_len, inputs, progress)
+        length = seq_len or _module_length(given)
+        found = traced.of_module(
+            given,
+            batch_size=batch_size,
+            seq_len=length,
+            inputs=inputs,
+            progress=progress,
+            kinds=(kind,),
+        )
+        return found, length
     if isinstance(given, str) and _SIZE.fullmatch(given.strip()):
         return closed.with_size(given.strip()), seq_len or DEFAULT_SEQ_LEN
     config = _config(given)
     length = seq_len or length_of(config)
     if closed.knows(config):
         return closed.from_config(config), length
-    return traced.of_config(
-        config, batch_size=batch_size, seq_len=length, progress=progress
-    ), length
+    found = traced.of_config(
+        config, batch_size=batch_size, seq_len=length, progress=progress, kinds=(kind,)
+    )
+    return found, length
+
+
+def _is_spec(given: object) -> TypeGuard[ModelSpec]:
+    return hasattr(given, "micro_batch")
 
 
 def _is_module(given: object) -> bool:
@@ -69,16 +86,10 @@ def _is_module(given: object) -> bool:
     return torch is not None and isinstance(given, torch.nn.Module)
 
 
-def _of_module(
-    module: Any, batch_size: int, seq_len: int | None, inputs: object, progress: Progress
-) -> tuple[ModelSpec, int]:
-    """Look at a module in a child process; the module itself is left alone."""
-    config = module.config.to_dict() if hasattr(module, "config") else {}
-    length = seq_len or length_of(config)
-    spec = traced.of_module(
-        module, inputs=inputs, batch_size=batch_size, seq_len=length, progress=progress
-    )
-    return spec, length
+def _module_length(module: Any) -> int:
+    """Tokens of a sample for a module, by its config where it has one."""
+    to_dict = getattr(getattr(module, "config", None), "to_dict", dict)
+    return length_of(to_dict())
 
 
 def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:

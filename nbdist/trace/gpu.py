@@ -82,12 +82,14 @@ def _with_fp32_arguments(operation: Any) -> Callable[..., Any]:
 
 def _with_fp32_result(operation: Any) -> Callable[..., Any]:
     """Autocast's policy fp32_set_opt_dtype."""
+    names = [argument.name for argument in operation._schema.arguments[1:]]  # noqa: SLF001
 
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
         with _without_autocast():
-            if _low(tensor) and kwargs.get("dtype") is None:
-                kwargs["dtype"] = torch.float32
-            return operation(tensor, *args, **kwargs)
+            if _low(tensor) and given.get("dtype") is None:
+                given["dtype"] = torch.float32
+            return operation(tensor, **given)
 
     return run
 
