@@ -132,6 +132,7 @@ def _variants(question: Question) -> Iterator[Options]:
                 yield options
 
 
+_PLACE_NAMES = {"cpu": "host memory", "nvme": "NVMe"}
 _SEARCHED = ("offload_params", "activation_checkpointing")
 
 
@@ -296,15 +297,15 @@ def _elsewhere(row: Row, question: Question) -> str:
 def _reason(row: Row, best: Row, question: Question) -> str:
     """Which part of a step takes the most more time than in the best row's."""
     link = {"nvlink": "NVLink", "pcie": "PCIe"}.get(question.cluster.link, question.cluster.link)
+    options = row.options
+    again = options.activation_checkpointing and not best.options.activation_checkpointing
     causes = {
-        "compute_s": "recomputes activations",
+        "compute_s": "recomputes activations" if again else "the engine's own work",
         "exposed_communication_s": f"waits for communication over {link}",
         "optimizer_s": "the optimizer runs on the CPU"
         if row.host_bytes
         else "the optimizer's step",
-        "offload_s": f"moves data to and from {row.options.offload_device} memory".replace(
-            "nvme memory", "NVMe"
-        ),
+        "offload_s": f"moves data to and from {_PLACE_NAMES.get(options.offload_device, '')}",
     }
     tokens = {id(one): one.step_time_s * one.tokens_per_s for one in (row, best)}
 

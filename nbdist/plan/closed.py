@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
-from nbdist.plan import closed_decoder
+from nbdist.plan import closed_decoder, closed_encoder
 from nbdist.plan.sizes import with_size
 
 if TYPE_CHECKING:
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILIES", "from_config", "from_json", "knows", "with_size"]
 
-FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {**closed_decoder.FAMILIES}
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
+    **closed_decoder.FAMILIES,
+    **closed_encoder.FAMILIES,
+}
 """model_type -> reader of its config."""
-_CLASSES: Mapping[str, Any] = {**closed_decoder.CLASSES}
+_CLASSES: Mapping[str, Any] = {**closed_decoder.CLASSES, **closed_encoder.CLASSES}
 """Name of a family's class, as its `to_json()` has it."""
 
 

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.plan.config import attention, check_divides, element, rate, size
-from nbdist.plan.decoder import Decoder, Weight
+from nbdist.plan.decoder import Decoder
+from nbdist.plan.family import Weight
 from nbdist.plan.tape import FULL, Tape, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from nbdist.plan.spec import ModelSpec, Workload
-
-_KEEPS_INPUT = frozenset({"silu", "swish", "gelu", "gelu_pytorch_tanh", "quick_gelu"})
-"""Activations that are one operation which saves its input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +59,7 @@ class Llama(Decoder):
 
     def write_embedding(self, tape: Tape, work: Workload) -> Tensor:
         """Look the tokens up."""
-        return tape.embedding(
-            work.tokens, self.vocab, self.hidden, counted=not self.tied and self.base_trainable
-        )
+        return self.looked_up(tape, work)
 
     def write_block(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
         """LlamaDecoderLayer.forward."""
@@ -156,10 +152,7 @@ class Gpt2(Decoder):
 
     def write_embedding(self, tape: Tape, work: Workload) -> Tensor:
         """Token plus position, dropped out."""
-        trained = self.base_trainable
-        tokens = tape.embedding(
-            work.tokens, self.vocab, self.hidden, counted=trained and not self.tied
-        )
+        tokens = self.looked_up(tape, work)
         places = tape.embedding(work.seq_len, self.positions, self.hidden, counted=False)
         return tape.dropout(tape.add(tokens, places), self.embedding_dropout)
 
@@ -171,7 +164,7 @@ class Gpt2(Decoder):
         attended = self.linear(tape, work, self.attend(tape, work, q, k, v), out, bias=True)
         x = tape.add(tape.dropout(attended, self.residual_dropout), x)
         raised = self.linear(tape, work, self.write_norm(tape, work, x), up, bias=True)
-        lowered = self.linear(tape, work, self._activated(tape, raised), down, bias=True)
+        lowered = self.linear(tape, work, self.activated(tape, raised), down, bias=True)
         return tape.add(x, tape.dropout(lowered, self.residual_dropout))
 
     def write_norm(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
@@ -184,15 +177,6 @@ class Gpt2(Decoder):
         probabilities = tape.cast(tape.softmax(_masked(tape, raw)), v.width)
         dropped = tape.dropout(probabilities, self.attention_dropout)
         return tape.copy(tape.matmul(dropped, v, q.elements))
-
-    def _activated(self, tape: Tape, x: Tensor) -> Tensor:
-        """Activation; "gelu_new" is written out in single operations."""
-        if self.activation != "gelu_new":
-            return tape.unary(x, keeps="input" if self.activation in _KEEPS_INPUT else "output")
-        half = tape.unary(x)
-        cubed = tape.unary(tape.power(x))
-        bent = tape.unary(tape.unary(tape.add(x, cubed)), keeps="output")
-        return tape.multiply(half, tape.unary(bent))
 
 
 def _llama(config: Mapping[str, Any]) -> Llama:

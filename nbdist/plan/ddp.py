@@ -75,7 +75,7 @@ def _casts(model: ModelSpec, step: Step, workload: Workload) -> int:
         return 0
     blocks = [one.trainable * one.count for one in model.groups[: step.group] if _again(one)]
     own = model.groups[step.group]
-    return 2 * (sum(blocks) + (step.index * own.trainable if _again(own) else 0))
+    return 2 * (sum(blocks) + (step.nth * own.trainable if _again(own) else 0))
 
 
 def _again(group: Group) -> bool:

@@ -58,7 +58,7 @@ def _root(model: ModelSpec) -> Group:
 
 def during(base: Ground, run: MicroBatch, step: Step, micro: Micro) -> Iterator[Moment]:
     """The moments of one step of a micro-batch."""
-    key = (micro, step.phase, step.group, step.index)
+    key = (micro, step.phase, step.group, step.nth)
     place = base.places.get(key)
     if place is None:
         place = base.places[key] = _place(base, step, micro)
@@ -112,7 +112,7 @@ def _over(base: Ground, step: Step) -> tuple[int, int]:
     accumulated = kept = 0
     for number in range(step.group, base.tail):
         group, one = base.groups[number], base.units[number]
-        count = group.count - 1 - step.index if number == step.group else group.count
+        count = group.count - 1 - step.nth if number == step.group else group.count
         accumulated += count * one.accumulated
         kept += count * one.kept
     return accumulated, kept
@@ -141,4 +141,4 @@ def _whole_count(base: Ground, number: int, step: Step) -> int:
         return int(number == step.group and step.phase != "loss")
     if step.phase == "loss" or number < step.group:
         return base.groups[number].count
-    return step.index + 1 if number == step.group else 0
+    return step.nth + 1 if number == step.group else 0

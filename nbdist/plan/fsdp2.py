@@ -51,7 +51,7 @@ def _share(group: Group, ranks: int) -> int:
 
 def during(base: Ground, run: MicroBatch, step: Step, micro: Micro) -> Iterator[Moment]:
     """The moments of one step of a micro-batch."""
-    key = (micro, step.phase, step.group, step.index)
+    key = (micro, step.phase, step.group, step.nth)
     place = base.places.get(key)
     if place is None:
         place = base.places[key] = _place(base, step, micro)
@@ -112,7 +112,7 @@ def _gradients(base: Ground, step: Step, micro: Micro) -> tuple[int, int]:
 
 def _over(base: Ground, step: Step) -> tuple[int, int]:
     """Accumulated gradients and gradient shards of the units whose backward is over."""
-    counts = [(step.group, base.groups[step.group].count - 1 - step.index)]
+    counts = [(step.group, base.groups[step.group].count - 1 - step.nth)]
     # Tied to the embedding, the tail is over when that is.
     last = base.tail if base.tied else len(base.units)
     counts += [(number, base.groups[number].count) for number in range(step.group + 1, last)]
@@ -149,7 +149,7 @@ def _buffers(base: Ground, step: Step) -> tuple[int, int]:
     if base.tied and step.group == base.tail:
         return _gathering(base, step.group - 1).whole, 0
     own = _gathering(base, step.group).whole
-    if step.index:
+    if step.nth:
         return own, own
     return own, _gathering(base, step.group - 1).whole if step.group else 0
 
@@ -170,14 +170,14 @@ def _whole_count(base: Ground, group: Group, number: int, step: Step) -> int:
         return int(number == step.group and step.phase != "loss")
     if step.phase == "loss" or number < step.group:
         return group.count
-    return step.index + 1 if number == step.group else 0
+    return step.nth + 1 if number == step.group else 0
 
 
 def _ahead(base: Ground, step: Step) -> int:
     """The buffer of the unit whose backward is next."""
     if not base.resharded:
         return 0
-    if step.index:
+    if step.nth:
         return base.units[step.group].whole
     pairs = zip(base.groups[: step.group], base.units, strict=False)
     return next((one.whole for group, one in reversed([*pairs]) if group.role != "root"), 0)
@@ -187,7 +187,7 @@ def _in_flight(base: Ground, step: Step, micro: Micro) -> int:
     """The reduction of the unit before, until the next one begins."""
     if micro in {"first", "middle"} or step.group == base.tail:
         return 0
-    if step.index < base.groups[step.group].count - 1:
+    if step.nth < base.groups[step.group].count - 1:
         return base.units[step.group].reduced
     after = step.group + 1
     return 0 if after == base.tail and base.tied else base.units[after].reduced

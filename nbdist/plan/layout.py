@@ -73,7 +73,7 @@ def finished(model: ModelSpec, step: Step) -> int:
     """Elements of the gradients that a backward has made before it comes to a step's group."""
     own = model.groups[step.group]
     later = model.groups[step.group + 1 :]
-    rest = (own.count - 1 - step.index) * own.trainable
+    rest = (own.count - 1 - step.nth) * own.trainable
     return rest + sum(group.count * group.trainable for group in later)
 
 

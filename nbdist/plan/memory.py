@@ -9,8 +9,9 @@ ZeRO-3 has its trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from nbdist.plan import spec
@@ -39,6 +40,7 @@ temporaries: of the operation at work, and of the optimizer's step.
 """
 
 Parts = Mapping[str, int]
+_NOTHING: Parts = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +61,14 @@ class Setup:
         return self.options.precision in {"bf16", "fp16", "fp8"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class Moment(NamedTuple):
     """What one rank holds at one moment."""
 
     name: str
     """For a reader: "forward of block 3", "loss", "backward of block 0", "optimizer step"."""
     parts: Parts
     """Bytes on the rank's device, by part."""
-    host: Parts = field(default_factory=dict)
+    host: Parts = _NOTHING
     """Bytes in the host's memory, for this rank."""
     nvme: int = 0
     """Bytes on NVMe, for this rank."""
@@ -124,5 +125,5 @@ def named(model: ModelSpec, step: spec.Step) -> str:
     if step.phase == "loss":
         return "loss"
     group = model.groups[step.group]
-    number = f" {step.index}" if group.count > 1 else ""
+    number = f" {step.nth}" if group.count > 1 else ""
     return f"{step.phase} of {group.name}{number}"

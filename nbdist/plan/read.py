@@ -37,7 +37,7 @@ def model_spec(
     inputs: object = None,
     progress: Progress,
 ) -> tuple[ModelSpec, int]:
-    """Return the spec of what was given, and the sequence length to plan for.
+    """Return the spec of what was given, and the tokens of a sample to plan for.
 
     Args:
         given: a `PretrainedConfig`, a mapping, a folder or config.json, an `nn.Module`, a
@@ -52,7 +52,7 @@ def model_spec(
         PlanError: not of these kinds, or a config that lacks a field.
     """
     if _is_spec(given):
-        return given, seq_len or DEFAULT_SEQ_LEN
+        return given, _length_of_spec(given, seq_len or DEFAULT_SEQ_LEN)
     if _is_module(given):
         length = seq_len or _module_length(given)
         found = traced.of_module(
@@ -63,7 +63,7 @@ def model_spec(
             progress=progress,
             kinds=(kind,),
         )
-        return found, length
+        return found, _length_of_spec(found, length)
     if isinstance(given, str) and _SIZE.fullmatch(given.strip()):
         return closed.with_size(given.strip()), seq_len or DEFAULT_SEQ_LEN
     config = _config(given)
@@ -73,7 +73,12 @@ def model_spec(
     found = traced.of_config(
         config, batch_size=batch_size, seq_len=length, progress=progress, kinds=(kind,)
     )
-    return found, length
+    return found, _length_of_spec(found, length)
+
+
+def _length_of_spec(spec: ModelSpec, asked: int) -> int:
+    """The length to plan for: 1 for a model that takes no tokens, so that samples are counted."""
+    return 1 if isinstance(spec, traced.Traced) and spec.seq_len is None else asked
 
 
 def _is_spec(given: object) -> TypeGuard[ModelSpec]:

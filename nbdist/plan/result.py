@@ -53,7 +53,7 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of all ranks together."""
+        """Tokens a second of all ranks together; samples for a model that takes no tokens."""
         return self.cost.tokens_per_s if self.cost else 0.0
 
     @property
@@ -163,9 +163,19 @@ class Plan:
         return show.explanation(self)
 
     def to_pandas(self) -> Any:
-        """All rows as a pandas.DataFrame; pandas must be installed."""
-        import pandas as pd
+        """All rows as a pandas.DataFrame; pandas is imported here.
 
+        Raises:
+            PlanError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            message = (
+                "to_pandas() needs pandas, which is not installed here; install it with"
+                " %pip install pandas, or use plan.rows."
+            )
+            raise PlanError(message) from None
         return pd.DataFrame([row.to_dict() for row in self.rows])
 
     def __str__(self) -> str:

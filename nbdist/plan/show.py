@@ -12,6 +12,7 @@ from nbdist.plan.words import count, gib, part_words, seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from nbdist.plan.cost import Cost
     from nbdist.plan.result import Plan, Row
 
 OTHERS = 3
@@ -45,11 +46,20 @@ def heading(plan: Plan) -> str:
     ask, model = plan.question, plan.question.model
     trained = trainable(model)
     frozen = "" if trained == params(model) else f" ({count(trained)} trained)"
-    sizes = ", ".join(map(str, ask.batch_sizes))
+    sizes = ", ".join(map(str, ask.batch_sizes)) + (f" x {ask.seq_len}" if tokens(plan) else "")
     return (
-        f"{model.name}{frozen} on {ask.cluster.describe()}: micro-batch {sizes} x {ask.seq_len},"
+        f"{model.name}{frozen} on {ask.cluster.describe()}: micro-batch {sizes},"
         f" {ask.optimizer.name}, {_precision(ask.precision)}; {model.depth}"
     )
+
+
+def tokens(plan: Plan) -> bool:
+    """Whether samples are made of tokens; else they are counted themselves."""
+    return plan.question.seq_len > 1
+
+
+def _per_second(plan: Plan) -> str:
+    return "tokens/s" if tokens(plan) else "samples/s"
 
 
 def _precision(precision: str) -> str:
@@ -78,13 +88,11 @@ def parts_words(row: Row) -> str:
     return ", ".join(part_words(part, size) for part, size in largest if size)
 
 
-def speed_words(row: Row) -> str:
+def speed_words(plan: Plan, cost: Cost) -> str:
     """Speed with its uncertainty: "about 3,100 tokens/s (within 25 %), 1.2 s a step"."""
-    if row.cost is None:
-        return "no speed"
     return (
-        f"about {row.tokens_per_s:,.0f} tokens/s (within {row.cost.uncertainty:.0%}),"
-        f" {seconds(row.step_time_s)} a step"
+        f"about {cost.tokens_per_s:,.0f} {_per_second(plan)} (within {cost.uncertainty:.0%}),"
+        f" {seconds(cost.step_time_s)} a step"
     )
 
 
@@ -93,8 +101,8 @@ def _closing(plan: Plan) -> Iterator[str]:
     best, ask = plan.best, plan.question
     if best is None or best.cost is None:
         return
-    yield speed_words(best)
-    if ask.cluster.kind == "cuda":
+    yield speed_words(plan, best.cost)
+    if ask.cluster.kind == "cuda" and tokens(plan):
         batch = Workload(batch_size=best.batch_size, seq_len=ask.seq_len)
         yield threshold_sentence(best.cost, batch)
 
@@ -214,8 +222,10 @@ def _list(sentences: Iterable[str]) -> str:
 
 def _table(plan: Plan, rows: Sequence[Row]) -> str:
     free = plan.question.cluster.smallest.free_bytes
-    scale = max([free, *(min(row.device_bytes, LONGEST_BAR * free) for row in rows)]) or 1
-    head = "<tr><th></th><th>memory of a device</th><th>GiB</th><th>tokens/s</th><th></th></tr>"
+    longest = max(row.device_bytes for row in rows)
+    scale = max(free, min(longest, int(LONGEST_BAR * free))) or 1
+    titles = ("", "memory of a device", "GiB", _per_second(plan), "")
+    head = f"<tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>"
     return f"<table>{head}{''.join(_html_row(row, plan, free, scale) for row in rows)}</table>"
 
 

@@ -161,14 +161,13 @@ def largest(model: ModelSpec) -> int:
     return max(group.largest for group in model.groups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """One moment of a micro-batch, before an engine adds what it holds."""
 
     phase: Literal["forward", "loss", "backward"]
     group: int
     """Index of the group at work; of the last one in the loss."""
-    index: int = 0
+    nth: int = 0
     """Which of its `count`."""
     activations: int = 0
     """Bytes saved by the groups before it (and by itself, in the loss)."""
@@ -194,7 +193,7 @@ def steps(model: ModelSpec, run: MicroBatch) -> Iterator[Step]:
             yield Step(
                 phase="forward",
                 group=number,
-                index=index,
+                nth=index,
                 activations=held,
                 inside=part.forward,
                 outputs=run.outputs,
@@ -211,7 +210,7 @@ def steps(model: ModelSpec, run: MicroBatch) -> Iterator[Step]:
                 yield Step(
                     phase="backward",
                     group=number,
-                    index=index,
+                    nth=index,
                     activations=held,
                     inside=instant.held,
                     grads=instant.grads,

@@ -113,14 +113,25 @@ class Tape:
         made += wide if bias and trainable else 0
         return self._add(Node(out, (x, *weight), keeps=keeps, sends=sends, weights=made))
 
-    def embedding(self, tokens: int, rows: int, columns: int, *, counted: bool) -> Tensor:
-        """Rows of a table; the indices, and a gradient that is not counted, are the caller's."""
-        out = Tensor(tokens * columns, self.width)
-        return self._add(Node(out, (), weights=rows * columns if counted else 0))
+    def embedding(
+        self, tokens: int, rows: int, columns: int, *, counted: bool, tied: bool = False
+    ) -> Tensor:
+        """Rows of a table.
+
+        The indices are the caller's, as is a gradient that is not counted. A table that is tied
+        has one from the head already: a second is made, and their sum.
+        """
+        out, table = Tensor(tokens * columns, self.width), Tensor(rows * columns, self.width)
+        weights = table.elements if counted else 0
+        return self._add(Node(out, (), weights=weights, workspace=2 * table.bytes if tied else 0))
 
     def hold(self, x: Tensor) -> None:
         """Something that the last operation saves as well."""
         self.nodes[-1].keeps += (x,)
+
+    def linger(self, *tensors: Tensor) -> None:
+        """Tensors that are still there when the last operation runs, though nothing uses them."""
+        self.nodes[-1].inputs += tensors
 
     def unary(
         self, x: Tensor, *, keeps: Literal["input", "output", "nothing"] = "nothing", width: int = 0
@@ -171,6 +182,10 @@ class Tape:
     def view(self, x: Tensor) -> Tensor:
         """A view whose gradient has to be copied back into x's layout."""
         return self._add(Node(Tensor(x.elements, x.width, of=x), (x,), sends=(x,)))
+
+    def rows(self, x: Tensor, elements: int) -> Tensor:
+        """A slice, which is a view; its gradient is put into one of x's size, zeros elsewhere."""
+        return self._add(Node(Tensor(elements, x.width, of=x), (x,), sends=(x,)))
 
     def copy(self, x: Tensor, times: int = 1) -> Tensor:
         """A contiguous copy of a view, `times` as large when it is repeated."""
@@ -250,7 +265,10 @@ class Tape:
         return x.root in self._kept()
 
     def forward(self, first: Tensor | None = None) -> int:
-        """Most bytes alive inside the forward with what it keeps; `first` is its input."""
+        """Most bytes alive inside the forward with what it keeps.
+
+        `first` is its input, which whoever runs it holds until it is over.
+        """
         return self._forward(keeping=True, first=first)
 
     def forward_only(self, first: Tensor) -> int:
@@ -282,7 +300,7 @@ class Tape:
         return {t.root: None for node in self.nodes for t in node.keeps}
 
     def _forward(self, *, keeping: bool, first: Tensor | None) -> int:
-        kept = set(self._kept()) if keeping else set()
+        kept = (set(self._kept()) if keeping else set()) | ({first} if first else set())
         last: dict[Tensor, int] = {}
         for number, node in enumerate(self.nodes):
             for tensor in node.inputs:

@@ -119,7 +119,7 @@ class Cut(Story):
         if step.phase == "loss":
             yield used, self._gather(self._gathered.loss)
             return
-        where: Where = (step.phase, step.group, step.index)
+        where: Where = (step.phase, step.group, step.nth)
         if step.phase == "forward" and self.model.groups[step.group].role == "tail":
             # The head is gathered before there are logits.
             yield {"activations": step.activations} | self.outputs(), self._at_work(where)

@@ -7,6 +7,7 @@ all ranks, and model and optimizer in two separate calls.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ from nbdist.rank import wrap
 from nbdist.trace import units as module_units
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from accelerate import Accelerator
 
@@ -120,9 +121,33 @@ def prepare(
         # accelerate 1.15 would match parameters by address, and shards without rows share one.
         accelerator._models += [one for one in models if one not in accelerator._models]  # noqa: SLF001
         return _beside_the_model(accelerator, args, optimizers)
-    if optimizers or not models:
-        return original(accelerator, *args, **kwargs)
-    return _model_alone(accelerator, original, args, models[0])
+    with contextlib.ExitStack() as ends:
+        for model in models:
+            ends.enter_context(shared_ends_in_root(model))
+        if optimizers or not models:
+            return original(accelerator, *args, **kwargs)
+        return _model_alone(accelerator, original, args, models[0])
+
+
+@contextlib.contextmanager
+def shared_ends_in_root(model: nn.Module) -> Iterator[None]:
+    """Let FSDP2 leave input embedding and head in the root where the rest has a part of them.
+
+    accelerate 1.15 makes groups of what the model's two methods name, and torch 2.13 refuses
+    T5's embedding and BERT's head at the first forward: meanwhile those methods name nothing.
+    Nor do they raise, as they do for a ResNet.
+    """
+    plain = getattr(model, "_orig_mod", model)
+    silent = {module_units.EMBEDDING, module_units.HEAD} - module_units.own_ends(plain).keys()
+    attributes = vars(plain)
+    before = {name: attributes[name] for name in silent if name in attributes}
+    attributes.update(dict.fromkeys(silent, lambda: None))
+    try:
+        yield
+    finally:
+        for name in silent:
+            del attributes[name]
+        attributes.update(before)
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -63,7 +63,7 @@ def everything() -> list[torch.Tensor]:
     Asked by type: some libraries' lazy objects do things when asked for their class.
     """
     found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    return [one for one in found if one.layout == torch.strided]
+    return [one for one in found if one.layout == torch.strided and not one.is_meta]
 
 
 def gradients(model: nn.Module) -> list[Any]:

@@ -73,6 +73,8 @@ class Watch:
     """Tensors of the last training forward."""
     counting: Footprint | None = None
     begun: bool = False
+    saw_buckets: bool = False
+    """A whole step was counted before the measured one: DDP's buckets are among the rest."""
     figures: dict[str, Any] | None = None
     rss_before: int = 0
 
@@ -82,6 +84,15 @@ class Watch:
             return False
         complete = bool(optimizer.gradient_state.sync_gradients)
         return complete and self.optimizer() is optimizer
+
+    @property
+    def first_step(self) -> int:
+        """The step before which counting begins.
+
+        DDP's reducer holds its buckets in C++: they are seen when a backward fills them.
+        """
+        seen_late = self.prepared is not None and holdings.ddp_bucket_bytes(self.prepared) > 0
+        return STEPS_BEFORE - 1 if seen_late and state.device.type == "cpu" else STEPS_BEFORE
 
     @property
     def shape(self) -> tuple[int, int] | None:
@@ -99,6 +110,8 @@ class State:
     """What this rank follows."""
 
     watch: Watch | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+    """The rank's own; the control thread has another current one."""
     device_before: int = 0
     """Bytes of the device that were used before this rank had a context there."""
 
@@ -108,6 +121,7 @@ state = State()
 
 def install(device: torch.device) -> None:
     """Count steps of all prepared optimizers from now on; once in a process."""
+    state.device = device
     if device.type == "cuda":
         state.device_before = _device_used(device)
     for cls in (AcceleratedOptimizer, zero.StepsItself):
@@ -159,7 +173,7 @@ def figures() -> dict[str, Any] | None:
     """What was measured, as plain values; None before the end of the third step."""
     measured = state.watch and state.watch.figures
     if measured and measured["kind"] == "cuda":
-        measured |= _on_gpu(torch.device("cuda", torch.cuda.current_device()))
+        measured |= _on_gpu(state.device)
     return measured or None
 
 
@@ -200,7 +214,11 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if following.counting is not None:  # a further micro-batch of the measured step
         with _logged():
             following.counting.know("gradients", holdings.gradients(model))
-    elif following.steps >= STEPS_BEFORE and not following.begun and following.figures is None:
+    elif (
+        following.figures is None
+        and not following.begun
+        and following.steps >= following.first_step
+    ):
         with _logged():
             _begin(following, model)
 
@@ -219,7 +237,7 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
         following.steps += 1
         if following.begun:
             with _logged():
-                _end(following)
+                _end_of_step(following)
         return result
 
     return step
@@ -230,7 +248,7 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begin(following: Watch, model: nn.Module) -> None:
     """Begin to count, unless something else watches operations already."""
-    device = _device_of(model)
+    device = state.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif not following.compiled:
@@ -258,13 +276,22 @@ def _before_step(following: Watch) -> None:
         following.counting.know("gradients", holdings.gradients(following.prepared))
 
 
+def _end_of_step(following: Watch) -> None:
+    """Let the measured step begin, or end."""
+    if following.steps > STEPS_BEFORE:
+        _end(following)
+    elif following.counting is not None:
+        following.counting.restart_peak()
+        following.saw_buckets = True
+
+
 def _end(following: Watch) -> None:
     """Stop counting and keep the figures."""
     counting, model = following.counting, following.prepared
     _stop(following)
     if model is None:
         return
-    device = _device_of(model)
+    device = state.device
     samples, tokens = following.shape or (0, 0)
     following.figures = {
         "kind": device.type,
@@ -284,7 +311,10 @@ def _end(following: Watch) -> None:
         if following.options is not None and torch.distributed.get_rank() == 0:
             _learn(following.options, following.figures)
     elif counting is not None:
-        parts = _parts(counting.at_peak, holdings.ddp_bucket_bytes(model))
+        buckets = holdings.ddp_bucket_bytes(model)
+        if following.saw_buckets:
+            counting.at_peak[OTHER] -= buckets
+        parts = _parts(counting.at_peak, buckets)
         following.figures |= {"parts": parts, "allocated_bytes": sum(parts.values())}
     else:
         following.figures |= {"parts": resting(model, inner), "allocated_bytes": None}
@@ -317,7 +347,7 @@ def _stop(following: Watch) -> None:
 
 def resting(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Bytes that parameters, gradients, optimizer and engine hold now on the model's device."""
-    device = _device_of(model).type
+    device = state.device.type
     counting = Footprint()
     for part, tensors in holdings.held(model, optimizer):
         here = [t for t in tensors if isinstance(t, torch.Tensor) and t.device.type == device]
@@ -384,13 +414,6 @@ def _compiles(model: nn.Module) -> bool:
         hasattr(one, "_orig_mod") or getattr(one, "_compiled_call_impl", None) is not None
         for one in model.modules()
     )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Where the model computes; under an offload its parameters may be elsewhere."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.device("cuda", torch.cuda.current_device())
-    return next((one.device for one in model.parameters()), torch.device("cpu"))
 
 
 def _on_gpu(device: torch.device) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 `fsdp2_prepare_model` of accelerate 1.15 shards each unit, the input embedding, a tail of
 final norm and head, and, as the root, what is left. With tied weights the embedding goes
-with the tail. A parameter belongs to the innermost group that holds it.
+with the tail; `rank.fsdp` leaves both in the root where the rest of the model has a part of
+them. A parameter belongs to the innermost group that holds it.
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ class Group:
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Whether the head's weight is the input embedding's."""
-    weight = getattr(_embedding(model), "weight", None)
-    return weight is not None and weight is getattr(_head(model), "weight", None)
+    """Whether the tail's weight is the input embedding's."""
+    return units.are_tied(model) and units.HEAD in units.own_ends(model)
 
 
 def groups(model: nn.Module) -> list[Group]:
@@ -60,12 +60,13 @@ def groups(model: nn.Module) -> list[Group]:
     names = {id(module): name for name, module in model.named_modules()}
     blocks = units.units(model)
     found = [_group("root", "root", (), model)]
-    embedding, tied = _embedding(model), is_tied(model)
+    own = units.own_ends(model)
+    embedding, head = own.get(units.EMBEDDING), own.get(units.HEAD)
     inside = {id(inner) for unit in blocks for inner in unit.modules()}
-    if embedding is not None and not tied and id(embedding) not in inside:
+    if embedding is not None and not is_tied(model) and id(embedding) not in inside:
         found.append(_group("embedding", "embedding", (embedding,), embedding))
     found += [_group(names[id(one)], "block", (one,), one) for one in blocks]
-    ends = [one for one in (_final_norm(model), _head(model)) if one and id(one) not in inside]
+    ends = [one for one in (_final_norm(model), head) if one and id(one) not in inside]
     if ends:
         tail = _group("tail", "tail", tuple(ends), *ends)
         found.append(tail)
@@ -88,23 +89,6 @@ def _give_each_its_own(found: Iterable[Group]) -> None:
         owner |= dict.fromkeys(group.owned, group)
     for group in found:
         group.owned = [one for one in dict.fromkeys(group.owned) if owner[one] is group]
-
-
-def _embedding(model: nn.Module) -> nn.Module | None:
-    """Return the input embedding of a transformers model."""
-    return _asked(model, "get_input_embeddings")
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    """Return the output projection of a transformers model."""
-    return _asked(model, "get_output_embeddings")
-
-
-def _asked(model: nn.Module, method: str) -> nn.Module | None:
-    """Return the module that a method of the model names, if there is one."""
-    ask = getattr(model, method, None)
-    found = ask() if callable(ask) else None
-    return found if isinstance(found, nn.Module) else None
 
 
 def _final_norm(model: nn.Module) -> nn.Module | None:

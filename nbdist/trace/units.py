@@ -20,6 +20,9 @@ LARGEST_UNIT = 100_000_000
 UNITS_WANTED = 8
 """A plain module is cut into about so many units, or more."""
 
+EMBEDDING = "get_input_embeddings"
+HEAD = "get_output_embeddings"
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -65,21 +68,51 @@ def units(
         found = [m for m in model.modules() if m is not model and type(m).__name__ in chosen]
     else:
         found = list(_by_size(model, min_num_params or _smallest(model)))
-    ends = _ends(model)
-    return [unit for unit in found if unit in ends or ends.isdisjoint(unit.modules())]
+    # accelerate 1.15 makes the ends units by themselves and torch 2.13 refuses a unit's parameters
+    # in another one that is made later, as they would be with ViTEmbeddings as a unit.
+    own, every = set(own_ends(model).values()), set(ends(model).values())
+    return [unit for unit in found if unit in own or every.isdisjoint(unit.modules())]
 
 
-def _ends(model: nn.Module) -> set[nn.Module]:
-    """Return the input embedding and the head of a transformers model.
+def ends(model: nn.Module) -> dict[str, nn.Module]:
+    """Return input embedding and head of a transformers model, by the method that names them."""
+    asked = {name: _asked(model, name) for name in (EMBEDDING, HEAD)}
+    return {name: module for name, module in asked.items() if isinstance(module, nn.Module)}
 
-    accelerate 1.15 makes them units by themselves and torch 2.13 refuses a unit's parameters
-    in another one that is made later, as they would be with ViTEmbeddings as a unit.
+
+def _asked(model: nn.Module, method: str) -> object:
+    """Return what a method of the model names, if there is one."""
+    try:
+        return getattr(model, method, lambda: None)()
+    except NotImplementedError:  # transformers 5.23: of a ResNet or CLIP, which have many or none
+        return None
+
+
+def are_tied(model: nn.Module) -> bool:
+    """Whether the head's weight is the input embedding's; accelerate 1.15 groups them then."""
+    found = ends(model)
+    weight = getattr(found.get(EMBEDDING), "weight", None)
+    return weight is not None and weight is getattr(found.get(HEAD), "weight", None)
+
+
+def own_ends(model: nn.Module) -> dict[str, nn.Module]:
+    """Return those of the ends that can be a group: the rest of the model has none of theirs.
+
+    torch 2.13 refuses a parameter that two groups see: T5's embedding has one weight with its
+    encoder's and decoder's, and the bias of BERT's head is also held beside the head.
     """
-    asked = (
-        getattr(model, name, lambda: None)()
-        for name in ("get_input_embeddings", "get_output_embeddings")
-    )
-    return {module for module in asked if isinstance(module, nn.Module)}
+    found = ends(model)
+    groups = [list(found)] if are_tied(model) else [[name] for name in found]
+    own = [names for names in groups if not _reach_out(model, [found[name] for name in names])]
+    return {name: found[name] for names in own for name in names}
+
+
+def _reach_out(model: nn.Module, group: Collection[nn.Module]) -> bool:
+    """Whether a parameter of some modules also stands elsewhere in the model."""
+    inside = {module for one in group for module in one.modules()}
+    held = {parameter for one in group for parameter in one.parameters()}
+    outside = (module for module in model.modules() if module not in inside)
+    return any(not held.isdisjoint(module.parameters(recurse=False)) for module in outside)
 
 
 def _smallest(model: nn.Module) -> int:

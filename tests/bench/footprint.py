@@ -171,7 +171,7 @@ def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
     from transformers import initialization
 
     from nbdist.rank import accelerator as engines
-    from nbdist.rank import wrap
+    from nbdist.rank import fsdp, wrap
     from nbdist.trace import units
 
     late.distributed_type  # noqa: B018 - asking builds it
@@ -187,7 +187,8 @@ def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
         # What shard_ready() does, without its broadcast: fake weights are equal everywhere.
         late.state.fsdp_plugin.auto_wrap_policy = wrap.UnitPolicy(units.units(model))
         # Accelerate's prepare() finds parameters by address, which fake tensors have not.
-        model = fsdp2_prepare_model(late, model).train()
+        with fsdp.shared_ends_in_root(model):
+            model = fsdp2_prepare_model(late, model).train()
         optimizer = optimizer_of(case, model)
         batch = batch_of(case, model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,42 @@ TRAINER = textwrap.dedent(
     [row["loss"] for row in trainer.state.log_history if "loss" in row]
     """
 )
+SHARED = textwrap.dedent(
+    """
+    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+
+    def bert():
+        torch.manual_seed(0)
+        return BertForMaskedLM(BertConfig(
+            vocab_size=211, hidden_size=45, num_attention_heads=3, num_hidden_layers=2,
+            intermediate_size=90, max_position_embeddings=24, hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0,
+        ))
+
+    def t5():
+        torch.manual_seed(0)
+        return T5ForConditionalGeneration(T5Config(
+            vocab_size=211, d_model=45, d_kv=15, d_ff=90, num_heads=3, num_layers=2,
+            dropout_rate=0, decoder_start_token_id=0, pad_token_id=0,
+        ))
+
+    def without_engine(model, optimizer, steps=4):
+        model.train()
+        for start in range(steps):
+            batch = tokens[8 * start:][:8]
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step(); optimizer.zero_grad()
+        return loss.item()
+    """
+)
+"""Models whose embedding or head has a parameter in common with yet another module."""
+WRAPPED = {
+    "ddp": "DistributedDataParallel",
+    "fsdp": "FullyShardedDataParallel|FSDP(Bert|T5)For.*",
+    "zero": "DeepSpeedEngine",
+}
 IN_ONE_CALL = "model = build(); model, optimizer = accelerator.prepare(model, adam(model))\n"
 
 
@@ -150,6 +187,21 @@ def test_two_models_stay_and_both_train(ranks: Session) -> None:
     ranks.run("del model, optimizer, critic, second")
     assert kept == 2
     assert losses[0] == losses[1] or of(ranks).startswith("zero")
+
+
+@pytest.mark.parametrize("build", ["bert", "t5"])
+def test_a_model_whose_embedding_or_head_is_shared_trains_as_without_an_engine(
+    ranks: Session, build: str
+) -> None:
+    ranks.run(SHARED)
+    expected = value(ranks, f"model = {build}(); without_engine(model, adam(model))")
+    code = IN_ONE_CALL.replace("build", build) + "train(model, optimizer), type(model).__name__\n"
+    loss, wrapped = value(ranks, code)
+    head = value(ranks, "type(accelerator.unwrap_model(model).get_output_embeddings()).__name__")
+    ranks.run("del model, optimizer")
+    assert re.fullmatch(WRAPPED[of(ranks).rstrip("123")], wrapped)
+    assert head in {"Linear", "FSDPLinear"}
+    assert loss == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_state_of_the_living_models_is_saved(ranks: Session, tmp_path: Path) -> None:

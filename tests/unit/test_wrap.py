@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import nn
 
 from nbdist.errors import OptionError
-from nbdist.rank import wrap
-from nbdist.trace import units
+from nbdist.rank import fsdp, wrap
+from nbdist.trace import groups, units
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Block(nn.Module):
@@ -42,6 +47,134 @@ class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = Named()
+
+
+class Language(Net):
+    """A transformers language model: it names its blocks, its input embedding and its head."""
+
+    _no_split_modules = ("Block",)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+class Patches(nn.Module):
+    """As ViTEmbeddings: the input embedding and more parameters in one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(48, 48)
+        self.cls_token = nn.Parameter(torch.zeros(48))
+
+
+class Vision(nn.Module):
+    """As a ViT, which names what holds its input embedding among its blocks."""
+
+    _no_split_modules = ("Patches", "Block")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = Patches()
+        self.blocks = nn.ModuleList(Block(48) for _ in range(2))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.projection
+
+
+class NoEnds(Named):
+    """As a ResNet of transformers."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+
+def like_bert() -> Language:
+    """A head's bias that also stands beside the head; embedding and head are tied."""
+    model = Language()
+    model.bias = model.head.bias = nn.Parameter(torch.zeros(500))
+    return model
+
+
+def like_t5(*, tied: bool) -> Language:
+    """An embedding whose weight is also that of the encoder's own embedding."""
+    model = Language()
+    model.encoder = nn.Embedding(500, 48)
+    model.encoder.weight = model.embedding.weight
+    if not tied:
+        model.head = nn.Linear(48, 500, bias=False)
+    return model
+
+
+def untied() -> Language:
+    model = Language()
+    model.head = nn.Linear(48, 500, bias=False)
+    return model
+
+
+CUTS = [
+    (Language, {units.EMBEDDING, units.HEAD}, ["root", *["block"] * 4, "tail"]),
+    (untied, {units.EMBEDDING, units.HEAD}, ["root", "embedding", *["block"] * 4, "tail"]),
+    (like_bert, set(), ["root", *["block"] * 4]),
+    (lambda: like_t5(tied=True), set(), ["root", *["block"] * 4]),
+    (lambda: like_t5(tied=False), {units.HEAD}, ["root", *["block"] * 4, "tail"]),
+    (Vision, {units.EMBEDDING}, ["root", "embedding", *["block"] * 2]),
+    (NoEnds, set(), ["root", *["block"] * 4]),
+]
+"""A model, which of its ends are groups by themselves, and all its groups."""
+
+
+@pytest.mark.parametrize(("build", "own", "roles"), CUTS)
+def test_ends_are_groups_unless_the_rest_of_the_model_has_a_part_of_them(
+    build: Callable[[], nn.Module], own: set[str], roles: list[str]
+) -> None:
+    model = build()
+    assert units.own_ends(model).keys() == own
+    found = groups.groups(model)
+    assert [group.role for group in found] == roles
+    assert groups.is_tied(model) == (units.are_tied(model) and "tail" in roles)
+    held = [parameter for group in found for parameter in group.owned]
+    assert set(held) == set(model.parameters())
+    assert len(held) == len(set(held))
+
+
+@pytest.mark.parametrize(("build", "own", "roles"), CUTS)
+def test_accelerate_sees_the_ends_that_are_groups_and_the_user_sees_all(
+    build: Callable[[], nn.Module], own: set[str], roles: list[str]
+) -> None:
+    model = build()
+    before, attributes = units.ends(model), set(vars(model))
+    with pytest.raises(ZeroDivisionError), fsdp.shared_ends_in_root(model):
+        asked = {
+            name: getattr(model, name, lambda: None)() for name in (units.EMBEDDING, units.HEAD)
+        }
+        assert {name for name, end in asked.items() if end is not None} == own
+        raise ZeroDivisionError
+    assert units.ends(model) == before
+    assert set(vars(model)) == attributes
+
+
+def test_a_method_that_the_model_itself_carries_comes_back() -> None:
+    model = like_bert()
+    mine = model.get_output_embeddings = lambda: model.head
+    with fsdp.shared_ends_in_root(model):
+        assert model.get_output_embeddings() is None
+    assert model.get_output_embeddings is mine
+
+
+def test_a_block_around_the_input_embedding_is_no_unit() -> None:
+    model = Vision()
+    assert units.block_names(model) == {"Patches", "Block"}
+    assert units.units(model) == list(model.blocks)
+
+
+def test_an_end_is_a_unit_where_the_user_names_it_and_nothing_else_has_it() -> None:
+    names = ["Embedding", "Block"]
+    assert units.units(untied(), names=names)[0].weight.shape == (500, 48)
+    model = like_t5(tied=False)
+    assert model.embedding not in units.units(model, names=names)
 
 
 def test_blocks_are_those_the_model_names_and_has() -> None:
