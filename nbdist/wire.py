@@ -115,6 +115,8 @@ class ModelRequest(TypedDict):
     batch_size: int | None
     """Of the micro-batch to describe it for; None: the one of its last forward, or 1."""
     seq_len: int | None
+    kind: Literal["cuda", "cpu"]
+    """Of the devices to plan for; a trace computes as they do."""
 
 
 class ModelReply(TypedDict, total=False):

@@ -31,24 +31,41 @@ def plan(session: Session, name: str | None = None, **arguments: Any) -> Plan:
     Raises:
         PlanError: no such model, or one that cannot be planned.
     """
+    from nbdist.plan import checked, here, read
     from nbdist.plan import plan as planned
-    from nbdist.plan import read
 
+    cluster = (
+        here.cluster(arguments["devices"], arguments.get("world_size"))
+        if "devices" in arguments
+        else here.found(session.world_size, kind=session.hardware.kind, own=_pids(session))
+    )
     batch_size = arguments.get("batch_size")
-    first = batch_size[0] if isinstance(batch_size, (list, tuple)) else batch_size
     with StatusLine() as line:
         line.show("nbdist: looking at the model")
-        seen = session.model_spec(name, batch_size=first, seq_len=arguments.get("seq_len"))
+        seen = session.model_spec(
+            name,
+            batch_size=batch_size[0] if isinstance(batch_size, (list, tuple)) else batch_size,
+            seq_len=arguments.get("seq_len"),
+            kind=cluster.kind,
+        )
     own = {
         "batch_size": seen["batch_size"],
         "seq_len": seen["seq_len"],
         "precision": session.options.precision or "no",
     }
+    if "optimizer" not in arguments:
+        own["optimizer"] = checked.optimizer_of(seen["optimizer"], cluster.kind).name
     if "devices" not in arguments:
         own["world_size"] = session.world_size
     if session.options.accumulate > 1:
         own["accumulate"] = session.options.accumulate
-    return planned(read.spec_from_json(seen["spec"]), **{**own, **arguments})
+    settings = {**own, **arguments, "devices": cluster}
+    return planned(read.spec_from_json(seen["spec"]), **settings)
+
+
+def _pids(session: Session) -> set[int]:
+    """The ranks' processes."""
+    return {rank["pid"] for rank in session.status()["ranks"]}
 
 
 def check(session: Session) -> Check:
@@ -67,5 +84,7 @@ def check(session: Session) -> Check:
         )
         raise PlanError(message)
     one = found[min(found)]
-    seen = session.model_spec(batch_size=one.batch_size, seq_len=one.seq_len)
+    seen = session.model_spec(
+        batch_size=one.batch_size, seq_len=one.seq_len, kind=session.hardware.kind
+    )
     return checked.check(read.spec_from_json(seen["spec"]), session.options, found)

@@ -120,6 +120,11 @@ class Session:
         return self._choice.options
 
     @property
+    def hardware(self) -> strategies.Hardware:
+        """What the ranks run on."""
+        return self._choice.hardware
+
+    @property
     def undecided(self) -> bool:
         """Whether auto has yet to choose: it does so at the first `accelerator.prepare()`."""
         return self._choice.undecided
@@ -427,7 +432,12 @@ class Session:
         return {rank: Measured.from_json(one) if one else None for rank, one in figures.items()}
 
     def model_spec(
-        self, name: str | None = None, *, batch_size: int | None = None, seq_len: int | None = None
+        self,
+        name: str | None = None,
+        *,
+        batch_size: int | None = None,
+        seq_len: int | None = None,
+        kind: Literal["cuda", "cpu"] = "cuda",
     ) -> wire.ModelReply:
         """Describe a model of rank 0 to the planner; looks at it in a child process.
 
@@ -437,13 +447,14 @@ class Session:
             batch_size: samples of a micro-batch. Default: those of the last forward.
             seq_len: tokens of a sample. Default: those of the last forward, or what the model
                 takes.
+            kind: of the devices to plan for.
 
         Raises:
             PlanError: no such model, or one that cannot be looked at.
         """
         self._ensure_free()
         self.start()
-        request = wire.ModelRequest(name=name, batch_size=batch_size, seq_len=seq_len)
+        request = wire.ModelRequest(name=name, batch_size=batch_size, seq_len=seq_len, kind=kind)
         reply: wire.ModelReply = self._gang.ask([0], wire.MODEL, request)[0]
         if reply["status"] == "error":
             raise PlanError(reply["error"])

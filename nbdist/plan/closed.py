@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
-from nbdist.plan import closed_decoder, closed_encoder
+from nbdist.plan import closed_decoder, closed_encoder, closed_seq2seq
 from nbdist.plan.sizes import with_size
 
 if TYPE_CHECKING:
@@ -22,9 +22,14 @@ __all__ = ["FAMILIES", "from_config", "from_json", "knows", "with_size"]
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     **closed_decoder.FAMILIES,
     **closed_encoder.FAMILIES,
+    **closed_seq2seq.FAMILIES,
 }
 """model_type -> reader of its config."""
-_CLASSES: Mapping[str, Any] = {**closed_decoder.CLASSES, **closed_encoder.CLASSES}
+_CLASSES: Mapping[str, Any] = {
+    **closed_decoder.CLASSES,
+    **closed_encoder.CLASSES,
+    **closed_seq2seq.CLASSES,
+}
 """Name of a family's class, as its `to_json()` has it."""
 
 

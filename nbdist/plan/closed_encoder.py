@@ -63,15 +63,13 @@ class Bert(Family):
         h, ff = self.hidden, self.ff
         return [(h, h)] * 4 + [(ff, h), (h, ff)]
 
-    def products(self, work: Workload) -> tuple[int, int, int]:
+    def products(self, work: Workload) -> tuple[int, int]:
         """Every token attends to every token; a class takes the first token alone."""
-        block = self.layers * sum(out * into for out, into in self.linears())
         attended = 2 * self.layers * self.hidden * work.seq_len
-        dense = self.hidden**2
-        head = work.tokens * (dense + self.vocab * self.hidden)
+        tokens, wide = work.tokens, self.vocab
         if self.task != "MaskedLM":
-            head = work.batch_size * (dense + self.labels * self.hidden)
-        return work.tokens * block, head, work.tokens * attended
+            tokens, wide = work.batch_size, self.labels
+        return tokens * self.hidden * (self.hidden + wide), work.tokens * attended
 
     @property
     def _embedding_in_root(self) -> bool:

@@ -71,12 +71,10 @@ class Decoder(Family):
         )
         return found if positions else found[1:]
 
-    def products(self, work: Workload) -> tuple[int, int, int]:
+    def products(self, work: Workload) -> tuple[int, int]:
         """Half of the products of queries with keys, and of scores with values, are masked."""
-        block = sum(out * into for out, into in self.linears())
-        attention = self.layers * self.heads * self.head_dim * work.seq_len
-        head = self.vocab * self.hidden
-        return work.tokens * self.layers * block, work.tokens * head, work.tokens * attention
+        attended = self.layers * self.heads * self.head_dim * work.seq_len
+        return work.tokens * self.vocab * self.hidden, work.tokens * attended
 
     def passes(self, work: Workload) -> MicroBatch:
         """Bytes of one micro-batch."""

@@ -34,6 +34,13 @@ class Weight(NamedTuple):
     trainable: bool = True
 
 
+class Bias(NamedTuple):
+    """What is added to the scores of attention, the same for all samples."""
+
+    size: int
+    """Bytes of its gradient; 0 where it has none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Sizes that every language model has; a family adds its own and the operations."""
@@ -78,8 +85,12 @@ class Family:
         """(out, in) features of the linear layers of one block."""
         raise NotImplementedError
 
-    def products(self, work: Workload) -> tuple[int, int, int]:
-        """Multiplications of a forward: blocks' weights, head's weights, attention."""
+    def all_linears(self) -> list[tuple[int, int]]:
+        """Those of all blocks."""
+        return self.linears() * self.layers
+
+    def products(self, work: Workload) -> tuple[int, int]:
+        """Multiplications of a forward: in the head, and of attention."""
         raise NotImplementedError
 
     def eager(self, tape: Tape, work: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,7 +113,7 @@ class Family:
 
     def micro_batch(self, workload: Workload) -> MicroBatch:
         """Bytes of one micro-batch."""
-        # A single sample's views differ from those of several (`_math`).
+        # A single sample's views differ from those of several (`math`).
         batch = 1 if workload.batch_size == 1 else BATCH
         layout = replace(workload, batch_size=batch)
         if layout not in self._known:
@@ -122,10 +133,12 @@ class Family:
         """
         again = 2 if workload.activation_checkpointing else 0
         weight = 2 if self.base_trainable else 0
-        blocks, head, attention = self.products(workload)
-        adapters = workload.tokens * self.layers * self._adapters()
-        total = blocks * (4 + weight + again) + adapters * (6 + again) + head * (4 + weight)
-        return float(total + attention * (6 + again))
+        shapes = self.all_linears()
+        per_token = sum(out * into for out, into in shapes) * (4 + weight + again)
+        per_token += self.lora_rank * sum(map(sum, shapes)) * (6 + again)
+        head, attention = self.products(workload)
+        total = workload.tokens * per_token + head * (4 + weight) + attention * (6 + again)
+        return float(total)
 
     def with_lora(self, rank: int) -> Self:
         """The same model frozen, with adapters of a rank on all linear layers."""
@@ -209,7 +222,7 @@ class Family:
             return self.eager(tape, work, q, k, v)
         if self._fused(tape, q):
             return tape.flash_attention(q, k, v, work.tokens * self.heads)
-        return self._math(tape, work, q, k, v)
+        return self.math(tape, work, (q, k, v), None)
 
     def _fused(self, tape: Tape, q: Tensor) -> bool:
         """Whether torch 2.13 has a fused kernel.
@@ -220,32 +233,34 @@ class Family:
             return not self.attention_dropout
         return q.width == HALF or tape.autocast is not None or self.kv_heads == self.heads
 
-    def _math(self, tape: Tape, work: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def math(
+        self, tape: Tape, work: Workload, qkv: tuple[Tensor, Tensor, Tensor], bias: Bias | None
+    ) -> Tensor:
         """scaled_dot_product_attention without a fused kernel: in fp32, scores kept.
 
         torch 2.13 (aten/src/ATen/native/transformers/attention.cpp) holds the fp32 copies until
         it is over, and returns the scores as well, in the type of the queries; the module's
         forward holds what it gave.
         """
-        given, width = (q, k, v), HALF if tape.autocast else q.width
-        q, k, v = copies = tuple(tape.cast(tape.cast(t, width), FULL) for t in (q, k, v))
+        width = HALF if tape.autocast else qkv[0].width
+        q, k, v = copies = tuple(tape.cast(tape.cast(t, width), FULL) for t in qkv)
         if k.elements != q.elements:
             k, v = (tape.copy(t, q.elements // t.elements) for t in (k, v))
         q, k = (tape.copy(tape.unary(t)) for t in (q, k))
         raw = tape.fp32_matmul(q, k, self.scores(work))
-        raw = tape.unary(raw) if self.causal else raw
-        dropped = tape.dropout(tape.softmax(raw), self.attention_dropout)
+        if bias:
+            raw = tape.biased(raw, bias.size)
+        elif self.causal:
+            raw = tape.unary(raw)
+        dropout = self.attention_dropout if bias is None or tape.device == "cpu" else 0
+        dropped = tape.dropout(tape.softmax(raw), dropout)
         # Heads of one sample, or one head of samples, are a view that a product takes as it is.
         v = v if 1 in {work.batch_size, self.heads} else tape.copy(v)
         out = tape.fp32_matmul(dropped, v, copies[0].elements)
         returned = tape.cast(dropped, width)
         out = tape.copy(tape.cast(out, width))
-        tape.linger(returned, *copies, *given)
+        tape.linger(returned, *copies, *qkv)
         return out
-
-    def _adapters(self) -> int:
-        """Elements of one block's adapters."""
-        return sum(self.lora_rank * (out + into) for out, into in self.linears())
 
 
 def _at(run: MicroBatch, batch_size: int) -> MicroBatch:
@@ -338,6 +353,19 @@ def block_pass(tape: Tape, x: Tensor, out: Tensor, *, checkpointed: bool, beside
         forward=tape.forward_only(first=x),
         backward=held_beside([again, *backward], beside),
         gradient=x.bytes,
+    )
+
+
+def joined(first: Pass, second: Pass) -> Pass:
+    """Two passes as one, the second right after the first."""
+    grads = max(one.grads for one in second.backward)
+    backward = [Instant(one.held + first.saved, one.grads) for one in second.backward]
+    backward += [Instant(one.held, one.grads + grads) for one in first.backward]
+    return Pass(
+        saved=first.saved + second.saved,
+        forward=max(first.forward, first.saved + second.forward),
+        backward=worst(backward),
+        gradient=first.gradient,
     )
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from nbdist import machine
 from nbdist.plan import devices
 from nbdist.plan.devices import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 def cluster(given: str | Cluster | None, world_size: int | None) -> Cluster:
@@ -28,12 +33,25 @@ def cluster(given: str | Cluster | None, world_size: int | None) -> Cluster:
     return made if world_size in {None, made.world_size} else made.resized(world_size)
 
 
-def found(world_size: int | None = None) -> Cluster:
-    """The GPUs of this machine with what is free on each now; without any, CPU ranks."""
+def found(
+    world_size: int | None = None,
+    *,
+    kind: Literal["cuda", "cpu"] | None = None,
+    own: Collection[int] = (),
+) -> Cluster:
+    """The GPUs of this machine with what is free on each now; without any, CPU ranks.
+
+    Args:
+        world_size: number of CPU ranks.
+        kind: "cpu" for CPU ranks although there are GPUs.
+        own: processes whose GPU memory counts as free: ranks that a plan would replace.
+    """
     there = machine.found()
+    if kind == "cpu":
+        there = replace(there, gpus=(), link=None)
     return devices.of_machine(
         there,
-        machine.usage(there),
+        machine.usage(there, own=own),
         cpu_ranks=world_size or machine.CPU_RANKS,
         host_free_bytes=machine.host_free_bytes(),
     )

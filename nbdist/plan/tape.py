@@ -31,17 +31,25 @@ tells all of them."""
 class Tensor:
     """A tensor of a forward pass: its elements, bytes per element, and whose memory it is."""
 
-    __slots__ = ("elements", "root", "width")
+    __slots__ = ("elements", "elsewhere", "root", "width")
 
-    def __init__(self, elements: int, width: int, *, of: Tensor | None = None) -> None:
-        """Make a tensor, or a view of one."""
+    def __init__(
+        self, elements: int, width: int, *, of: Tensor | None = None, elsewhere: bool = False
+    ) -> None:
+        """Make a tensor, or a view of one; one that is `elsewhere` is not the tape's to count."""
         self.elements, self.width = elements, width
+        self.elsewhere = elsewhere
         self.root: Tensor = of.root if of else self
 
     @property
     def bytes(self) -> int:
         """Bytes of it, or of its gradient."""
         return self.elements * self.width
+
+    @property
+    def counted(self) -> int:
+        """Bytes of it that a tape counts."""
+        return 0 if self.elsewhere else self.bytes
 
 
 @dataclass(slots=True)
@@ -200,6 +208,16 @@ class Tape:
         self._add(Node(parts[0], (x,), sends=(x,), siblings=parts[1:]))
         return parts
 
+    def biased(self, x: Tensor, gradient: int) -> Tensor:
+        """A sum with what all samples share, whose gradient waits from block to block.
+
+        Args:
+            x: the larger one.
+            gradient: bytes of the other's: a new one is made, and its sum with that of before.
+        """
+        out = Tensor(x.elements, x.width)
+        return self._add(Node(out, (x,), passes=(x,), workspace=2 * gradient))
+
     def matmul(self, x: Tensor, y: Tensor, elements: int) -> Tensor:
         """A batched matrix product."""
         if self.autocast:
@@ -258,7 +276,7 @@ class Tape:
 
     def saved(self) -> int:
         """Bytes kept from forward to backward."""
-        return sum(t.bytes for t in self._kept())
+        return sum(t.counted for t in self._kept())
 
     def keeps(self, x: Tensor) -> bool:
         """Whether a node saves a tensor's memory."""
@@ -311,11 +329,11 @@ class Tape:
         for number, node in enumerate(self.nodes):
             made = {t.root for t in (node.out, *node.inputs)} - seen
             seen |= made
-            alive += sum(t.bytes for t in made)
+            alive += sum(t.counted for t in made)
             peak = max(peak, alive)
             for tensor in {t.root for t in node.inputs}:
                 if last[tensor] == number and tensor not in kept:
-                    alive -= tensor.bytes
+                    alive -= tensor.counted
         return peak
 
 
@@ -325,7 +343,7 @@ class _Backward:
     def __init__(self, nodes: Sequence[Node], incoming: int, held: int) -> None:
         self.nodes = nodes
         self.uses = Counter(t.root for node in nodes for t in node.keeps)
-        self.alive = held + incoming + sum(tensor.bytes for tensor in self.uses)
+        self.alive = held + incoming + sum(tensor.counted for tensor in self.uses)
         self.grads = 0
         self.waiting: dict[Tensor, _Gradient] = {nodes[-1].out: _Gradient(incoming)}
 
@@ -353,7 +371,7 @@ class _Backward:
         self.alive -= gradient.drop() + sum(part.drop() for part in slices)
         for tensor in node.keeps:
             self.uses[tensor.root] -= 1
-            self.alive -= 0 if self.uses[tensor.root] else tensor.root.bytes
+            self.alive -= 0 if self.uses[tensor.root] else tensor.root.counted
         for tensor, new in sent:
             yield from self.deliver(tensor, new)
 

@@ -124,7 +124,7 @@ def _plan(watch: Watch) -> Plan:
         seq_len=tokens,
         call=watch.call,
         progress=log.info,
-        kinds=(hardware.kind,),
+        kind=hardware.kind,
     )
     free = [choose.free_bytes()] * distributed.get_world_size()
     return choice.search(

@@ -160,7 +160,7 @@ class Chooser:
             seq_len=length,
             call=batch.call,
             progress=lambda text: print(f"auto: {text}"),  # noqa: T201 - for the one who waits
-            kinds=(self._hardware.kind,),
+            kind=self._hardware.kind,
         )
         question = choice.Question(
             model=spec,

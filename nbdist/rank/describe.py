@@ -18,7 +18,7 @@ from nbdist.plan import read, traced
 from nbdist.rank import measure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from nbdist import wire
     from nbdist.plan.spec import ModelSpec
@@ -43,9 +43,13 @@ def reply(asked: wire.ModelRequest, names: Mapping[str, Any]) -> wire.ModelReply
             seq_len=tokens,
             call=watch.call if watch else {},
             progress=_silent,
+            kind=asked["kind"],
         )
     except PlanError as error:
         return {"status": "error", "error": str(error)}
+    except Exception as error:  # noqa: BLE001 - the kernel waits for an answer
+        said = f"the model cannot be looked at ({type(error).__name__}: {error})."
+        return {"status": "error", "error": said}
     return {
         "status": "ok",
         "spec": spec.to_json(),
@@ -62,7 +66,7 @@ def spec_of(
     seq_len: int,
     call: Call,
     progress: Callable[[str], None],
-    kinds: Sequence[Literal["cuda", "cpu"]] = ("cuda", "cpu"),
+    kind: Literal["cuda", "cpu"],
 ) -> ModelSpec:
     """Describe a bare model: by its closed form, or by a trace in a child process.
 
@@ -72,7 +76,7 @@ def spec_of(
         seq_len: tokens of each.
         call: tensors of a real forward, where one was seen.
         progress: told what a trace is doing.
-        kinds: of devices that it is planned for; each takes time.
+        kind: of the devices that it is planned for.
 
     Raises:
         PlanError: the model cannot be looked at.
@@ -83,7 +87,7 @@ def spec_of(
         batch_size=batch_size,
         seq_len=seq_len,
         progress=progress,
-        kinds=kinds,
+        kinds=(kind,),
     )
 
 
