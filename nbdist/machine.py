@@ -21,8 +21,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from types import ModuleType
@@ -227,6 +225,8 @@ def _usage(nvml: Any, gpu: Gpu, own: Collection[int]) -> Usage:
 
 
 def _process(pid: int) -> str:
+    import psutil  # 20 ms that a kernel need not wait for when it loads the extension
+
     try:
         return f"{psutil.Process(pid).name()} (pid {pid})"
     except psutil.Error:
@@ -235,6 +235,8 @@ def _process(pid: int) -> str:
 
 def host_free_bytes() -> int:
     """Host memory that processes can still take: of the machine, or of this container."""
+    import psutil
+
     free = int(psutil.virtual_memory().available)
     limit, used = (_cgroup_number(name) for name in ("memory.max", "memory.current"))
     return free if limit is None or used is None else min(free, max(0, limit - used))

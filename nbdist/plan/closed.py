@@ -25,6 +25,8 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     **closed_seq2seq.FAMILIES,
 }
 """model_type -> reader of its config."""
+_TRAINED: Mapping[str, frozenset[str]] = {**closed_encoder.TRAINED, **closed_seq2seq.TRAINED}
+"""model_type -> classes that have a closed form; of other families the causal model alone."""
 _CLASSES: Mapping[str, Any] = {
     **closed_decoder.CLASSES,
     **closed_encoder.CLASSES,
@@ -34,8 +36,13 @@ _CLASSES: Mapping[str, Any] = {
 
 
 def knows(config: Mapping[str, Any]) -> bool:
-    """Whether there is a closed form for a transformers config."""
-    return config.get("model_type") in FAMILIES
+    """Whether there is a closed form for a transformers config and the class that it names."""
+    model_type = str(config.get("model_type"))
+    trained = _TRAINED.get(model_type)
+    if trained is None:
+        return model_type in FAMILIES
+    named = next(iter(config.get("architectures") or ()), None)
+    return (named is None or named in trained) and not config.get("is_decoder")
 
 
 def from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -45,8 +52,9 @@ def from_config(config: Mapping[str, Any]) -> ModelSpec:
         PlanError: another architecture, or a field that is missing or absurd.
     """
     if not knows(config):
+        named = "".join(f" as {name}" for name in (config.get("architectures") or ())[:1])
         message = (
-            f"model_type {config.get('model_type')!r} has no closed form; these have one: "
+            f"model_type {config.get('model_type')!r}{named} has no closed form; these have one: "
             f"{', '.join(sorted(FAMILIES))}."
         )
         raise PlanError(message)

@@ -252,4 +252,9 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "roberta": _bert,
 }
 """model_type -> reader of its config."""
+TRAINED: Mapping[str, frozenset[str]] = {
+    "bert": frozenset({"BertForMaskedLM", "BertForSequenceClassification"}),
+    "roberta": frozenset({"RobertaForMaskedLM", "RobertaForSequenceClassification"}),
+}
+"""model_type -> classes of transformers that are written down here."""
 CLASSES: Mapping[str, Any] = {"Bert": Bert}

@@ -112,7 +112,7 @@ class T5(Family):
         tape, trained = self.tape(work), self.base_trainable
         rows = tape.embedding(work.tokens, self.vocab, self.hidden, counted=False, tied=trained)
         out = tape.dropout(rows, self.attention_dropout)
-        beside, kept = self._in_root(work) + waiting, INDEX * work.tokens
+        beside, kept = self._after_decoder(work) + waiting, INDEX * work.tokens
         return family.embedding_pass(tape, out, kept=kept, beside=beside), out
 
     def _encoder_passes(self, work: Workload, stream: Tensor) -> list[Pass]:
@@ -120,7 +120,7 @@ class T5(Family):
         tape, x = self.tape(work), Tensor(stream.elements, stream.width)
         out = self._write_block(tape, work, x, None)
         again, bias = work.activation_checkpointing, self._bias(work)
-        beside = self._in_root(work) + bias
+        beside = self._after_decoder(work) + bias
         one = family.block_pass(tape, x, out, checkpointed=again, beside=beside)
         return self._stack_passes(work, one, self.layers, biases=bias, kept=0)
 
@@ -133,9 +133,10 @@ class T5(Family):
         beside = self._in_root(work) + bias + self._cross_gradient(work) + source.bytes
         one = family.block_pass(tape, x, out, checkpointed=again, beside=beside)
         one = replace(one, forward=one.forward + source.bytes)
-        kept = bias if self._fused_cross(tape, work) else 0
+        zeros = self._zeros(work)
+        kept = zeros if self._fused_cross(tape, work) else 0
         first, *others = self._stack_passes(
-            work, one, self.decoder_layers, biases=2 * bias, kept=kept
+            work, one, self.decoder_layers, biases=bias + zeros, kept=kept
         )
         between = family.joined(*self._between_passes(work, source))
         return [family.joined(between, first), *others]
@@ -150,21 +151,22 @@ class T5(Family):
             one: pass of a block by itself.
             layers: blocks of the stack.
             biases: bytes of the biases that live until the stack's forward is over; recomputed
-                blocks hold them as their arguments.
+                blocks hold them as their arguments, and the first one makes them anew.
             kept: bytes of them that are kept for the backward otherwise.
         """
         buckets = INDEX * work.seq_len**2
         again = work.activation_checkpointing
         other = replace(one, forward=one.forward + (0 if again else biases - kept))
         saved = one.saved + (biases if again else buckets + kept)
-        first = replace(one, saved=saved, forward=one.forward + biases + buckets)
+        backward = family.held_beside(one.backward, biases + buckets if again else 0)
+        first = replace(one, saved=saved, forward=one.forward + biases + buckets, backward=backward)
         return [first, other] if layers > 1 else [first]
 
     def _between_passes(self, work: Workload, source: Tensor) -> tuple[Pass, Pass]:
         """The encoder's end, and the decoder's embedding."""
         tape, x = self.tape(work), Tensor(source.elements, source.width)
         out = self._write_end(tape, work, x)
-        beside = self._in_root(work)
+        beside = self._after_decoder(work)
         end = family.block_pass(tape, x, out, checkpointed=False, beside=beside)
         return end, self._embedding_pass(work, waiting=source.bytes)[0]
 
@@ -183,16 +185,22 @@ class T5(Family):
         elements = sum(one.elements for one in self._root()) if self.base_trainable else 0
         return elements * self.tape(work).width
 
+    def _after_decoder(self, work: Workload) -> int:
+        """The same, and the zeros and their gradient, which live until the backward is over."""
+        return self._in_root(work) + 2 * self._cross_gradient(work)
+
     def _bias(self, work: Workload) -> int:
         """Bytes of a bias, the same for all samples, and of its gradient."""
         return self.heads * work.seq_len**2 * self.tape(work).width
 
-    def _cross_gradient(self, work: Workload) -> int:
-        """Bytes of the gradient of the zeros that are added where the decoder reads the source.
+    def _zeros(self, work: Workload) -> int:
+        """Bytes of what is added to the scores where the decoder reads the source."""
+        tape = self.tape(work)
+        return self.heads * work.seq_len**2 * (HALF if tape.autocast else tape.width)
 
-        They have one where transformers recomputes the blocks.
-        """
-        return self._bias(work) if work.activation_checkpointing else 0
+    def _cross_gradient(self, work: Workload) -> int:
+        """Bytes of its gradient, which it has where transformers recomputes the blocks."""
+        return self._zeros(work) if work.activation_checkpointing else 0
 
     def _fused_cross(self, tape: Tape, work: Workload) -> bool:
         """Whether a fused kernel, which keeps the zeros, lets the decoder read the source."""
@@ -207,13 +215,16 @@ class T5(Family):
         normed = self._norm(tape, work, x)
         x = self._added(tape, self._attention(tape, work, normed, normed, self._bias(work)), x)
         if source:
-            tape.hold(Tensor(work.seq_len**2, 1))  # which scores of the target are masked
+            if self.attention == "sdpa":
+                tape.hold(Tensor(work.seq_len**2, 1))  # which scores of the target are masked
             normed, bias = self._norm(tape, work, x), self._cross_gradient(work)
             x = self._added(tape, self._attention(tape, work, normed, source, bias), x)
         return self._added(tape, self._mlp(tape, work, self._norm(tape, work, x)), x)
 
     def _added(self, tape: Tape, x: Tensor, stream: Tensor) -> Tensor:
-        return tape.add(stream, tape.dropout(x, self.attention_dropout))
+        out = tape.add(stream, tape.dropout(x, self.attention_dropout))
+        tape.linger(x)
+        return out
 
     def _attention(
         self, tape: Tape, work: Workload, x: Tensor, source: Tensor, bias: int
@@ -225,7 +236,8 @@ class T5(Family):
             for given, shape in zip((x, source, source), shapes, strict=True)
         )
         if self.attention == "eager":
-            attended = self._eager(tape, work, (q, k, v), bias)
+            wide = tape.width if source is x else q.width
+            attended = self._eager(tape, work, (q, k, v), bias, wide)
         elif source is not x and self._fused_cross(tape, work):
             attended = tape.flash_attention(q, k, v, work.tokens * self.heads)
         else:
@@ -233,12 +245,12 @@ class T5(Family):
         return self.linear(tape, work, attended, out)
 
     def _eager(
-        self, tape: Tape, work: Workload, qkv: tuple[Tensor, Tensor, Tensor], bias: int
+        self, tape: Tape, work: Workload, qkv: tuple[Tensor, Tensor, Tensor], bias: int, wide: int
     ) -> Tensor:
-        """Softmax in the type of the scores, or in fp32 under a GPU's autocast."""
+        """Softmax in the type of the bias, or in fp32 under a GPU's autocast."""
         q, k, v = qkv
         raw = tape.unary(tape.matmul(q, k, self.scores(work)))
-        raw = tape.unary(tape.biased(raw, bias), width=tape.width)
+        raw = tape.unary(tape.biased(raw, bias), width=wide)
         dropped = tape.dropout(tape.softmax(raw), self.attention_dropout)
         return tape.copy(tape.matmul(dropped, v, q.elements))
 
@@ -294,4 +306,9 @@ def _t5(config: Mapping[str, Any]) -> T5:
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {"t5": _t5}
 """model_type -> reader of its config."""
+TRAINED: Mapping[str, frozenset[str]] = {
+    # The second is what the first was called when T5's configs were published.
+    "t5": frozenset({"T5ForConditionalGeneration", "T5WithLMHeadModel"}),
+}
+"""model_type -> classes of transformers that are written down here."""
 CLASSES: Mapping[str, Any] = {"T5": T5}

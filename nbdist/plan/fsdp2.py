@@ -70,7 +70,9 @@ def _place(base: Ground, step: Step, micro: Micro) -> Place:
     if step.phase == "forward":
         return Place(gathered + _buffers(base, step)[0], whole, shards)
     if step.phase == "loss":
-        return Place(gathered, whole, shards)
+        # Where the tail has no parameters, nothing has freed the last block's buffer.
+        left = 0 if base.units[base.tail].whole else _buffer(base, base.tail)
+        return Place(gathered + left, whole, shards)
     if base.tied and step.group != base.tail:
         whole += base.units[base.tail].gradients
     return Place(gathered + _ahead(base, step), whole, shards, _in_flight(base, step, micro))
@@ -148,10 +150,17 @@ def _buffers(base: Ground, step: Step) -> tuple[int, int]:
     """The gather buffer that a unit's forward keeps, and that of the unit before."""
     if base.tied and step.group == base.tail:
         return _gathering(base, step.group - 1).whole, 0
-    own = _gathering(base, step.group).whole
+    own = _buffer(base, step.group)
     if step.nth:
         return own, own
-    return own, _gathering(base, step.group - 1).whole if step.group else 0
+    gathers = _gathering(base, step.group).whole
+    return own, _buffer(base, step.group - 1) if step.group and gathers else 0
+
+
+def _buffer(base: Ground, number: int) -> int:
+    """The buffer of the last unit that was gathered: a group without parameters gathers none."""
+    wholes = (_gathering(base, before).whole for before in range(number, -1, -1))
+    return next((whole for whole in wholes if whole), 0)
 
 
 def _resident(base: Ground, step: Step) -> int:

@@ -186,6 +186,7 @@ def _closed_form(module: Any, found: Sequence[Mapping[str, Any]]) -> ModelSpec |
 
     own_class = type(module).__module__.startswith("transformers.")
     config = module.config.to_dict() if own_class and hasattr(module, "config") else {}
+    config["architectures"] = [type(module).__name__]
     if not closed.knows(config):
         return None
     config["_attn_implementation"] = module.config._attn_implementation  # noqa: SLF001

@@ -64,7 +64,7 @@ def predicted(model: traced.Traced, batch_size: int) -> int:
             continue
         own = model.groups[step.group]
         later = sum(g.count * g.trainable for g in model.groups[step.group + 1 :])
-        made[step.group] = later + (own.count - 1 - step.index) * own.trainable + step.grads
+        made[step.group] = later + (own.count - 1 - step.nth) * own.trainable + step.grads
         held = step.activations + step.inside + step.outputs
         total = max(total, held + 4 * made[step.group])
     return total + 4 * params(model)
