@@ -63,6 +63,7 @@ def plan(  # noqa: PLR0913 - the contract, and the input that a plain module nee
         batch_size=batch_sizes[0],
         seq_len=_maybe("seq_len", seq_len),
         kind=cluster.kind,
+        precision=settled["precision"],
         inputs=inputs,
         progress=here.say,
     )

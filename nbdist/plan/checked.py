@@ -28,6 +28,8 @@ PERSISTENT = ("parameters", "master", "optimizer", "buffers")
 """Parts that rest between two steps, so that any moment shows them."""
 TOLD_APART = (*PERSISTENT, "gradients")
 """Parts that a rank finds by what they belong to, where it sees every operation."""
+_WORTH_SAYING = 0.01
+"""Of all tensors: a smaller part needs no word."""
 REST = "activations and temporaries"
 """All other parts of a step."""
 CPU_RANK = "CPU rank"
@@ -117,6 +119,8 @@ class Check:
     buffers do not add to, so that nothing is predicted for it."""
     measured: Mapping[int, Measured]
     """By rank."""
+    outputs: int = 0
+    """Of the prediction: logits that live on in a cell's variable (`out = model(**batch)`)."""
     runs: int = 0
     """Sessions from which the step from tensors to the device was learned."""
 
@@ -139,9 +143,14 @@ class Check:
         """When and where, in a sentence."""
         step = next(iter(self.measured.values())).step
         several = len(self.measured) > 1
+        kept = self.outputs > _WORTH_SAYING * (self.allocated.predicted or 0)
+        logits = (
+            f"; {_size(self.outputs)} of it are the model's output, which a cell that keeps the"
+            " loss alone lets go"
+        )
         return (
             f"rank {self.rank}{', the fullest,' if several else ''} in step {step}; predicted peak:"
-            f" {self.moment}"
+            f" {self.moment}{logits if kept else ''}"
         )
 
     def _repr_html_(self) -> str:
@@ -169,7 +178,8 @@ def check(model: ModelSpec, options: Options, measured: Mapping[int, Measured]) 
     """
     rank = max(measured, key=lambda one: measured[one].allocated_bytes or measured[one].rss_bytes)
     found = measured[rank]
-    moment = predicted(model, options, len(measured), found)
+    setup = setup_of(options, len(measured), found)
+    moment = predicted(model, setup, found)
     parts = together(moment.parts, found.names)
     seen = found.told_apart()
     names = [name for name in (*found.names, REST) if parts.get(name) or seen.get(name)]
@@ -191,13 +201,13 @@ def check(model: ModelSpec, options: Options, measured: Mapping[int, Measured]) 
         allocated=Line("all tensors", moment.total, found.allocated_bytes),
         device=_device_line(found, calibration, moment.total),
         measured=dict(measured),
+        outputs=model.micro_batch(workload_of(setup, found)).outputs,
         runs=calibration.runs,
     )
 
 
-def predicted(model: ModelSpec, options: Options, world_size: int, found: Measured) -> Moment:
+def predicted(model: ModelSpec, setup: Setup, found: Measured) -> Moment:
     """The peak of a rank's tensors; CPU ranks hold what is offloaded in the same memory."""
-    setup = setup_of(options, world_size, found)
     moments = memory.moments(model, workload_of(setup, found), setup)
     if found.kind == "cpu":
         moments = map(_with_host, moments)

@@ -27,7 +27,9 @@ class T5(Family):
     the root's, since torch 2.13's FSDP2 refuses a parameter that two groups see;
     `tie_word_embeddings` says only whether the decoder's output is scaled.
 
-    The bias needs a gradient, so that attention takes the kernel that keeps the scores.
+    The bias needs a gradient, so that a CPU's attention takes the kernel that keeps the scores. A
+    GPU is taken to do the same, as in a trace; its memory-efficient kernel, where torch chooses
+    it, keeps less.
     """
 
     decoder_layers: int

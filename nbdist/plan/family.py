@@ -246,7 +246,8 @@ class Family:
         q, k, v = copies = tuple(tape.cast(tape.cast(t, width), FULL) for t in qkv)
         if k.elements != q.elements:
             k, v = (tape.copy(t, q.elements // t.elements) for t in (k, v))
-        q, k = (tape.copy(tape.unary(t)) for t in (q, k))
+        scaled = tape.unary(q)
+        q, k = tape.copy(scaled), tape.copy(tape.unary(k))
         raw = tape.fp32_matmul(q, k, self.scores(work))
         if bias:
             raw = tape.biased(raw, bias.size)
@@ -258,7 +259,9 @@ class Family:
         v = v if 1 in {work.batch_size, self.heads} else tape.copy(v)
         out = tape.fp32_matmul(dropped, v, copies[0].elements)
         returned = tape.cast(dropped, width)
-        out = tape.copy(tape.cast(out, width))
+        out = tape.cast(out, width)
+        tape.linger(scaled)
+        out = tape.copy(out)
         tape.linger(returned, *copies, *qkv)
         return out
 

@@ -89,6 +89,11 @@ def compute_of(setup: Setup) -> Compute:
     return _COMPUTE[setup.options.strategy.engine, setup.options.strategy.level]
 
 
+def computes(precision: str) -> tuple[Compute, ...]:
+    """All ways to compute that the engines have for a precision."""
+    return ("full",) if precision == "no" else tuple(dict.fromkeys(_COMPUTE.values()))
+
+
 _COMPUTE: Mapping[tuple[str, int], Compute] = {
     ("ddp", 0): "autocast",
     ("fsdp", 1): "half_autocast",

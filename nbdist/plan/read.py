@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from nbdist.errors import PlanError
-from nbdist.plan import closed, traced
+from nbdist.plan import closed, memory, traced
 
 if TYPE_CHECKING:
     from nbdist.plan.spec import ModelSpec
@@ -34,6 +34,7 @@ def model_spec(
     batch_size: int,
     seq_len: int | None,
     kind: Kind,
+    precision: str,
     inputs: object = None,
     progress: Progress,
 ) -> tuple[ModelSpec, int]:
@@ -45,6 +46,7 @@ def model_spec(
         batch_size: of the trace, where one is needed.
         seq_len: tokens of a sample; default: what the model takes, 2048 at most.
         kind: of the devices; a trace computes as they do.
+        precision: to plan for.
         inputs: example input of a module, where it cannot be known from its config.
         progress: told what a trace is doing.
 
@@ -71,7 +73,12 @@ def model_spec(
     if closed.knows(config):
         return closed.from_config(config), length
     found = traced.of_config(
-        config, batch_size=batch_size, seq_len=length, progress=progress, kinds=(kind,)
+        config,
+        batch_size=batch_size,
+        seq_len=length,
+        progress=progress,
+        kinds=(kind,),
+        computes=memory.computes(precision),
     )
     return found, _length_of_spec(found, length)
 

@@ -24,6 +24,8 @@ autocast: fp32 parameters under torch.autocast, outputs back in fp32 (DDP).
 half_autocast: both (FSDP1 through accelerate 1.15, which also returns fp32 outputs).
 """
 
+COMPUTES: tuple[Compute, ...] = ("full", "half", "autocast", "half_autocast")
+
 Role = Literal["embedding", "block", "tail", "root"]
 """tail: final norm and head. root: what belongs to no other group and is used all along."""
 

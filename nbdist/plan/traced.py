@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PlanError
-from nbdist.plan.spec import Group, Instant, MicroBatch, Pass
+from nbdist.plan.spec import COMPUTES, Group, Instant, MicroBatch, Pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from nbdist.plan.spec import ModelSpec, Workload
+    from nbdist.plan.spec import Compute, ModelSpec, Workload
 
 TRACE_TIMEOUT_S = 300.0
 """A trace takes about 10 s; a model without repeated blocks may take longer."""
@@ -123,6 +123,7 @@ def of_config(
     seq_len: int,
     progress: Callable[[str], None],
     kinds: Sequence[str] = ("cuda", "cpu"),
+    computes: Sequence[Compute] = COMPUTES,
 ) -> Traced:
     """Trace a transformers config in a child process; blocks for some seconds.
 
@@ -132,6 +133,7 @@ def of_config(
         seq_len: tokens of a sample.
         progress: told what the trace is doing.
         kinds: of devices, whose ways to compute are traced; one takes half the time of two.
+        computes: ways to compute that are traced.
 
     Raises:
         PlanError: transformers has no class for it, or it cannot be traced; one sentence.
@@ -141,6 +143,7 @@ def of_config(
         "batch_size": batch_size,
         "seq_len": seq_len,
         "kinds": list(kinds),
+        "computes": list(computes),
     }
     return from_json(_answer([sys.executable, "-m", "nbdist.trace"], request, progress))
 

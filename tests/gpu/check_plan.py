@@ -116,7 +116,7 @@ def compared(planned: Iterator[tuple[str, Case]]) -> Iterator[dict[str, Any]]:
         seen = checked.Measured.from_json(figures)
         options = options_of(case)
         spec = closed.from_config(case.config)
-        moment = checked.predicted(spec, options, case.world_size, seen)
+        moment = checked.predicted(spec, checked.setup_of(options, case.world_size, seen), seen)
         device = Calibration(context_bytes=CUDA_CONTEXT_BYTES).device_bytes(moment.total)
         row = {
             "shape": shape,

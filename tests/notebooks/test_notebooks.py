@@ -124,3 +124,20 @@ def test_trainer() -> None:
     assert "image/png" in mimes(notebook, "plot")
     bits = float(text(notebook, "plot").split(" bits per byte of files")[0].split()[-1])
     assert 1 < bits < 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # plan with the defaults
+    notebook = executed("04_will_it_fit.ipynb")
+    assert "fastest that fits" in text(notebook, "seven")
+    assert "text/html" in mimes(notebook, "seven")
+    assert "these changes would" in text(notebook, "eight")
+    assert text(notebook, "seventy").count("fits: False") == 2
+    assert "auto: " in text(notebook, "auto")
+    check = text(notebook, "check")
+    assert "predicted" in check
+    assert "measured" in check
+    assert "CPU ranks" in text(notebook, "here")
+    assert "L4" in text(notebook, "there")

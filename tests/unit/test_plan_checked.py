@@ -80,8 +80,11 @@ def test_parts_of_the_prediction_sum_up_to_it() -> None:
 
 def test_cpu_ranks_hold_what_is_offloaded_themselves() -> None:
     spec = closed.from_config(CONFIG)
-    here = checked.predicted(spec, options(backend="zero2", offload="cpu"), 2, FOUND)
-    there = checked.predicted(spec, options(backend="zero2", offload="cpu"), 2, ON_GPU)
+    chosen = options(backend="zero2", offload="cpu")
+    here, there = (
+        checked.predicted(spec, checked.setup_of(chosen, 2, found), found)
+        for found in (FOUND, ON_GPU)
+    )
     assert here.total > there.total
     assert not here.host
 
