@@ -1,7 +1,8 @@
 """Closed forms of known architectures: what transformers' own code keeps and makes.
 
 From a config's fields alone; no torch. A family writes its operations down as transformers
-5.23 runs them (`closed_decoder`), and a `Tape` reads the bytes off.
+5.23 runs them (`closed_decoder`, `closed_encoder`, `closed_seq2seq`), and a `Tape` reads the
+bytes off.
 """
 
 from __future__ import annotations

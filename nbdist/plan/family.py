@@ -1,7 +1,7 @@
 """What families of language models share: parameters, attention, passes read off a tape.
 
 A family says which parameters its groups have and writes its operations on a `Tape`;
-`decoder`, `closed_decoder` and `closed_encoder` make a `ModelSpec` of them.
+`decoder`, `closed_encoder` and `closed_seq2seq` make a `ModelSpec` of them.
 """
 
 from __future__ import annotations
@@ -113,16 +113,19 @@ class Family:
 
     def micro_batch(self, workload: Workload) -> MicroBatch:
         """Bytes of one micro-batch."""
-        # A single sample's views differ from those of several (`math`).
-        batch = 1 if workload.batch_size == 1 else BATCH
-        layout = replace(workload, batch_size=batch)
-        if layout not in self._known:
-            self._known[layout] = self.passes(layout)
-        return _at(self._known[layout], workload.batch_size)
+        if workload not in self._known:
+            # A single sample's views differ from those of several (`math`).
+            alone = workload.batch_size in {1, BATCH}
+            self._known[workload] = (
+                self.passes(workload)
+                if alone
+                else _at(self.micro_batch(replace(workload, batch_size=BATCH)), workload.batch_size)
+            )
+        return self._known[workload]
 
     @functools.cached_property
     def _known(self) -> dict[Workload, MicroBatch]:
-        """Micro-batches of any batch size, sizes in powers of `BATCH`."""
+        """Micro-batches that were asked for; those of `BATCH` have sizes in powers of it."""
         return {}
 
     def flops(self, workload: Workload) -> float:
@@ -133,12 +136,17 @@ class Family:
         """
         again = 2 if workload.activation_checkpointing else 0
         weight = 2 if self.base_trainable else 0
-        shapes = self.all_linears()
-        per_token = sum(out * into for out, into in shapes) * (4 + weight + again)
-        per_token += self.lora_rank * sum(map(sum, shapes)) * (6 + again)
+        weights, features = self._linears
+        per_token = weights * (4 + weight + again) + self.lora_rank * features * (6 + again)
         head, attention = self.products(workload)
         total = workload.tokens * per_token + head * (4 + weight) + attention * (6 + again)
         return float(total)
+
+    @functools.cached_property
+    def _linears(self) -> tuple[int, int]:
+        """Elements of all linear layers, and the sum of their input and output features."""
+        shapes = self.all_linears()
+        return sum(out * into for out, into in shapes), sum(map(sum, shapes))
 
     def with_lora(self, rank: int) -> Self:
         """The same model frozen, with adapters of a rank on all linear layers."""

@@ -171,22 +171,26 @@ def _line(row: Row, plan: Plan, free: int) -> str:
 
 # ---------------------------------------------------------------------------- HTML
 
+# JupyterLab has rules of its own for tables in an output, which "!important" overrides.
 _STYLE = (
     ".nbdist-plan{font-family:var(--jp-ui-font-family,sans-serif);font-size:12px;"
     "line-height:1.35}"
     ".nbdist-plan table{border-collapse:collapse;margin:4px 0;font-size:12px}"
-    ".nbdist-plan td,.nbdist-plan th{padding:2px 8px;text-align:left;vertical-align:middle;"
-    "white-space:nowrap}"
-    ".nbdist-plan td.why{white-space:normal;text-align:left}"
+    ".nbdist-plan td,.nbdist-plan th{padding:2px 6px!important;text-align:left!important;"
+    "vertical-align:middle;white-space:nowrap}"
+    ".nbdist-plan td.n,.nbdist-plan th.n{text-align:right!important;"
+    "font-variant-numeric:tabular-nums}"
+    ".nbdist-plan td.why{white-space:normal;min-width:200px}"
     ".nbdist-plan ul{margin:2px 0 4px}"
-    ".nbdist-plan td.n{text-align:right;font-variant-numeric:tabular-nums}"
-    ".nbdist-plan tr.best{font-weight:600;background:rgba(89,161,79,.16)}"
+    ".nbdist-plan tr{background:none!important}"
+    ".nbdist-plan tr.best{font-weight:600;background:rgba(89,161,79,.18)!important}"
     ".nbdist-plan tr.no td{opacity:.62}"
-    ".nbdist-plan .bar{display:inline-flex;width:220px;height:12px;position:relative;"
+    ".nbdist-plan .bar{display:inline-flex;width:150px;height:12px;position:relative;"
     "background:rgba(128,128,128,.15);overflow:hidden;vertical-align:middle}"
     ".nbdist-plan .bar i{display:block;height:100%}"
     ".nbdist-plan .bar b{position:absolute;top:0;bottom:0;width:2px;"
     "background:var(--jp-ui-font-color1,currentColor)}"
+    ".nbdist-plan .key span{white-space:nowrap}"
     ".nbdist-plan .key i{display:inline-block;width:10px;height:10px;margin:0 4px 0 10px}"
 )
 
@@ -224,8 +228,10 @@ def _table(plan: Plan, rows: Sequence[Row]) -> str:
     free = plan.question.cluster.smallest.free_bytes
     longest = max(row.device_bytes for row in rows)
     scale = max(free, min(longest, int(LONGEST_BAR * free))) or 1
-    titles = ("", "memory of a device", "GiB", _per_second(plan), "")
-    head = f"<tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>"
+    head = (
+        "<tr><th></th><th>memory of a device</th><th class='n'>GiB</th>"
+        f"<th class='n'>{_per_second(plan)}</th><th></th></tr>"
+    )
     return f"<table>{head}{''.join(_html_row(row, plan, free, scale) for row in rows)}</table>"
 
 
@@ -264,7 +270,7 @@ def _bar(row: Row, free: int, scale: int) -> str:
 def _key(rows: Iterable[Row]) -> str:
     used = {part for row in rows for part, size in row.memory.items() if size}
     items = (
-        f"<i style='background:{color}'></i>{part}"
+        f"<span><i style='background:{color}'></i>{part}</span> "
         for part, color in COLORS.items()
         if part in used
     )
