@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.plan import layout, memory, spec
+from nbdist.plan import layout, spec
 from nbdist.plan.memory import Moment
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Mome
             + _casts(model, step, workload),
             "logits": step.outputs + (step.inside if step.phase == "loss" else 0),
         }
-        yield Moment(name=memory.named(model, step), parts={**held, **parts})
+        yield Moment(name=step.name, parts={**held, **parts})
     elements = spec.trainable(model)
     yield Moment(
         name="optimizer step",

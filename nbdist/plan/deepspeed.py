@@ -11,12 +11,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
-from nbdist.plan import gathering, layout, memory, spec
+from nbdist.plan import gathering, layout, spec
 from nbdist.plan.memory import Moment
 from nbdist.strategies import Hardware
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from nbdist.plan.layout import Reduction
     from nbdist.plan.memory import Parts, Setup
@@ -221,11 +221,6 @@ class Story:
             bucket=self.config.bucket,
             backward=backward,
         )
-
-    def steps(self) -> Iterator[tuple[str, Step]]:
-        """The steps of the micro-batch with their names."""
-        for step in spec.steps(self.model, self.run):
-            yield memory.named(self.model, step), step
 
 
 def total(many: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from nbdist.plan import spec
     from nbdist.plan.optimizers import Optimizer
     from nbdist.plan.spec import Compute, ModelSpec, Workload
     from nbdist.strategies import Options
@@ -119,16 +118,9 @@ def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Mome
 def peak(model: ModelSpec, workload: Workload, setup: Setup) -> Moment:
     """The fullest moment; host memory and NVMe are the most of any moment."""
     told = list(moments(model, workload, setup))
-    fullest = max(told, key=lambda moment: moment.total)
-    host = max((moment.host for moment in told), key=lambda parts: sum(parts.values()))
+    totals = [moment.total for moment in told]
+    fullest = told[totals.index(max(totals))]
+    hosted = [moment.host for moment in told if moment.host]
+    host = max(hosted, key=lambda parts: sum(parts.values()), default=_NOTHING)
     nvme = max(moment.nvme for moment in told)
     return Moment(name=fullest.name, parts=fullest.parts, host=host, nvme=nvme)
-
-
-def named(model: ModelSpec, step: spec.Step) -> str:
-    """Name a step for a reader: "backward of block 3"."""
-    if step.phase == "loss":
-        return "loss"
-    group = model.groups[step.group]
-    number = f" {step.nth}" if group.count > 1 else ""
-    return f"{step.phase} of {group.name}{number}"

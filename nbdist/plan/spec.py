@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,9 +93,9 @@ class Pass:
     """Bytes of the gradient that it hands to the group before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class MicroBatch:
-    """Activations of one micro-batch."""
+    """Activations of one micro-batch; each one is only equal to itself."""
 
     passes: tuple[Pass, ...]
     """For each group of the model, in forward order, of one of its `count`."""
@@ -166,6 +167,8 @@ def largest(model: ModelSpec) -> int:
 class Step(NamedTuple):
     """One moment of a micro-batch, before an engine adds what it holds."""
 
+    name: str
+    """For a reader: "backward of block 3"."""
     phase: Literal["forward", "loss", "backward"]
     group: int
     """Index of the group at work; of the last one in the loss."""
@@ -181,43 +184,62 @@ class Step(NamedTuple):
     """Bytes of logits that the cell's variable keeps."""
 
 
-def steps(model: ModelSpec, run: MicroBatch) -> Iterator[Step]:
-    """Walk through a micro-batch: forward, loss, backward.
+def steps(model: ModelSpec, run: MicroBatch) -> tuple[Step, ...]:
+    """Walk through a micro-batch of a model: forward, loss, backward.
 
     Of a group that repeats, only the first two and the last two are visited: in between
-    every engine's bytes are affine in the index, so that no peak is missed.
+    every engine's bytes are affine in the index, so that no peak is missed. All engines that
+    compute alike walk the same steps, which are kept as long as the micro-batch is.
     """
+    if run not in _walked:
+        _walked[run] = tuple(_walk(model, run))
+    return _walked[run]
+
+
+_walked: WeakKeyDictionary[MicroBatch, tuple[Step, ...]] = WeakKeyDictionary()
+
+
+def _walk(model: ModelSpec, run: MicroBatch) -> Iterator[Step]:
     before = _saved_before(model, run)
     for number, (group, part) in enumerate(zip(model.groups, run.passes, strict=True)):
         for index in ends(group.count):
-            held = before[number] + index * part.saved
             # The variable still holds the logits of the micro-batch before.
             yield Step(
+                name=_name("forward", group, index),
                 phase="forward",
                 group=number,
                 nth=index,
-                activations=held,
+                activations=before[number] + index * part.saved,
                 inside=part.forward,
                 outputs=run.outputs,
             )
     last = len(model.groups) - 1
     yield Step(
-        phase="loss", group=last, activations=before[-1], inside=run.loss, outputs=run.outputs
+        name="loss",
+        phase="loss",
+        group=last,
+        activations=before[-1],
+        inside=run.loss,
+        outputs=run.outputs,
     )
     for number in range(last, -1, -1):
-        part = run.passes[number]
-        for index in reversed(ends(model.groups[number].count)):
-            held = before[number] + index * part.saved
+        group, part = model.groups[number], run.passes[number]
+        for index in reversed(ends(group.count)):
             for instant in part.backward:
                 yield Step(
+                    name=_name("backward", group, index),
                     phase="backward",
                     group=number,
                     nth=index,
-                    activations=held,
+                    activations=before[number] + index * part.saved,
                     inside=instant.held,
                     grads=instant.grads,
                     outputs=run.outputs,
                 )
+
+
+def _name(phase: str, group: Group, nth: int) -> str:
+    return f"{phase} of {group.name}{f' {nth}' if group.count > 1 else ''}"
 
 
 def ends(count: int) -> list[int]:

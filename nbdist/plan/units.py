@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from nbdist.plan.memory import Moment, named
+from nbdist.plan.memory import Moment
 
 if TYPE_CHECKING:
     from nbdist.plan.memory import Setup
@@ -152,7 +152,7 @@ class Ground:
             "activations": step.activations + inside,
             "logits": step.outputs + loss,
         }
-        return self._placed(named(self.model, step), parts, place.shards)
+        return self._placed(step.name, parts, place.shards)
 
     def optimizer_step(self, outputs: int) -> Moment:
         """All gradient shards, and the temporaries of the update."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.plan import layout, zero3
 from nbdist.plan.deepspeed import CUTS_GRADIENTS, CUTS_PARAMETERS, MASTER, NORM, Story
+from nbdist.plan.spec import steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,8 +69,8 @@ class _Whole(Story):
 
     def moments(self) -> Iterator[Moment]:
         """Forward, loss, backward, reductions, step."""
-        for name, step in self.steps():
-            yield self.moment(name, self.activations(step), self._during(step))
+        for step in steps(self.model, self.run):
+            yield self.moment(step.name, self.activations(step), self._during(step))
         yield from self._reduced_at_once() if self._at_once else self._reduced_after()
         yield from self._updated()
 

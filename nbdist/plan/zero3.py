@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.plan import gathering, layout
 from nbdist.plan.deepspeed import MASTER, NORM, Story, total
+from nbdist.plan.spec import steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,9 +108,9 @@ class Cut(Story):
 
     def moments(self) -> Iterator[Moment]:
         """Forward, loss, backward, reductions, step."""
-        for name, step in self.steps():
+        for step in steps(self.model, self.run):
             for parts in self._during(step):
-                yield self.moment(name, *parts)
+                yield self.moment(step.name, *parts)
         yield from self._reduced()
         yield from self._updated()
 
