@@ -105,7 +105,7 @@ _COMPUTE: Mapping[tuple[str, int], Compute] = {
 
 def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Moment]:
     """The moments of a training step under the setup's engine."""
-    from nbdist.plan import ddp, fsdp, zero
+    from nbdist.plan.engines import ddp, fsdp, zero
 
     stories: Mapping[str, Story] = {
         "ddp": ddp.moments,

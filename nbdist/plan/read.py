@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from nbdist.errors import PlanError
-from nbdist.plan import closed, memory, traced
+from nbdist.plan import memory
+from nbdist.plan.models import closed, traced
 
 if TYPE_CHECKING:
     from nbdist.plan.spec import ModelSpec

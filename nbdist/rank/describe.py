@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from nbdist.errors import PlanError
-from nbdist.plan import read, traced
+from nbdist.plan import read
+from nbdist.plan.models import traced
 from nbdist.rank import measure
 
 if TYPE_CHECKING:

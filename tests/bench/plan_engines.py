@@ -28,7 +28,9 @@ from typing import TYPE_CHECKING, Any
 import footprint
 import results
 
-from nbdist.plan import closed, layout, memory, optimizers, spec
+from nbdist.plan import memory, optimizers, spec
+from nbdist.plan.engines import layout
+from nbdist.plan.models import closed
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:

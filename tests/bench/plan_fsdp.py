@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import footprint
 import results
 
-from nbdist.plan import closed, memory, spec
+from nbdist.plan import memory, spec
+from nbdist.plan.models import closed
 from nbdist.plan.optimizers import OPTIMIZERS
 from nbdist.strategies import Options
 

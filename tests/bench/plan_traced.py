@@ -15,7 +15,8 @@ import plan_modules
 import results
 
 import nbdist
-from nbdist.plan import memory, optimizers, traced
+from nbdist.plan import memory, optimizers
+from nbdist.plan.models import traced
 from nbdist.plan.spec import Workload
 from nbdist.strategies import Hardware, Options
 

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from nbdist.errors import PlanError
-from nbdist.plan import traced
+from nbdist.plan.models import traced
 from nbdist.plan.spec import Workload, params, steps
 from nbdist.trace import groups as module_groups
 from nbdist.trace import module as modules

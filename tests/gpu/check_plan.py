@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from footprint import Case, batch_of, fake_group, finished, model_of, optimizer_of
 
 from nbdist import machine
-from nbdist.plan import checked, closed
+from nbdist.plan import checked
 from nbdist.plan.calibration import CUDA_CONTEXT_BYTES, Calibration
 from nbdist.plan.choice import MARGIN
+from nbdist.plan.models import closed
 from nbdist.plan.words import gib
 from nbdist.strategies import STRATEGIES, Hardware, Options
 

@@ -13,7 +13,9 @@ import published
 from published import LLAMA_7B, LLAMA_13B, LLAMA_34B, LLAMA_70B, Setting, llama
 
 from nbdist.machine import Gpu, Machine
-from nbdist.plan import closed, cost, devices, gathering, spec
+from nbdist.plan import cost, devices, spec
+from nbdist.plan.engines import gathering
+from nbdist.plan.models import closed
 from nbdist.strategies import STRATEGIES
 
 if TYPE_CHECKING:

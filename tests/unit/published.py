@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist.plan import calibration, choice, closed, cost, devices, memory, optimizers
+from nbdist.plan import calibration, choice, cost, devices, memory, optimizers
+from nbdist.plan.models import closed
 from nbdist.plan.spec import Workload
 from nbdist.strategies import Options
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.plan import checked, closed
+from nbdist.plan import checked
 from nbdist.plan.checked import REST, Line, Measured
+from nbdist.plan.models import closed
 from nbdist.strategies import Hardware, Options
 
 CONFIG = {

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.plan import closed, spec
-from nbdist.plan.decoder import Decoder
+from nbdist.plan import spec
+from nbdist.plan.models import closed
+from nbdist.plan.models.decoder import Decoder
 from nbdist.plan.spec import Workload
 
 if TYPE_CHECKING:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.plan import closed, layout, spec
+from nbdist.plan import spec
+from nbdist.plan.engines import layout
+from nbdist.plan.models import closed
 from nbdist.plan.spec import Workload
 
 if TYPE_CHECKING:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.plan import closed, gathering, layout, memory, optimizers
+from nbdist.plan import memory, optimizers
+from nbdist.plan.engines import gathering, layout
+from nbdist.plan.models import closed
 from nbdist.plan.spec import Group, MicroBatch, Pass, Workload
 from nbdist.strategies import Hardware, Options
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.plan import closed, memory, spec
+from nbdist.plan import memory, spec
 from nbdist.plan.memory import Setup
+from nbdist.plan.models import closed
 from nbdist.plan.optimizers import OPTIMIZERS
 from nbdist.plan.spec import Workload
 from nbdist.strategies import Options

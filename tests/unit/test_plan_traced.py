@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.plan import spec, traced
+from nbdist.plan import spec
+from nbdist.plan.models import traced
 from nbdist.plan.spec import Instant, Workload
 
 MIB = 1 << 20
@@ -120,7 +121,7 @@ def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_spec_needs_no_torch() -> None:
-    code = "import sys, nbdist.plan.traced; print('torch' in sys.modules)"
+    code = "import sys, nbdist.plan.models.traced; print('torch' in sys.modules)"
     done = subprocess.run(child(code), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -11,14 +11,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
-from nbdist.plan import gathering, layout, spec
+from nbdist.plan import spec
+from nbdist.plan.engines import gathering, layout
 from nbdist.plan.memory import Moment
 from nbdist.strategies import Hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from nbdist.plan.layout import Reduction
+    from nbdist.plan.engines.layout import Reduction
     from nbdist.plan.memory import Parts, Setup
     from nbdist.plan.spec import ModelSpec, Step, Workload
 

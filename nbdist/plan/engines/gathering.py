@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.plan import layout
+from nbdist.plan.engines import layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

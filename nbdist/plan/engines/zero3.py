@@ -9,15 +9,15 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nbdist.plan import gathering, layout
-from nbdist.plan.deepspeed import MASTER, NORM, Story, total
+from nbdist.plan.engines import gathering, layout
+from nbdist.plan.engines.deepspeed import MASTER, NORM, Story, total
 from nbdist.plan.spec import steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from nbdist.plan.gathering import Where
-    from nbdist.plan.layout import Reduction
+    from nbdist.plan.engines.gathering import Where
+    from nbdist.plan.engines.layout import Reduction
     from nbdist.plan.memory import Moment, Parts, Setup
     from nbdist.plan.spec import Group, ModelSpec, Step, Workload
 

@@ -6,11 +6,11 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbdist.plan import family
-from nbdist.plan.config import attention, element, rate, size
-from nbdist.plan.family import INDEX, NOTHING, Bias, Family, Weight, group
+from nbdist.plan.models import family
+from nbdist.plan.models.config import attention, element, rate, size
+from nbdist.plan.models.family import INDEX, NOTHING, Bias, Family, Weight, group
+from nbdist.plan.models.tape import FULL, HALF, Tape, Tensor
 from nbdist.plan.spec import Group, MicroBatch
-from nbdist.plan.tape import FULL, HALF, Tape, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

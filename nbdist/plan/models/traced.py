@@ -185,7 +185,7 @@ def of_module(
 
 def _closed_form(module: Any, found: Sequence[Mapping[str, Any]]) -> ModelSpec | None:
     """The closed form of a transformers model, if it is exactly this model's."""
-    from nbdist.plan import closed
+    from nbdist.plan.models import closed
 
     own_class = type(module).__module__.startswith("transformers.")
     config = module.config.to_dict() if own_class and hasattr(module, "config") else {}

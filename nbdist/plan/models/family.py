@@ -10,8 +10,8 @@ import functools
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
+from nbdist.plan.models.tape import BATCH, FULL, HALF, Tape, Tensor, worst
 from nbdist.plan.spec import Group, Instant, MicroBatch, Pass
-from nbdist.plan.tape import BATCH, FULL, HALF, Tape, Tensor, worst
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

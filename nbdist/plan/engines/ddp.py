@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.plan import layout, spec
+from nbdist.plan import spec
+from nbdist.plan.engines import layout
 from nbdist.plan.memory import Moment
 
 if TYPE_CHECKING:

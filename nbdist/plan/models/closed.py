@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
-from nbdist.plan import closed_decoder, closed_encoder, closed_seq2seq
-from nbdist.plan.sizes import with_size
+from nbdist.plan.models import closed_decoder, closed_encoder, closed_seq2seq
+from nbdist.plan.models.sizes import with_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -12,14 +12,14 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from nbdist.plan import layout, zero3
-from nbdist.plan.deepspeed import CUTS_GRADIENTS, CUTS_PARAMETERS, MASTER, NORM, Story
+from nbdist.plan.engines import layout, zero3
+from nbdist.plan.engines.deepspeed import CUTS_GRADIENTS, CUTS_PARAMETERS, MASTER, NORM, Story
 from nbdist.plan.spec import steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbdist.plan.layout import Reduction
+    from nbdist.plan.engines.layout import Reduction
     from nbdist.plan.memory import Moment, Setup
     from nbdist.plan.spec import ModelSpec, Step, Workload
 

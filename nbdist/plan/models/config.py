@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PlanError
-from nbdist.plan.tape import FULL, HALF
+from nbdist.plan.models.tape import FULL, HALF
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

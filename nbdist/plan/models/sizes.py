@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from nbdist.errors import PlanError
-from nbdist.plan.closed_decoder import Llama
+from nbdist.plan.models.closed_decoder import Llama
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,11 +6,11 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from nbdist.plan import family
-from nbdist.plan.config import attention, check_divides, element, rate, size
-from nbdist.plan.family import INDEX, NOTHING, Family, Weight, group
+from nbdist.plan.models import family
+from nbdist.plan.models.config import attention, check_divides, element, rate, size
+from nbdist.plan.models.family import INDEX, NOTHING, Family, Weight, group
+from nbdist.plan.models.tape import Tape, Tensor
 from nbdist.plan.spec import Group, MicroBatch
-from nbdist.plan.tape import Tape, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

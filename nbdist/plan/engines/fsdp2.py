@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.plan.units import Ground, Place, Unit, Widths, unit
+from nbdist.plan.engines.units import Ground, Place, Unit, Widths, unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nbdist.plan.engines.units import Micro
     from nbdist.plan.memory import Moment, Setup
     from nbdist.plan.spec import Group, MicroBatch, ModelSpec, Step
-    from nbdist.plan.units import Micro
 
 
 def ground(model: ModelSpec, setup: Setup) -> Ground:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.plan.config import attention, check_divides, element, rate, size
-from nbdist.plan.decoder import Decoder
-from nbdist.plan.family import Weight
-from nbdist.plan.tape import FULL, Tape, Tensor
+from nbdist.plan.models.config import attention, check_divides, element, rate, size
+from nbdist.plan.models.decoder import Decoder
+from nbdist.plan.models.family import Weight
+from nbdist.plan.models.tape import FULL, Tape, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,14 +10,14 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from nbdist.plan import family
-from nbdist.plan.family import INDEX, NOTHING, Family, Weight, group
+from nbdist.plan.models import family
+from nbdist.plan.models.family import INDEX, NOTHING, Family, Weight, group
+from nbdist.plan.models.tape import Tensor
 from nbdist.plan.spec import Group, MicroBatch
-from nbdist.plan.tape import Tensor
 
 if TYPE_CHECKING:
+    from nbdist.plan.models.tape import Tape
     from nbdist.plan.spec import Pass, Workload
-    from nbdist.plan.tape import Tape
 
 
 @dataclass(frozen=True, kw_only=True)

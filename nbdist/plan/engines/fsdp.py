@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.plan import fsdp1, fsdp2
+from nbdist.plan.engines import fsdp1, fsdp2
 from nbdist.plan.spec import steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nbdist.plan.engines.units import Micro
     from nbdist.plan.memory import Moment, Setup
     from nbdist.plan.spec import ModelSpec, Workload
-    from nbdist.plan.units import Micro
 
 _VERSIONS = {1: fsdp1, 2: fsdp2}
 

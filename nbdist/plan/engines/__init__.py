@@ -1,0 +1,1 @@
+"""The engines' stories: what DDP, FSDP and DeepSpeed hold at the moments of a training step."""
