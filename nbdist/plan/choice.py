@@ -57,6 +57,19 @@ class Question:
     """Places to search where `fixed` names none."""
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the reader: what was assumed, what binds, what the devices lack."""
+        device = self.cluster.smallest
+        if self.cluster.kind == "cpu" or self.precision in {"no", *device.flops}:
+            return self.cluster.notes
+        able = ", ".join(sorted({"fp16", "bf16", "fp8"} & set(device.flops)))
+        lacking = (
+            f"{device.name} does not compute in {self.precision}, so speeds are those of fp32; it"
+            f" has {able}."
+        )
+        return (*self.cluster.notes, lacking)
+
+    @property
     def world_size(self) -> int:
         """Number of ranks, one for each device."""
         return self.cluster.world_size
@@ -291,7 +304,8 @@ def _elsewhere(row: Row, question: Question) -> str:
     words = [f"{gib(size, unit=True)} of {place}" for place, size in needs.items() if size > GIB]
     if not words or question.cluster.kind == "cpu":
         return ""
-    return f"; takes {' and '.join(words)}"
+    unknown = question.cluster.host_memory_bytes is None
+    return f"; takes {' and '.join(words)}{', taken to be there' if unknown else ''}"
 
 
 def _reason(row: Row, best: Row, question: Question) -> str:

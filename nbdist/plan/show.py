@@ -146,7 +146,7 @@ def text(plan: Plan) -> str:
     """The table for a terminal: one line for each backend and offload."""
     free = plan.question.cluster.smallest.free_bytes
     lines = [heading(plan)]
-    lines += [f"  note: {note}" for note in plan.question.cluster.notes]
+    lines += [f"  note: {note}" for note in plan.question.notes]
     lines += [""] + [_line(row, plan, free) for row in briefly(plan)]
     hidden = len(plan.rows) - len(briefly(plan))
     if hidden:
@@ -203,7 +203,7 @@ def html(plan: Plan) -> str:
             f"<style>{_STYLE}</style><div class='nbdist-plan'>",
             f"<div><b>{escape(_verdict(plan))}</b></div>{_list(plan.advice)}",
             f"<div>{escape(heading(plan))}</div>",
-            *(f"<div>{escape(note)}</div>" for note in plan.question.cluster.notes),
+            *(f"<div>{escape(note)}</div>" for note in plan.question.notes),
             _table(plan, rows),
             _key(rows),
             *(f"<div>{escape(sentence)}</div>" for sentence in _closing(plan)),

@@ -104,10 +104,12 @@ class Chooser:
             batch: called on rank 0 alone.
         """
         free = _gathered(free_bytes(model))
-        answer: dict[str, Any] = {}
+        mine: dict[str, Any] = {}
         if distributed.get_rank() == 0:
-            answer = self._answer(model, optimizer, batch, free)
-        answer = _from_rank_0(answer)
+            mine = self._answer(model, optimizer, batch, free)
+        answer = _from_rank_0({name: one for name, one in mine.items() if name not in _SHOWN})
+        if "stopped" in answer:
+            raise KeyboardInterrupt
         if "error" in answer:
             raise PlanError(answer["error"])
         chosen = Options.from_json(answer["options"])
@@ -115,7 +117,7 @@ class Chooser:
         self._load(chosen)
         self.decided = self._in_own_folder(chosen)
         if distributed.get_rank() == 0:
-            self.show(answer["text"], answer["html"])
+            self.show(mine["text"], mine["html"])
             self.tell(chosen)
         return self.decided
 
@@ -127,12 +129,18 @@ class Chooser:
         free: Sequence[int],
     ) -> dict[str, Any]:
         """Rank 0's decision, or the error that all ranks raise."""
+        seen: Batch | None = None
         try:
-            plan, seen = self._plan(model, optimizer, batch(), free)
+            seen = batch()
+            plan = self._plan(model, optimizer, seen, free)
             if plan.best is None:
                 return {"error": "--auto: " + "\n".join(plan.explanation())}
             chosen = plan.best.options
             self._load(chosen)
+        except KeyboardInterrupt:
+            return {"stopped": True}  # the other ranks wait for an answer, whatever it is
+        except PlanError as error:
+            return {"error": f"{error}{_WITHOUT_A_LOADER if seen and seen.guess else ''}"}
         except NbdistError as error:
             return {"error": str(error)}
         except Exception as error:  # noqa: BLE001 - or the other ranks would wait for ever
@@ -151,7 +159,7 @@ class Chooser:
         optimizer: Mapping[str, Any],
         batch: Batch,
         free: Sequence[int],
-    ) -> tuple[Plan, Batch]:
+    ) -> Plan:
         """Ask the planner."""
         length = batch.seq_len or describe.default_length(model)
         spec = describe.spec_of(
@@ -159,7 +167,7 @@ class Chooser:
             batch_size=batch.batch_size,
             seq_len=length,
             call=batch.call,
-            progress=lambda text: print(f"auto: {text}"),  # noqa: T201 - for the one who waits
+            progress=_progress,
             kind=self._hardware.kind,
         )
         question = choice.Question(
@@ -172,7 +180,7 @@ class Chooser:
             fixed={name: one for name, one in self._given.items() if name != "precision"},
             offloads=("none", "cpu"),
         )
-        return choice.search(question), batch
+        return choice.search(question)
 
     def _load(self, chosen: Options) -> None:
         """Have DeepSpeed's ops built and loaded that the options need; minutes at first."""
@@ -287,15 +295,28 @@ def _gathered(number: int) -> list[int]:
 
 
 def _from_rank_0(answer: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 holds, on every rank; as JSON, so that nothing is unpickled."""
-    text = torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8)
-    size = torch.tensor([len(text)], dtype=torch.int64)
-    distributed.broadcast(size, src=0)
-    if distributed.get_rank() != 0:
-        text = torch.zeros(int(size), dtype=torch.uint8)
-    distributed.broadcast(text, src=0)
-    received: dict[str, Any] = json.loads(bytes(text.tolist()))
+    """What rank 0 holds, on every rank; as JSON, so that nothing is unpickled.
+
+    One collective of a fixed size: a Stop between two would leave the other ranks in the second.
+    """
+    room = torch.zeros(_ROOM, dtype=torch.uint8)
+    text = json.dumps(answer).encode()
+    if len(text) > _ROOM:
+        text = json.dumps({"error": "--auto: the answer is too long to be sent."}).encode()
+    room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    distributed.broadcast(room, src=0)
+    received: dict[str, Any] = json.loads(bytes(room.tolist()).rstrip(b"\0"))
     return received
+
+
+_ROOM = 1 << 16
+"""Bytes of an answer; options and an error's text take a few hundred."""
+_WITHOUT_A_LOADER = (
+    " With --auto, give the data loader to accelerator.prepare() as well, whose first batch is"
+    " then the example; or name a --backend."
+)
+_SHOWN = ("text", "html")
+"""What rank 0 keeps of its answer to show it."""
 
 
 # ---------------------------------------------------------------------------- words

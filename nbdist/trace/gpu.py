@@ -128,8 +128,9 @@ def _attention(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,  # noqa: ARG001 - the CPU's fused kernel takes none
-        **rest: Any,
+        *rest: Any,
+        **named: Any,
     ) -> torch.Tensor:
-        return plain(query, key, value, attn_mask, **rest)
+        return plain(query, key, value, attn_mask, 0.0, *rest, **named)
 
     return attention

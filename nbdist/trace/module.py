@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from nbdist.trace.runs import Batch
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 120.0
 """For one trace; it takes about 10 s."""
 _NO_BACKWARD = "fork-based multiprocessing"
 """Of torch's message that a forked child has no backward."""

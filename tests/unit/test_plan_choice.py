@@ -147,6 +147,21 @@ def test_several_batch_sizes_are_several_rows(eight: Plan) -> None:
     assert four.allocated_bytes > one.allocated_bytes
 
 
+def test_devices_that_lack_the_precision_are_named() -> None:
+    text = str(nbdist.plan(SMALL, devices="2xV100-32GB", precision="bf16"))
+    assert "V100-32GB does not compute in bf16" in text
+    assert "it has fp16" in text
+
+
+def test_host_memory_that_nobody_stated_is_said_to_be_assumed() -> None:
+    silent = nbdist.plan(LLAMA_8B, devices="2x24GB,pcie", seq_len=2048).best
+    stated = nbdist.plan(LLAMA_8B, devices="2x24GB,pcie,512GB host", seq_len=2048).best
+    assert silent is not None
+    assert stated is not None
+    assert "taken to be there" in silent.why
+    assert "taken to be there" not in stated.why
+
+
 # ---- rows by name
 
 
@@ -276,6 +291,8 @@ def test_bad_arguments_are_one_sentence(arguments: dict[str, Any], words: str) -
         (SMALL | {"vocab_size": -1}, "vocab_size"),
         (SMALL | {"num_hidden_layers": math.nan}, "num_hidden_layers"),
         (SMALL | {"dtype": "int1"}, "int1"),
+        (SMALL | {"num_hidden_layers": 10**12}, "from 1 to 1,000:"),
+        (SMALL | {"vocab_size": 10**30}, "from 1 to 10,000,000:"),
     ],
 )
 def test_a_model_that_cannot_be_read_is_one_sentence(model: object, words: str) -> None:

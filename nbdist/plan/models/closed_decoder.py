@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.plan.models.config import attention, check_divides, element, rate, size
+from nbdist.plan.models.config import MOST_LAYERS, attention, check_divides, element, rate, size
 from nbdist.plan.models.decoder import Decoder
 from nbdist.plan.models.family import Weight
 from nbdist.plan.models.tape import FULL, Tape, Tensor
@@ -190,7 +190,7 @@ def _llama(config: Mapping[str, Any]) -> Llama:
         model_type=model_type,
         hidden=hidden,
         ff=size(config, "intermediate_size"),
-        layers=size(config, "num_hidden_layers"),
+        layers=size(config, "num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=size(config, "head_dim", default=_head_dim(model_type, hidden, heads)),
@@ -224,7 +224,7 @@ def _gpt2(config: Mapping[str, Any]) -> Gpt2:
         model_type="gpt2",
         hidden=hidden,
         ff=size(config, "n_inner", default=4 * hidden),
-        layers=size(config, "n_layer", "num_hidden_layers"),
+        layers=size(config, "n_layer", "num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nbdist.plan.models import family
-from nbdist.plan.models.config import attention, check_divides, element, rate, size
+from nbdist.plan.models.config import MOST_LAYERS, attention, check_divides, element, rate, size
 from nbdist.plan.models.family import INDEX, NOTHING, Family, Weight, group
 from nbdist.plan.models.tape import Tape, Tensor
 from nbdist.plan.spec import Group, MicroBatch
@@ -221,7 +221,7 @@ def _bert(config: Mapping[str, Any]) -> Bert:
         model_type=config["model_type"],
         hidden=hidden,
         ff=size(config, "intermediate_size"),
-        layers=size(config, "num_hidden_layers"),
+        layers=size(config, "num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,

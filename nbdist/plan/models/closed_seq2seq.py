@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbdist.plan.models import family
-from nbdist.plan.models.config import attention, element, rate, size
+from nbdist.plan.models.config import MOST_LAYERS, attention, element, rate, size
 from nbdist.plan.models.family import INDEX, NOTHING, Bias, Family, Weight, group
 from nbdist.plan.models.tape import FULL, HALF, Tape, Tensor
 from nbdist.plan.spec import Group, MicroBatch
@@ -281,7 +281,7 @@ class T5(Family):
 
 
 def _t5(config: Mapping[str, Any]) -> T5:
-    heads, layers = size(config, "num_heads"), size(config, "num_layers")
+    heads, layers = size(config, "num_heads"), size(config, "num_layers", most=MOST_LAYERS)
     gate, _, activation = str(config.get("feed_forward_proj", "relu")).rpartition("-")
     gated = gate == "gated"
     return T5(
@@ -289,7 +289,7 @@ def _t5(config: Mapping[str, Any]) -> T5:
         hidden=size(config, "d_model"),
         ff=size(config, "d_ff"),
         layers=layers,
-        decoder_layers=size(config, "num_decoder_layers", default=layers),
+        decoder_layers=size(config, "num_decoder_layers", default=layers, most=MOST_LAYERS),
         heads=heads,
         kv_heads=heads,
         head_dim=size(config, "d_kv"),

@@ -14,17 +14,24 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """A whole number above zero under the first of the names that the config has.
+MOST = 10_000_000
+"""Of a width, a vocabulary, a length: beyond it a number is a slip of the hand."""
+MOST_LAYERS = 1_000
+
+
+def size(
+    config: Mapping[str, Any], *names: str, default: int | None = None, most: int = MOST
+) -> int:
+    """A whole number from 1 to `most` under the first of the names that the config has.
 
     Raises:
         PlanError: none of the names, or no such number.
     """
     value = next((config[name] for name in names if config.get(name) is not None), default)
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value <= most:
         message = (
-            f"the config's {names[0]} is {value!r}; it must be a whole number above 0: "
-            "complete the config."
+            f"the config's {names[0]} is {value!r}; it must be a whole number from 1 to {most:,}:"
+            " complete the config."
         )
         raise PlanError(message)
     return value

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from nbdist.plan.spec import Compute, ModelSpec, Workload
 
-TRACE_TIMEOUT_S = 300.0
+TRACE_TIMEOUT_S = 120.0
 """A trace takes about 10 s; a model without repeated blocks may take longer."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
@@ -235,8 +236,13 @@ def _answer(
     ) as child:
         timer = threading.Timer(TRACE_TIMEOUT_S, child.kill)
         timer.start()
+        begin = time.monotonic()
         try:
             return _talk(child, request, progress)
+        except PlanError:
+            if time.monotonic() - begin >= TRACE_TIMEOUT_S:
+                raise failed(f"it took longer than {TRACE_TIMEOUT_S:.0f} s") from None
+            raise
         finally:
             timer.cancel()
             child.kill()
