@@ -126,8 +126,10 @@ class RankKernel(IPythonKernel):
     def let_go(self) -> None:
         """Release the frames of a failed cell; say what to do where it lacked memory."""
         try:
-            error = getattr(self.shell.last_execution_result, "error_in_exec", None)
-            advice = self.advice_on(error)
+            # The error gets no name here: it would outlive its release, and its frames with it.
+            advice = self.advice_on(
+                getattr(self.shell.last_execution_result, "error_in_exec", None)
+            )
             release_frames(self.shell)
             if advice is not None:
                 self.publish(wire.ADVICE, advice())
