@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import textwrap
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import nbdist
-from nbdist import CellError, OptionError, PlanError, Session
+from nbdist import CellError, CellInterrupted, OptionError, PlanError, Session
 from nbdist.kernel import planning
 from nbdist.plan.checked import REST, TOLD_APART
 from nbdist.strategies import STRATEGIES
@@ -342,3 +345,26 @@ def test_other_errors_get_no_advice(small: Session) -> None:
     with pytest.raises(CellError) as caught:
         small.run("raise RuntimeError('plain')")
     assert "this rank held" not in told(caught.value)
+
+
+SLOW = """
+import time
+from torch import nn
+from torch.utils.data import DataLoader
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        time.sleep(60)
+        return torch.zeros(4)
+model = nn.Linear(4, 4)
+accelerator.prepare(model, DataLoader(Slow(), batch_size=2))
+"""
+
+
+def test_stop_during_a_decision_stops_all_ranks() -> None:
+    with Session(nproc=2, auto=True) as session:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(CellInterrupted):
+            session.run(SLOW)
+        assert session.run("rank").values == {0: 0, 1: 1}
