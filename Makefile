@@ -42,7 +42,7 @@ check: env ## lint, formatting, types and unit tests: before each commit
 notebooks: env ## execute the notebooks as the tests do
 	@$(BIN)/python -m pytest tests/notebooks
 
-bench: env ## nbdist beside ipyparallel, nbdistributed and accelerate launch; writes build/bench.json
+bench: env ## nbdist beside its rivals, the planner beside measurements; writes build/bench.json
 	@$(BIN)/python tests/bench
 
 wheel: env ## build dist/*.whl and list what is in it

@@ -19,7 +19,7 @@ from nbdist.strategies import Hardware
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from nbdist.plan.engines.layout import Reduction
+    from nbdist.plan.engines.layout import Place, Reduction
     from nbdist.plan.memory import Parts, Setup
     from nbdist.plan.spec import ModelSpec, Step, Workload
 
@@ -200,7 +200,7 @@ class Story:
     def at(self, reduction: Reduction) -> dict[str, int]:
         """Bytes of activations when a reduction begins."""
         place = reduction.at
-        if place is None:
+        if place is None or self._is_tied_head(place):
             return self.outputs()
         before = sum(
             group.count * part.saved
@@ -212,6 +212,10 @@ class Story:
         made = [one.held for one in own.backward if one.grads >= reduction.own]
         held = min(made or [one.held for one in own.backward], default=0)
         return {"activations": before + place.nth * own.saved + held} | self.outputs()
+
+    def _is_tied_head(self, place: Place) -> bool:
+        """Whether it is the first of all: its gradient is complete when the backward is over."""
+        return self.model.tied and place == layout.places(self.model.groups, tied=True)[0]
 
     def reductions(self, *, backward: bool) -> tuple[Reduction, ...]:
         """The reductions of this model's gradients."""

@@ -8,7 +8,7 @@ DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -93,7 +93,8 @@ class _Whole(Story):
         if not self._at_once:
             return self._bucket() | {"gradients": self.unit * made}
         ends = [one.moved for one in self.reductions(backward=True)]
-        number = bisect_right(ends, made - self.shared)
+        # A full bucket is reduced when the next gradient comes.
+        number = bisect_left(ends, made - self.shared)
         moved = ends[number - 1] if number else 0
         return self._bucket() | {"gradients": self._mine(moved)} | self.coming(step)
 
