@@ -136,7 +136,8 @@ class Launcher:
                     process.send_signal(signal.SIGKILL)
 
     def _read(self) -> None:
-        with self._link.makefile("rb") as lines:
+        # A launcher that is killed with something unread resets the link instead of ending it.
+        with contextlib.suppress(ConnectionResetError), self._link.makefile("rb") as lines:
             for line in lines:
                 self.listener(wire.from_line(line))
         self.listener(wire.Ended(LAUNCHER_GONE, error="the launcher ended"))
