@@ -92,9 +92,12 @@ class _Whole(Story):
             return {"gradients": self._mine(0)}
         if not self._at_once:
             return self._bucket() | {"gradients": self.unit * made}
-        ends = [one.moved for one in self.reductions(backward=True)]
-        # A full bucket is reduced when the next gradient comes.
-        number = bisect_left(ends, made - self.shared)
+        reductions, done = self.reductions(backward=True), made - self.shared
+        ends = [one.moved for one in reductions]
+        number = bisect_left(ends, done)
+        # A full bucket is reduced when the next gradient comes, a large gradient at once.
+        if done in ends[number : number + 1] and self.is_large(reductions[number]):
+            number += 1
         moved = ends[number - 1] if number else 0
         return self._bucket() | {"gradients": self._mine(moved)} | self.coming(step)
 
