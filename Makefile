@@ -30,7 +30,7 @@ demo: env ## run notebooks/01_first_cell.ipynb from start to finish and show its
 	@$(BIN)/python notebooks/run.py notebooks/01_first_cell.ipynb
 
 test: env ## all tests: unit, real ranks, notebooks
-	@echo "==> tests: unit, real ranks, notebooks (about a quarter of an hour on two cores)"
+	@echo "==> tests: unit, real ranks, notebooks (about twenty minutes on two cores)"
 	@$(BIN)/python -m pytest
 
 check: env ## lint, formatting, types and unit tests: before each commit

@@ -310,7 +310,8 @@ def _elsewhere(row: Row, question: Question) -> str:
 
 def _reason(row: Row, best: Row, question: Question) -> str:
     """Which part of a step takes the most more time than in the best row's."""
-    link = {"nvlink": "NVLink", "pcie": "PCIe"}.get(question.cluster.link, question.cluster.link)
+    names = {"nvlink": "NVLink", "pcie": "PCIe", "cpu": "the loopback"}
+    link = names.get(question.cluster.link, question.cluster.link)
     options = row.options
     again = options.activation_checkpointing and not best.options.activation_checkpointing
     causes = {

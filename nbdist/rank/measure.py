@@ -6,7 +6,7 @@ first forward after the second step to the end of the third, CPU ranks see every
 through `trace.footprint`; a GPU's allocator counts by itself, from there on for good. Before
 and after that one step a hook costs microseconds. A new `prepare()` starts anew.
 
-Optimizer state exists by then, and ZeRO-3 has its trace (PLAN: `plan.memory`).
+Optimizer state exists by then, and ZeRO-3 has its trace: `plan.memory` predicts that step.
 """
 
 from __future__ import annotations

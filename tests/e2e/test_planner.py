@@ -16,9 +16,11 @@ from nbdist import CellError, CellInterrupted, OptionError, PlanError, Session
 from nbdist.kernel import planning
 from nbdist.plan.checked import REST, TOLD_APART
 from nbdist.strategies import STRATEGIES
+from tests.conftest import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from nbdist.kernel.cell import CellResult
 
@@ -348,23 +350,33 @@ def test_other_errors_get_no_advice(small: Session) -> None:
 
 
 SLOW = """
-import time
+import threading
+from pathlib import Path
 from torch import nn
 from torch.utils.data import DataLoader
-class Slow(torch.utils.data.Dataset):
+class Stuck(torch.utils.data.Dataset):
     def __len__(self):
         return 8
     def __getitem__(self, index):
-        time.sleep(60)
-        return torch.zeros(4)
+        Path(asked).touch()
+        threading.Event().wait()
 model = nn.Linear(4, 4)
-accelerator.prepare(model, DataLoader(Slow(), batch_size=2))
+accelerator.prepare(model, DataLoader(Stuck(), batch_size=2))
 """
 
 
-def test_stop_during_a_decision_stops_all_ranks() -> None:
+def test_stop_during_a_decision_stops_all_ranks(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+
+    def stop() -> None:
+        eventually(asked.exists, within_s=60)
+        os.kill(os.getpid(), signal.SIGINT)
+
     with Session(nproc=2, auto=True) as session:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        session.push(asked=str(asked))
+        stopper = threading.Thread(target=stop)
+        stopper.start()
         with pytest.raises(CellInterrupted):
             session.run(SLOW)
+        stopper.join()
         assert session.run("rank").values == {0: 0, 1: 1}

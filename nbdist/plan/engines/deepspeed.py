@@ -6,6 +6,7 @@ tensor by tensor with the config that `strategies` hands it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ class _Numbers:
         return self._automatic.get(key, int(default)) if value == "auto" else int(value)
 
 
-class Story:
+class Story(ABC):
     """A training step under DeepSpeed; of several micro-batches the last, which has the most."""
 
     def __init__(self, model: ModelSpec, workload: Workload, setup: Setup) -> None:
@@ -115,13 +116,13 @@ class Story:
         """Elements of a rank's share of the master copy."""
         return layout.partition(self.trainable, self.setup.world_size)
 
+    @abstractmethod
     def held(self) -> dict[str, int]:
         """Bytes on the device that stay for good."""
-        raise NotImplementedError
 
+    @abstractmethod
     def host(self) -> dict[str, int]:
         """Bytes in host memory that stay for good."""
-        raise NotImplementedError
 
     def nvme(self) -> int:
         """Bytes on NVMe."""

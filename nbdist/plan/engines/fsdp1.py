@@ -97,14 +97,8 @@ def _reductions(base: Ground, step: Step, micro: Micro) -> Iterator[Place]:
 
 def _gradients(base: Ground, step: Step, micro: Micro) -> tuple[int, int]:
     """Whole gradients that wait, and gradient shards, of the blocks that are over."""
-    accumulated, kept = _over(base, step) if step.phase == "backward" else (0, 0)
-    if micro == "only":
-        return 0, kept
-    if micro == "first":
-        return accumulated, 0
-    if micro == "middle":
-        return base.all.accumulated, 0
-    return base.all.accumulated - accumulated, kept
+    over = _over(base, step) if step.phase == "backward" else (0, 0)
+    return base.waiting(micro, *over)
 
 
 def _over(base: Ground, step: Step) -> tuple[int, int]:

@@ -119,6 +119,22 @@ class Ground:
         pairs = list(zip(self.units, self.groups, strict=True))
         return Unit(*(sum(g.count * unit[n] for unit, g in pairs) for n in range(len(Unit()))))
 
+    def waiting(self, micro: Micro, accumulated: int, kept: int) -> tuple[int, int]:
+        """Whole gradients that wait for the last micro-batch, and gradient shards, in bytes.
+
+        Args:
+            micro: which micro-batch runs.
+            accumulated: whole gradients of the units whose backward is over in it.
+            kept: their gradient shards.
+        """
+        if micro == "only":
+            return 0, kept
+        if micro == "first":
+            return accumulated, 0
+        if micro == "middle":
+            return self.all.accumulated, 0
+        return self.all.accumulated - accumulated, kept
+
     @cached_property
     def _state(self) -> int:
         """Bytes of optimizer state on this rank."""

@@ -7,6 +7,7 @@ on a `Tape`; here they become a `ModelSpec`.
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -28,33 +29,33 @@ class Decoder(Family):
 
     # -- what a family says ----------------------------------------------------------------
 
+    @abstractmethod
     def embeddings(self) -> list[Weight]:
         """Tables beside the token embedding, used by no other group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def block_weights(self) -> list[Weight]:
         """Parameters of one block, adapters left out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def norm_weights(self) -> list[Weight]:
         """Parameters of the final norm."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_embedding(self, tape: Tape, work: Workload) -> Tensor:
         """From tokens to the first block's input."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_block(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
         """One block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write_norm(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
         """The final norm."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shared(self, tape: Tape, work: Workload) -> int:
         """Bytes that all blocks use and that live as long as any of them."""
-        raise NotImplementedError
 
     # -- a ModelSpec -----------------------------------------------------------------------
 

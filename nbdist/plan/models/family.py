@@ -7,6 +7,7 @@ A family says which parameters its groups have and writes its operations on a `T
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -42,7 +43,7 @@ class Bias(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class Family(ABC):
     """Sizes that every language model has; a family adds its own and the operations."""
 
     model_type: str
@@ -72,30 +73,30 @@ class Family:
 
     # -- what a family says ----------------------------------------------------------------
 
-    @functools.cached_property
+    @property
+    @abstractmethod
     def groups(self) -> tuple[Group, ...]:
         """Groups in forward order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def passes(self, work: Workload) -> MicroBatch:
         """Bytes of one micro-batch, whose batch size may be `BATCH`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def linears(self) -> list[tuple[int, int]]:
         """(out, in) features of the linear layers of one block."""
-        raise NotImplementedError
 
     def all_linears(self) -> list[tuple[int, int]]:
         """Those of all blocks."""
         return self.linears() * self.layers
 
+    @abstractmethod
     def products(self, work: Workload) -> tuple[int, int]:
         """Multiplications of a forward: in the head, and of attention."""
-        raise NotImplementedError
 
     def eager(self, tape: Tape, work: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention as transformers writes it out; families differ."""
-        raise NotImplementedError
+        raise NotImplementedError  # of a family with an attention of its own, which never asks
 
     # -- a ModelSpec -----------------------------------------------------------------------
 
