@@ -160,6 +160,15 @@ class Cell:
         return tuple(rank for rank, state in self.states.items() if state.replied_at is None)
 
     @property
+    def running(self) -> tuple[int, ...]:
+        """Ranks whose code has not ended yet.
+
+        A rank that lacked memory has failed some seconds before it answers: it looks for what
+        would fit.
+        """
+        return tuple(rank for rank in self.pending if self.states[rank].error is None)
+
+    @property
     def errors(self) -> dict[int, wire.RankError]:
         """The error of each rank that failed."""
         return {rank: state.error for rank, state in self.states.items() if state.error}
@@ -176,18 +185,22 @@ class Cell:
             raise self.death
         if self.errors:
             groups = tracebacks.grouped(list(self.errors.values()))
-            raise CellError(
+            advice = self.advice_lines()
+            error = CellError(
                 tracebacks.summary(groups),
                 errors=self.errors,
-                rendered=[*tracebacks.render(groups, ranks=self.ranks), *self.advice_lines()],
+                rendered=[*tracebacks.render(groups, ranks=self.ranks), *advice],
             )
+            if advice:  # a script has no notebook that renders it
+                error.add_note("\n".join(advice[1:]))
+            raise error
 
     def show_errors(self) -> None:
         """Show the errors of a cell that nobody waits for, once."""
         if self.errors and not self._told_of_failure:
             self._told_of_failure = True
             self.renderer.failure(
-                list(self.errors.values()), waiting=self.pending, advice=self.advice_lines()
+                list(self.errors.values()), waiting=self.running, advice=self.advice_lines()
             )
 
     def advice_lines(self) -> list[str]:
@@ -214,7 +227,7 @@ class Cell:
     def _tell_of_failure(self) -> None:
         """Show an error at once while other ranks run on, perhaps waiting for the failed one."""
         failed = [error for error in self.errors.values() if error.ename != "KeyboardInterrupt"]
-        if not failed or not self.pending:
+        if not failed or not self.running:
             return
         if time.time() - min(error.at for error in failed) > PROMPT_ERROR_S:
             self.show_errors()

@@ -43,7 +43,7 @@ def plan(  # noqa: PLR0913 - the contract, and the input that a plain module nee
         batch_size: samples of one rank's micro-batch, or several sizes to compare.
         seq_len: tokens of a sample; default: what the model takes, 2048 at most.
         precision: no, fp16, bf16 or fp8.
-        optimizer: adamw, adamw_fused, adamw_8bit, sgd, adafactor, ...
+        optimizer: adamw, adamw_fused, adamw_8bit, sgd, adafactor, ..., or the name of its class.
         inputs: example input for a module that is no transformers model: a tensor, or a tuple
             or dict of its arguments.
         fixed: options of `%%distribute` that are not to be searched, as offload="cpu",

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist.plan import memory, optimizers
 from nbdist.plan.calibration import Calibration, Learned
+from nbdist.plan.engines.story import Moment
 from nbdist.plan.spec import Workload
 from nbdist.plan.words import gib
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from nbdist.plan.memory import Moment, Setup
+    from nbdist.plan.memory import Setup
     from nbdist.plan.optimizers import Optimizer
     from nbdist.plan.spec import ModelSpec
     from nbdist.strategies import Options
@@ -30,6 +31,8 @@ TOLD_APART = (*PERSISTENT, "gradients")
 """Parts that a rank finds by what they belong to, where it sees every operation."""
 _WORTH_SAYING = 0.01
 """Of all tensors: a smaller part needs no word."""
+BESIDE = "other models"
+"""What lives on the rank beside the model that is checked; seen, not predicted."""
 REST = "activations and temporaries"
 """All other parts of a step."""
 CPU_RANK = "CPU rank"
@@ -66,6 +69,8 @@ class Measured:
     rss_before_bytes: int = 0
     """The same before the model was prepared."""
     compiled: bool = False
+    beside_bytes: int = 0
+    """Of other models and their optimizers, on the rank's device."""
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Self:
@@ -83,6 +88,7 @@ class Measured:
         if self.allocated_bytes is None:
             return {}
         known = {name: self.parts.get(name, 0) for name in self.names}
+        known |= {BESIDE: self.beside_bytes} if self.beside_bytes else {}
         return known | {REST: self.allocated_bytes - sum(known.values())}
 
 
@@ -148,9 +154,14 @@ class Check:
             f"; {_size(self.outputs)} of it are the model's output, which a cell that keeps the"
             " loss alone lets go"
         )
+        beside = self.measured[self.rank].beside_bytes
+        others = (
+            f"; {_size(beside)} are held by other models on this rank, which are counted on both"
+            " sides: delete them to have that memory"
+        )
         return (
             f"rank {self.rank}{', the fullest,' if several else ''} in step {step}; predicted peak:"
-            f" {self.moment}{logits if kept else ''}"
+            f" {self.moment}{logits if kept else ''}{others if beside else ''}"
         )
 
     def _repr_html_(self) -> str:
@@ -182,7 +193,10 @@ def check(model: ModelSpec, options: Options, measured: Mapping[int, Measured]) 
     moment = predicted(model, setup, found)
     parts = together(moment.parts, found.names)
     seen = found.told_apart()
-    names = [name for name in (*found.names, REST) if parts.get(name) or seen.get(name)]
+    if seen and found.beside_bytes:  # without it the sums would be of different things
+        parts[BESIDE] = found.beside_bytes
+    expected = sum(parts.values())
+    names = [name for name in (*found.names, BESIDE, REST) if parts.get(name) or seen.get(name)]
     calibration = Learned().known(
         found.device_name,
         options.backend,
@@ -198,8 +212,8 @@ def check(model: ModelSpec, options: Options, measured: Mapping[int, Measured]) 
         rank=rank,
         moment=moment.name,
         lines=tuple(Line(name, parts.get(name, 0), seen.get(name)) for name in names),
-        allocated=Line("all tensors", moment.total, found.allocated_bytes),
-        device=_device_line(found, calibration, moment.total),
+        allocated=Line("all tensors", expected, found.allocated_bytes),
+        device=_device_line(found, calibration, expected),
         measured=dict(measured),
         outputs=model.micro_batch(workload_of(setup, found)).outputs,
         runs=calibration.runs,
@@ -254,7 +268,7 @@ def _with_host(moment: Moment) -> Moment:
     """A moment with the host's parts among its own."""
     names: Iterable[str] = dict.fromkeys((*moment.parts, *moment.host))
     parts = {name: moment.parts.get(name, 0) + moment.host.get(name, 0) for name in names}
-    return memory.Moment(name=moment.name, parts=parts)
+    return Moment(name=moment.name, parts=parts)
 
 
 def _device_line(found: Measured, calibration: Calibration, allocated: int) -> Line:

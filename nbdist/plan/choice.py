@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, PlanError
 from nbdist.plan import cost, memory, remedies
 from nbdist.plan.calibration import Learned
 from nbdist.plan.result import Plan, Row
@@ -60,14 +60,15 @@ class Question:
     def notes(self) -> tuple[str, ...]:
         """Sentences for the reader: what was assumed, what binds, what the devices lack."""
         device = self.cluster.smallest
+        known = (*self.model.notes, *self.cluster.notes)
         if self.cluster.kind == "cpu" or self.precision in {"no", *device.flops}:
-            return self.cluster.notes
+            return known
         able = ", ".join(sorted({"fp16", "bf16", "fp8"} & set(device.flops)))
         lacking = (
             f"{device.name} does not compute in {self.precision}, so speeds are those of fp32; it"
             f" has {able}."
         )
-        return (*self.cluster.notes, lacking)
+        return (*known, lacking)
 
     @property
     def world_size(self) -> int:
@@ -76,8 +77,13 @@ class Question:
 
 
 def search(question: Question) -> Plan:
-    """Make all rows, take the best, and say why not the others."""
+    """Make all rows, take the best, and say why not the others.
+
+    Raises:
+        PlanError: no row can be planned for this model.
+    """
     rows = explored(question)
+    _check_planned(rows)
     best = _best(rows)
     advice = () if best else tuple(remedies.smallest_changes(question, fastest))
     return Plan(
@@ -97,9 +103,15 @@ def checked(fixed: Mapping[str, Any], precision: str) -> dict[str, Any]:
     given = {"precision": precision, **fixed}
     if given.get("offload") == "nvme":
         given["offload"] = "nvme:PATH"
-    asked = strategies.Options.of({"backend": _ABLE, **given})
+    able = _ABLE if fixed.get("fsdp_config") is None else strategies.canonical("fsdp")
+    asked = strategies.Options.of({"backend": able, **given})
     settled = asked.checked(strategies.Hardware(kind="cuda", bf16=True, fp8=True))
-    return {name: getattr(settled, name) for name in given}
+    filed = [name for name in _FILED if getattr(settled, name) != getattr(asked, name)]
+    return {name: getattr(settled, name) for name in (*given, *filed)}
+
+
+_FILED = ("offload", "offload_params", "activation_checkpointing", "accumulate", "clip")
+"""Options that a config may name, and that are not searched then."""
 
 
 _ABLE = max(
@@ -111,11 +123,7 @@ _ABLE = max(
 def explored(question: Question) -> list[Row]:
     """All rows of a question, unexplained."""
     learned = Learned()
-    return [
-        _row(question, options, batch_size, learned)
-        for options in _variants(question)
-        for batch_size in question.batch_sizes
-    ]
+    return [row for options in _variants(question) for row in _rows(question, options, learned)]
 
 
 def fastest(question: Question) -> Row | None:
@@ -126,8 +134,7 @@ def fastest(question: Question) -> Row | None:
 def _variants(question: Question) -> Iterator[Options]:
     """Options of all rows, those that are refused (offload that a backend lacks) included."""
     fixed = question.fixed
-    backends = [fixed["backend"]] if "backend" in fixed else list(strategies.STRATEGIES)
-    for name in map(strategies.canonical, backends):
+    for name in _backends(fixed):
         strategy = strategies.STRATEGIES[name]
         for offload, with_params, checkpointing in itertools.product(
             _places(question, strategy), (False, True), (False, True)
@@ -143,6 +150,28 @@ def _variants(question: Question) -> Iterator[Options]:
             agrees = all(searched[key] == fixed.get(key, searched[key]) for key in _SEARCHED)
             if agrees and _makes_a_difference(strategy, options):
                 yield options
+                if question.world_size > 1 and _may_keep_gathered(options):
+                    yield _kept_gathered(options)
+
+
+def _backends(fixed: Mapping[str, Any]) -> list[str]:
+    """The backends to search; an engine's config is for its own alone."""
+    if "backend" in fixed:
+        return [strategies.canonical(fixed["backend"])]
+    engines = {one for one in ("fsdp", "deepspeed") if fixed.get(f"{one}_config") is not None}
+    return [name for name, one in strategies.STRATEGIES.items() if {one.engine} >= engines]
+
+
+def _may_keep_gathered(options: Options) -> bool:
+    """Whether it is a choice: with an offload it would bring back what that saves."""
+    decided = "reshard_after_forward" in (options.fsdp_config or {})
+    return options.strategy.may_keep_gathered and options.offload == "none" and not decided
+
+
+def _kept_gathered(options: Options) -> Options:
+    """The same with parameters gathered from forward to backward."""
+    config = {**(options.fsdp_config or {}), "reshard_after_forward": False}
+    return replace(options, fsdp_config=config)
 
 
 _PLACE_NAMES = {"cpu": "host memory", "nvme": "NVMe"}
@@ -169,62 +198,99 @@ def _makes_a_difference(strategy: Strategy, options: Options) -> bool:
     return separate and options.offload != "none"
 
 
-# ---------------------------------------------------------------------------- one row
+# ---------------------------------------------------------------- the rows of a variant
 
 
-def _row(question: Question, options: Options, batch_size: int, learned: Learned) -> Row:
-    refusal = _refusal(options)
-    if refusal:
-        return Row(options=options, batch_size=batch_size, why=refusal)
-    cluster, device = question.cluster, question.cluster.smallest
-    setup = memory.Setup(
-        options=options,
-        world_size=question.world_size,
-        optimizer=question.optimizer,
-        kind=cluster.kind,
-    )
-    workload = Workload(
-        batch_size=batch_size,
-        seq_len=question.seq_len,
-        compute=memory.compute_of(setup),
-        activation_checkpointing=options.activation_checkpointing,
-        kind=cluster.kind,
-    )
-    peak = memory.peak(question.model, workload, setup)
-    calibration = learned.known(
-        device.name,
-        options.backend,
-        options.offload_device,
-        kind=cluster.kind,
-        world_size=question.world_size,
-    )
-    device_bytes = calibration.device_bytes(peak.total)
-    host_bytes = sum(peak.host.values())
-    extra = {
-        "context": calibration.context_bytes,
-        "margin": device_bytes - peak.total - calibration.context_bytes,
-    }
-    row = Row(
-        options=options,
-        batch_size=batch_size,
-        memory={part: peak.parts.get(part, 0) for part in memory.PARTS} | extra,
-        allocated_bytes=peak.total,
-        device_bytes=device_bytes,
-        host=dict(peak.host),
-        host_bytes=host_bytes,
-        nvme_bytes=peak.nvme,
-        peak_moment=peak.name,
-        cost=cost.step_cost(question.model, workload, setup, cluster),
-    )
-    return replace(row, fits=not _shortage(row, question))
+def _rows(question: Question, options: Options, learned: Learned) -> Iterator[Row]:
+    """A row for each micro-batch, explained where the backend or the model refuses."""
+    refusal, variant = _refusal(options), None
+    if not refusal:
+        try:
+            variant = _Variant(question, options, learned)
+        except PlanError as error:
+            refusal = str(error)
+    for batch_size in question.batch_sizes:
+        if variant is None:
+            yield Row(options=options, batch_size=batch_size, why=refusal)
+            continue
+        try:
+            yield variant.row(batch_size)
+        except PlanError as error:  # a model may fail in one engine's way of computing alone
+            yield Row(options=options, batch_size=batch_size, why=str(error))
+
+
+def _check_planned(rows: Sequence[Row]) -> None:
+    """Refuse the plan where every row that its backend allows was refused by the model.
+
+    Raises:
+        PlanError: what the first of them says.
+    """
+    refused = [row.why for row in rows if row.cost is None and not _refusal(row.options)]
+    if refused and all(row.cost is None for row in rows):
+        raise PlanError(refused[0])
+
+
+class _Variant:
+    """Options on a question's machine; what no micro-batch changes is worked out once.
+
+    Raises:
+        PlanError: the model cannot be planned in this engine's way of computing; so does `row`.
+    """
+
+    def __init__(self, question: Question, options: Options, learned: Learned) -> None:
+        cluster = question.cluster
+        setup = memory.Setup(
+            options=options,
+            world_size=question.world_size,
+            optimizer=question.optimizer,
+            kind=cluster.kind,
+        )
+        self._question, self._options = question, options
+        self._compute = memory.compute_of(setup)
+        self._story = memory.story(question.model, setup)
+        self._costs = cost.Costs(question.model, setup, cluster)
+        self._calibration = learned.known(
+            cluster.smallest.name,
+            options.backend,
+            options.offload_device,
+            kind=cluster.kind,
+            world_size=question.world_size,
+        )
+
+    def row(self, batch_size: int) -> Row:
+        """What a micro-batch of so many samples needs and costs."""
+        workload = Workload(
+            batch_size=batch_size,
+            seq_len=self._question.seq_len,
+            compute=self._compute,
+            activation_checkpointing=self._options.activation_checkpointing,
+            kind=self._question.cluster.kind,
+        )
+        peak = self._story.peak(self._question.model.micro_batch(workload))
+        allocated, context = peak.total, self._calibration.context_bytes
+        device_bytes = self._calibration.device_bytes(allocated)
+        extra = {"context": context, "margin": device_bytes - allocated - context}
+        row = Row(
+            options=self._options,
+            batch_size=batch_size,
+            memory={part: peak.parts.get(part, 0) for part in memory.PARTS} | extra,
+            allocated_bytes=allocated,
+            device_bytes=device_bytes,
+            host=dict(peak.host),
+            host_bytes=sum(peak.host.values()),
+            nvme_bytes=peak.nvme,
+            peak_moment=peak.name,
+            cost=self._costs.of(workload),
+        )
+        return replace(row, fits=not _shortage(row, self._question))
 
 
 def _refusal(options: Options) -> str:
     """Why a backend cannot have these options; empty where it can."""
-    if options.offload_device in options.strategy.offloads:
+    if options.offload_device in options.strategy.offloads and options.fsdp_config is None:
         return ""
     try:
-        options.checked(strategies.Hardware(kind="cuda", bf16=True))
+        options.checked(strategies.Hardware(kind="cuda", bf16=True, fp8=True))
     except OptionError as error:
         return str(error)
     return ""
@@ -274,6 +340,7 @@ def _complexity(row: Row) -> tuple[int, ...]:
         options.offload_params,
         options.activation_checkpointing,
         _ORDER.index(options.backend),
+        not options.reshard_after_forward,
     )
 
 

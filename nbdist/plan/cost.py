@@ -16,13 +16,14 @@ import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from nbdist.plan.devices import Cluster, Collective
     from nbdist.plan.memory import Setup
-    from nbdist.plan.spec import ModelSpec, Workload
+    from nbdist.plan.spec import MicroBatch, ModelSpec, Workload
 
 Bound = Literal["compute", "communication", "optimizer", "offload"]
 
@@ -118,32 +119,56 @@ def step_cost(model: ModelSpec, workload: Workload, setup: Setup, cluster: Clust
         setup: strategy and options; its `world_size` counts.
         cluster: devices, and what is between them.
     """
-    shape, strategy = _Shape.of(model), setup.options.strategy
-    traffic = _TRAFFIC[strategy.engine, strategy.level](shape, setup)
-    work = _work(model, workload, setup, cluster, traffic)
-    each = _seconds(traffic.each, setup, cluster)
-    last = each + _seconds(traffic.last, setup, cluster)
-    steps = setup.options.accumulate
-    window = traffic.window * work.seconds
-    exposed = (steps - 1) * each.exposed(window) + last.exposed(window)
-    optimizer, offload = _update(shape, setup, cluster)
-    compute, communication = steps * work.seconds, (steps - 1) * each.total + last.total
-    total = compute + exposed + optimizer + offload
-    tokens = steps * workload.tokens
-    return Cost(
-        step_time_s=total,
-        compute_s=compute,
-        communication_s=communication,
-        exposed_communication_s=exposed,
-        optimizer_s=optimizer,
-        offload_s=offload,
-        tokens_per_s=tokens * setup.world_size / total,
-        tokens_per_gpu_s=tokens / total,
-        bytes_on_wire=_wire(traffic.each, setup) * steps + _wire(traffic.last, setup),
-        mfu=steps * work.flops / total / cluster.slowest.peak(setup.options.precision or "no"),
-        threshold_tokens=workload.tokens * _CONTENTION * communication / compute,
-        uncertainty=_uncertainty(cluster, compute, exposed, optimizer + offload) / total,
-    )
+    return Costs(model, setup, cluster).of(workload)
+
+
+class Costs:
+    """What optimizer steps of a model cost on a cluster, for micro-batches of any size."""
+
+    def __init__(self, model: ModelSpec, setup: Setup, cluster: Cluster) -> None:
+        """Work out what no micro-batch changes: communication, optimizer, offload."""
+        self._model, self._setup, self._cluster = model, setup, cluster
+        shape, strategy = _Shape.of(model), setup.options.strategy
+        self._traffic = traffic = _TRAFFIC[strategy.engine, strategy.level](shape, setup)
+        self._each = _seconds(traffic.each, setup, cluster)
+        self._last = _seconds(traffic.last, setup, cluster)
+        self._optimizer, self._offload = _update(shape, setup, cluster)
+        self._steps = setup.options.accumulate
+        self._wire = _wire(traffic.each, setup) * self._steps + _wire(traffic.last, setup)
+
+    def of(self, workload: Workload) -> Cost:
+        """Cost of an optimizer step of micro-batches like this one."""
+        setup, cluster, each, last = self._setup, self._cluster, self._each, self._last
+        work = _work(self._model, workload, setup, cluster, self._traffic)
+        steps = self._steps
+        exposed = self._exposed(work.seconds)
+        optimizer, offload = self._optimizer, self._offload
+        compute = steps * work.seconds
+        communication = (steps - 1) * each.total + (each + last).total
+        total = compute + exposed + optimizer + offload
+        tokens = steps * workload.tokens
+        return Cost(
+            step_time_s=total,
+            compute_s=compute,
+            communication_s=communication,
+            exposed_communication_s=exposed,
+            optimizer_s=optimizer,
+            offload_s=offload,
+            tokens_per_s=tokens * setup.world_size / total,
+            tokens_per_gpu_s=tokens / total,
+            bytes_on_wire=self._wire,
+            mfu=steps * work.flops / total / cluster.slowest.peak(setup.options.precision or "no"),
+            threshold_tokens=workload.tokens * _CONTENTION * communication / compute,
+            uncertainty=_uncertainty(cluster, compute, exposed, optimizer + offload) / total,
+        )
+
+    def _exposed(self, seconds: float) -> float:
+        """What micro-batches of so many seconds do not hide of communication."""
+        steps, traffic, each, last = self._steps, self._traffic, self._each, self._last
+        window = traffic.window * seconds
+        if traffic.last_window:
+            return steps * each.exposed(window) + last.exposed(traffic.last_window * seconds)
+        return (steps - 1) * each.exposed(window) + (each + last).exposed(window)
 
 
 def threshold_sentence(cost: Cost, workload: Workload) -> str:
@@ -222,22 +247,53 @@ def _work(
 ) -> _Work:
     """Roofline of one micro-batch's forward and backward."""
     options, device = setup.options, cluster.slowest
-    plain = replace(workload, activation_checkpointing=False)
-    run, groups = model.micro_batch(plain), model.groups
-    flops = model.flops(plain)
-    saved = sum(group.count * one.saved for group, one in zip(groups, run.passes, strict=True))
+    recomputes = workload.activation_checkpointing
+    plain = replace(workload, activation_checkpointing=False) if recomputes else workload
+    load = _load(model, plain)
     passes = _ACTIVATION_PASSES * (_COMPILED if options.compile else 1)
     bandwidth = _MEMORY_SHARE * device.memory_bandwidth
-    again = 1 + _RECOMPUTE if workload.activation_checkpointing else 1
-    attention = _attention(model, plain, flops)
+    again = 1 + _RECOMPUTE if recomputes else 1
     precision = options.precision or "no"
-    linear_s = (flops - attention) / device.reached(precision)
+    linear_s = (load.flops - load.attention) / device.reached(precision)
     reached = _ATTENTION_SHARE * device.reached("bf16" if precision == "fp8" else precision)
-    blocks = linear_s + attention / reached + passes * saved / bandwidth
-    launches = again * _LAUNCHES * sum(one.count for one in groups if one.role == "block")
+    blocks = linear_s + load.attention / reached + passes * load.saved / bandwidth
+    launches = again * _LAUNCHES * load.blocks
     floor = launches * traffic.hooks * _LAUNCH_S * (_COMPILED if options.compile else 1)
-    rest = _LOSS_PASSES * run.loss + traffic.copied
-    return _Work(max(again * blocks, floor) + rest / bandwidth, flops)
+    rest = _LOSS_PASSES * load.loss + traffic.copied
+    return _Work(max(again * blocks, floor) + rest / bandwidth, load.flops)
+
+
+class _Load(NamedTuple):
+    """What a micro-batch without recomputation makes a device do; the same for all engines."""
+
+    flops: float
+    attention: float
+    """Of the FLOPs, those that grow with the square of the sequence."""
+    saved: int
+    """Bytes of activations."""
+    loss: int
+    """Bytes of the loss."""
+    blocks: int
+    """How many the model has."""
+
+
+def _load(model: ModelSpec, workload: Workload) -> _Load:
+    """The load of a micro-batch, worked out once for as long as that is kept."""
+    run = model.micro_batch(workload)
+    if run not in _loads:
+        groups = model.groups
+        flops = model.flops(workload)
+        _loads[run] = _Load(
+            flops=flops,
+            attention=_attention(model, workload, flops),
+            saved=sum(one.count * part.saved for one, part in zip(groups, run.passes, strict=True)),
+            loss=run.loss,
+            blocks=sum(one.count for one in groups if one.role == "block"),
+        )
+    return _loads[run]
+
+
+_loads: WeakKeyDictionary[MicroBatch, _Load] = WeakKeyDictionary()
 
 
 def _attention(model: ModelSpec, workload: Workload, flops: float) -> float:
@@ -272,6 +328,8 @@ class _Traffic(NamedTuple):
     """In the one before the optimizer's step, besides."""
     window: float = 1
     """Share of a micro-batch's computing that can hide what overlaps."""
+    last_window: float = 0
+    """The same of `last`, where that is at another time than `each`; 0: they share a window."""
     hooks: float = 1
     """Time in which Python launches a block's kernels, against the plain model's."""
     copied: float = 0
@@ -302,11 +360,14 @@ def _ddp(shape: _Shape, setup: Setup) -> _Traffic:
 def _fsdp(shape: _Shape, setup: Setup) -> _Traffic:
     """Parameters for each forward and, in shards again, backward; gradients once a step."""
     used, reduced = (2, 4) if setup.half else (shape.element, shape.element)
-    again = shape.params - shape.tail if setup.reshard_after_forward else 0
-    gathered = shape.params + again
+    resharded = setup.options.reshard_after_forward
+    gathered = shape.params + (shape.params - shape.tail if resharded else 0)
     return _Traffic(
         each=(_Transfer("all_gather", used * gathered, used * shape.unit),),
         last=(_Transfer("reduce_scatter", reduced * shape.trainable, reduced * shape.unit),),
+        # Kept gathered, all is gathered in the forward and all reduced in the backward.
+        window=1 if resharded else 1 - _BACKWARD,
+        last_window=0 if resharded else _BACKWARD,
         hooks=_FSDP_HOOKS[setup.options.strategy.level],
         copied=_GATHERED * gathered + _REDUCED * shape.trainable,
     )
@@ -475,7 +536,7 @@ def _copied(shape: _Shape, setup: Setup) -> float:
     shard = shape.params / setup.world_size
     if strategy.engine == "fsdp":
         # FSDP copies the fp32 shard and casts on the device, before each gather.
-        gathers = 2 if setup.reshard_after_forward else 1
+        gathers = 2 if setup.options.reshard_after_forward else 1
         return shape.element * (steps * gathers * shard + owned)
     # DeepSpeed casts gradients to fp32 on the device and brings updated parameters back.
     reductions = steps if "gradients" in strategy.shards else 1

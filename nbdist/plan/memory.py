@@ -1,19 +1,20 @@
 """Memory of one training step: the moments of an engine, and which of them is the peak.
 
-An engine's story (`ddp`, `fsdp`, `zero`) is a generator of `Moment`s: what each part holds
-on the fullest rank's device, and in the host's memory and on NVMe for that rank. The peak is
-the moment with the largest sum. Third optimizer step or later: optimizer state exists, and
-ZeRO-3 has its trace.
+An engine's story (`ddp`, `fsdp`, `zero`) tells the `Moment`s: what each part holds on the
+fullest rank's device, and in the host's memory and on NVMe for that rank. The peak is the moment
+with the largest sum. Third optimizer step or later: optimizer state exists, and ZeRO-3 has its
+trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from nbdist.plan.engines.story import Moment, Story
     from nbdist.plan.optimizers import Optimizer
     from nbdist.plan.spec import Compute, ModelSpec, Workload
     from nbdist.strategies import Options
@@ -38,9 +39,6 @@ logits: the loss and its gradients, or the logits that a variable keeps.
 temporaries: of the operation at work, and of the optimizer's step.
 """
 
-Parts = Mapping[str, int]
-_NOTHING: Parts = MappingProxyType({})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -51,34 +49,11 @@ class Setup:
     world_size: int
     optimizer: Optimizer
     kind: Literal["cuda", "cpu"] = "cuda"
-    reshard_after_forward: bool = True
-    """FSDP: parameters are in shards between forward and backward."""
 
     @property
     def half(self) -> bool:
         """Mixed precision with a 16-bit type (fp8 keeps its weights in bf16)."""
         return self.options.precision in {"bf16", "fp16", "fp8"}
-
-
-class Moment(NamedTuple):
-    """What one rank holds at one moment."""
-
-    name: str
-    """For a reader: "forward of block 3", "loss", "backward of block 0", "optimizer step"."""
-    parts: Parts
-    """Bytes on the rank's device, by part."""
-    host: Parts = _NOTHING
-    """Bytes in the host's memory, for this rank."""
-    nvme: int = 0
-    """Bytes on NVMe, for this rank."""
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device."""
-        return sum(self.parts.values())
-
-
-Story = Callable[["ModelSpec", "Workload", Setup], Iterator[Moment]]
 
 
 def compute_of(setup: Setup) -> Compute:
@@ -103,24 +78,23 @@ _COMPUTE: Mapping[tuple[str, int], Compute] = {
 }
 
 
-def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Moment]:
-    """The moments of a training step under the setup's engine."""
+def story(model: ModelSpec, setup: Setup) -> Story:
+    """How the setup's engine trains a model; its `peak` is asked for any micro-batch."""
     from nbdist.plan.engines import ddp, fsdp, zero
 
-    stories: Mapping[str, Story] = {
-        "ddp": ddp.moments,
-        "fsdp": fsdp.moments,
-        "deepspeed": zero.moments,
+    engines: Mapping[str, Callable[[ModelSpec, Setup], Story]] = {
+        "ddp": ddp.Whole,
+        "fsdp": fsdp.Sharded,
+        "deepspeed": zero.story,
     }
-    return stories[setup.options.strategy.engine](model, workload, setup)
+    return engines[setup.options.strategy.engine](model, setup)
+
+
+def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Moment]:
+    """The moments of a training step under the setup's engine."""
+    return story(model, setup).moments(model.micro_batch(workload))
 
 
 def peak(model: ModelSpec, workload: Workload, setup: Setup) -> Moment:
-    """The fullest moment; host memory and NVMe are the most of any moment."""
-    told = list(moments(model, workload, setup))
-    totals = [moment.total for moment in told]
-    fullest = told[totals.index(max(totals))]
-    hosted = [moment.host for moment in told if moment.host]
-    host = max(hosted, key=lambda parts: sum(parts.values()), default=_NOTHING)
-    nvme = max(moment.nvme for moment in told)
-    return Moment(name=fullest.name, parts=fullest.parts, host=host, nvme=nvme)
+    """The fullest moment; of host memory the most of any moment."""
+    return story(model, setup).peak(model.micro_batch(workload))

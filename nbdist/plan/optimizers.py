@@ -7,6 +7,7 @@ no other source is named.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -116,18 +117,28 @@ _CLASSES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Class names of torch, transformers, bitsandbytes and DeepSpeed."""
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {name.lower(): row for name, row in _CLASSES.items()} | {name: name for name in OPTIMIZERS}
+)
+"""What may be written, in small letters -> name of its row."""
 
 
-def lookup(name: str) -> Optimizer:
-    """Return the optimizer of a name.
+def lookup(name: object) -> Optimizer:
+    """Return the optimizer of a name, or of a class or its name: "adamw", "torch.optim.AdamW".
 
     Raises:
         PlanError: no such optimizer is known.
     """
-    if name not in OPTIMIZERS:
-        message = f"{name!r} is not an optimizer the planner knows; use {', '.join(OPTIMIZERS)}."
+    given = name.__name__ if isinstance(name, type) else str(name)
+    key = given.rpartition(".")[2].strip().lower()
+    if key not in _NAMES:
+        near = list(dict.fromkeys(_NAMES[one] for one in get_close_matches(key, _NAMES, n=3)))
+        hint = f"did you mean {' or '.join(near)}? It knows" if near else "use"
+        message = (
+            f"{given!r} is not an optimizer the planner knows; {hint} {', '.join(OPTIMIZERS)}."
+        )
         raise PlanError(message)
-    return OPTIMIZERS[name]
+    return OPTIMIZERS[_NAMES[key]]
 
 
 def for_kind(optimizer: Optimizer, kind: Literal["cuda", "cpu"]) -> Optimizer:

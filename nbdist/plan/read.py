@@ -7,7 +7,6 @@ Nothing is downloaded and no code of a model's author is run: a config is read a
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from nbdist.errors import PlanError
 from nbdist.plan import memory
-from nbdist.plan.models import closed, traced
+from nbdist.plan.models import closed, sizes, traced
+from nbdist.plan.spec import noted
 
 if TYPE_CHECKING:
     from nbdist.plan.spec import ModelSpec
@@ -23,10 +23,17 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 Kind = Literal["cuda", "cpu"]
 
-_SIZE = re.compile(r"\d+(\.\d+)?[bm]", re.IGNORECASE)
 DEFAULT_SEQ_LEN = 2048
 """Where neither user nor config says how long a sample is."""
-_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
+_LENGTH_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_target_positions",
+)
+_RELATIVE = "relative_attention_num_buckets"
+"""In the config of a model whose positions are relative (T5), so that none is the last one."""
 
 
 def model_spec(
@@ -66,13 +73,13 @@ def model_spec(
             progress=progress,
             kinds=(kind,),
         )
-        return found, _length_of_spec(found, length)
-    if isinstance(given, str) and _SIZE.fullmatch(given.strip()):
-        return closed.with_size(given.strip()), seq_len or DEFAULT_SEQ_LEN
+        return _measured(found, _module_config(given), _length_of_inputs(found, seq_len) or length)
+    if isinstance(given, str) and sizes.is_size(given) and not Path(given).exists():
+        return sizes.with_size(given), seq_len or DEFAULT_SEQ_LEN
     config = _config(given)
     length = seq_len or length_of(config)
     if closed.knows(config):
-        return closed.from_config(config), length
+        return noted(closed.from_config(config), length_notes(config, length)), length
     found = traced.of_config(
         config,
         batch_size=batch_size,
@@ -81,7 +88,29 @@ def model_spec(
         kinds=(kind,),
         computes=memory.computes(precision),
     )
-    return found, _length_of_spec(found, length)
+    return _measured(found, config, length)
+
+
+def _measured(spec: ModelSpec, config: Mapping[str, Any], length: int) -> tuple[ModelSpec, int]:
+    """A spec, noted where its samples are longer than its positions, and their length."""
+    counted = _length_of_spec(spec, length)
+    return noted(spec, length_notes(config, counted)), counted
+
+
+def _length_of_inputs(spec: ModelSpec, asked: int | None) -> int | None:
+    """Tokens of a sample of the example inputs; None where they hold none.
+
+    Raises:
+        PlanError: another length was asked for.
+    """
+    found = spec.seq_len if isinstance(spec, traced.Traced) else None
+    if None not in {found, asked} and found != asked:
+        message = (
+            f"inputs have {found} tokens a sample and seq_len is {asked}; leave seq_len out, or"
+            " give inputs of that length."
+        )
+        raise PlanError(message)
+    return found
 
 
 def _length_of_spec(spec: ModelSpec, asked: int) -> int:
@@ -101,8 +130,14 @@ def _is_module(given: object) -> bool:
 
 def _module_length(module: Any) -> int:
     """Tokens of a sample for a module, by its config where it has one."""
+    return length_of(_module_config(module))
+
+
+def _module_config(module: Any) -> Mapping[str, Any]:
+    """The fields of a module's config; none where it has no such."""
     to_dict = getattr(getattr(module, "config", None), "to_dict", dict)
-    return length_of(to_dict())
+    fields: Mapping[str, Any] = to_dict()
+    return fields
 
 
 def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
@@ -119,6 +154,12 @@ def _config(given: object) -> Mapping[str, Any]:
     if hasattr(given, "model_type") and callable(to_dict):
         fields: Mapping[str, Any] = to_dict()
         return fields
+    if given == "":
+        message = (
+            'the model is "", which names none; give a size such as "7b", a folder with'
+            " config.json, a transformers config or an nn.Module."
+        )
+        raise PlanError(message)
     if isinstance(given, (str, Path)):
         return _config_file(Path(given).expanduser())
     message = (
@@ -129,6 +170,11 @@ def _config(given: object) -> Mapping[str, Any]:
 
 
 def _config_file(path: Path) -> Mapping[str, Any]:
+    """The fields in a file.
+
+    Raises:
+        PlanError: there is none, or it holds no config.
+    """
     file = path / "config.json" if path.is_dir() else path
     try:
         fields = json.loads(file.read_text())
@@ -149,8 +195,31 @@ def _config_file(path: Path) -> Mapping[str, Any]:
 
 def length_of(config: Mapping[str, Any]) -> int:
     """Tokens of a sample: the most that the model takes, 2048 at most."""
-    for name in _LENGTH_FIELDS:
-        value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return min(value, DEFAULT_SEQ_LEN)
-    return DEFAULT_SEQ_LEN
+    _, most = _positions(config)
+    return min(most or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
+
+
+def length_notes(config: Mapping[str, Any], seq_len: int) -> list[str]:
+    """Say that samples are longer than the model has positions."""
+    name, most = _positions(config)
+    if not most or seq_len <= most or _RELATIVE in config:
+        return []
+    note = (
+        f"seq_len {seq_len:,} is more than the config's {name} of {most:,}, beyond which the model"
+        f" was not trained or fails; extend its positions, or plan for {most:,}."
+    )
+    return [note]
+
+
+def _positions(config: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The field that says how many tokens a sample may have, and its value.
+
+    Of a model with several towers it is the text's.
+    """
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, Mapping) else {}):
+        for name in _LENGTH_FIELDS:
+            value = fields.get(name)
+            if isinstance(value, int) and value > 0:
+                return name, value
+    return "", None

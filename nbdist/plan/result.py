@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,8 @@ class Row:
         words += ["--offload-params"] if options.offload_params else []
         words += ["--activation-checkpointing"] if options.activation_checkpointing else []
         words += ["--accumulate", str(options.accumulate)] if options.accumulate != 1 else []
+        if options.fsdp_config:
+            words += ["--fsdp-config", f"'{json.dumps(options.fsdp_config)}'"]
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,6 +88,7 @@ class Row:
             "offload": self.options.offload_device,
             "offload_params": self.options.offload_params,
             "activation_checkpointing": self.options.activation_checkpointing,
+            "reshard_after_forward": self.options.reshard_after_forward,
             "fits": self.fits,
             "device_bytes": self.device_bytes,
             "allocated_bytes": self.allocated_bytes,
@@ -118,7 +122,8 @@ class Plan:
         Args:
             backend: any of its names.
             batch_size: default: the first that was planned.
-            options: fields of the session's options, as offload="cpu".
+            options: fields of the session's options, as offload="cpu", and
+                reshard_after_forward=False for FSDP2 that keeps parameters gathered.
 
         Raises:
             PlanError: the plan has no such row.
@@ -128,6 +133,7 @@ class Plan:
             "offload": "none",
             "offload_params": False,
             "activation_checkpointing": False,
+            "reshard_after_forward": _resharded(name, self.question.fixed),
             **{key: value for key, value in self.question.fixed.items() if key in _DISTINCT},
             **options,
         }
@@ -191,6 +197,12 @@ class Plan:
 
 _DISTINCT = ("offload", "offload_params", "activation_checkpointing")
 """Options that tell rows of one backend apart."""
+
+
+def _resharded(backend: str, fixed: Mapping[str, Any]) -> bool:
+    """What is fixed of it, or the default."""
+    config = fixed.get("fsdp_config")
+    return strategies.Options(backend=backend, fsdp_config=config).reshard_after_forward
 
 
 def _has(row: Row, wanted: Mapping[str, Any]) -> bool:

@@ -9,12 +9,13 @@ Sizes are in bytes, parameters in elements. T = batch_size * seq_len tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
 Compute = Literal["full", "half", "autocast", "half_autocast"]
 """How an engine computes.
@@ -29,6 +30,10 @@ COMPUTES: tuple[Compute, ...] = ("full", "half", "autocast", "half_autocast")
 
 Role = Literal["embedding", "block", "tail", "root"]
 """tail: final norm and head. root: what belongs to no other group and is used all along."""
+
+Phase = Literal["before", "forward", "loss", "backward", "after"]
+"""Of a group in a micro-batch. before: its forward has not begun; after: its backward is over,
+and what it hands to the group before is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +134,16 @@ class ModelSpec(Protocol):
     def element(self) -> int:
         """Bytes of one parameter as the model was loaded: 4 for fp32, 2 for bf16."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the reader: how the model was taken, what was left out."""
+
     def micro_batch(self, workload: Workload) -> MicroBatch:
         """Bytes of one micro-batch.
 
         Raises:
             PlanError: the workload is outside of what this spec knows (a traced one knows one
-                sequence length).
+                sequence length, and the ways of computing in which the model works).
         """
 
     def flops(self, workload: Workload) -> float:
@@ -142,6 +151,13 @@ class ModelSpec(Protocol):
 
     def to_json(self) -> dict[str, Any]:
         """Return plain fields, from which `plan.spec_from_json` makes it again."""
+
+
+def noted(model: ModelSpec, notes: Iterable[str]) -> ModelSpec:
+    """The same model with further sentences for the reader."""
+    known: Any = model  # all specs are dataclasses, which a Protocol cannot say
+    same: ModelSpec = replace(known, notes=(*model.notes, *notes))
+    return same
 
 
 def trainable(model: ModelSpec) -> int:
@@ -165,77 +181,80 @@ def largest(model: ModelSpec) -> int:
 
 
 class Step(NamedTuple):
-    """One moment of a micro-batch, before an engine adds what it holds."""
+    """One step of a micro-batch's walk, whatever the micro-batch's size."""
 
     name: str
     """For a reader: "backward of block 3"."""
-    phase: Literal["forward", "loss", "backward"]
+    phase: Phase
     group: int
     """Index of the group at work; of the last one in the loss."""
     nth: int = 0
     """Which of its `count`."""
-    activations: int = 0
-    """Bytes saved by the groups before it (and by itself, in the loss)."""
-    inside: int = 0
-    """Bytes inside the group at work, or of the loss."""
     grads: int = 0
     """Elements of the group's own gradients that exist by then."""
-    outputs: int = 0
-    """Bytes of logits that the cell's variable keeps."""
 
 
-def steps(model: ModelSpec, run: MicroBatch) -> tuple[Step, ...]:
-    """Walk through a micro-batch of a model: forward, loss, backward.
+class Walk(NamedTuple):
+    """Through a micro-batch: forward, loss, backward; in bytes, before an engine adds its own."""
+
+    steps: tuple[Step, ...]
+    """The same object for all micro-batches of a model that only differ in size."""
+    activations: list[int]
+    """At each step: saved by the groups before, and inside the group at work."""
+    logits: list[int]
+    """At each step: what the cell's variable keeps; in the loss, what that makes of it too."""
+
+
+def walk(model: ModelSpec, run: MicroBatch) -> Walk:
+    """Walk through a micro-batch of a model.
 
     Of a group that repeats, only the first two and the last two are visited: in between
     every engine's bytes are affine in the index, so that no peak is missed. All engines that
-    compute alike walk the same steps, which are kept as long as the micro-batch is.
+    compute alike walk the same way, which is kept as long as the micro-batch is.
     """
     if run not in _walked:
-        _walked[run] = tuple(_walk(model, run))
+        grads = tuple(tuple(one.grads for one in part.backward) for part in run.passes)
+        _walked[run] = Walk(_steps(model.groups, grads), *_alive(model, run))
     return _walked[run]
 
 
-_walked: WeakKeyDictionary[MicroBatch, tuple[Step, ...]] = WeakKeyDictionary()
+_walked: WeakKeyDictionary[MicroBatch, Walk] = WeakKeyDictionary()
 
 
-def _walk(model: ModelSpec, run: MicroBatch) -> Iterator[Step]:
-    before = _saved_before(model, run)
-    for number, (group, part) in enumerate(zip(model.groups, run.passes, strict=True)):
-        for index in ends(group.count):
-            # The variable still holds the logits of the micro-batch before.
-            yield Step(
-                name=_name("forward", group, index),
-                phase="forward",
-                group=number,
-                nth=index,
-                activations=before[number] + index * part.saved,
-                inside=part.forward,
-                outputs=run.outputs,
-            )
-    last = len(model.groups) - 1
-    yield Step(
-        name="loss",
-        phase="loss",
-        group=last,
-        activations=before[-1],
-        inside=run.loss,
-        outputs=run.outputs,
-    )
-    for number in range(last, -1, -1):
-        group, part = model.groups[number], run.passes[number]
-        for index in reversed(ends(group.count)):
-            for instant in part.backward:
-                yield Step(
-                    name=_name("backward", group, index),
-                    phase="backward",
-                    group=number,
-                    nth=index,
-                    activations=before[number] + index * part.saved,
-                    inside=instant.held,
-                    grads=instant.grads,
-                    outputs=run.outputs,
-                )
+@lru_cache(maxsize=64)
+def _steps(groups: tuple[Group, ...], grads: tuple[tuple[int, ...], ...]) -> tuple[Step, ...]:
+    """The steps of a walk; `grads` has each group's `Instant.grads`."""
+    steps: list[Step] = []
+    for number, group in enumerate(groups):
+        for nth in ends(group.count):
+            name = _name("forward", group, nth)
+            steps += [Step(name, "before", number, nth), Step(name, "forward", number, nth)]
+    steps.append(Step("loss", "loss", len(groups) - 1))
+    for number, group in reversed([*enumerate(groups)]):
+        for nth in reversed(ends(group.count)) if grads[number] else ():
+            name = _name("backward", group, nth)
+            steps += [Step(name, "backward", number, nth, made) for made in grads[number]]
+            steps.append(Step(name, "after", number, nth))
+    return tuple(steps)
+
+
+def _alive(model: ModelSpec, run: MicroBatch) -> tuple[list[int], list[int]]:
+    """Bytes of activations and of logits at each of `_steps`."""
+    groups, before = model.groups, _saved_before(model, run)
+    activations: list[int] = []
+    for group, part, base in zip(groups, run.passes, before, strict=False):
+        for nth in ends(group.count):
+            saved = base + nth * part.saved
+            activations += [saved, saved + part.forward]
+    # The variable still holds the logits of the micro-batch before.
+    logits = [run.outputs] * len(activations) + [run.outputs + run.loss]
+    activations.append(before[-1])
+    for group, part, base in reversed([*zip(groups, run.passes, before, strict=False)]):
+        for nth in reversed(ends(group.count)) if part.backward else ():
+            saved = base + nth * part.saved
+            activations += [saved + one.held for one in part.backward]
+            activations.append(saved + part.gradient)
+    return activations, logits + [run.outputs] * (len(activations) - len(logits))
 
 
 def _name(phase: str, group: Group, nth: int) -> str:

@@ -14,6 +14,14 @@ def gib(size: float, *, unit: bool = False) -> str:
     return f"{text} GiB" if unit else text
 
 
+def size(bytes_: float) -> str:
+    """Bytes in the unit that fits: "36.4 TiB", "31.2 GiB", "12.0 MiB"."""
+    for power, unit in ((40, "TiB"), (30, "GiB")):
+        if bytes_ >= 1 << power:
+            return f"{bytes_ / (1 << power):.1f} {unit}"
+    return f"{bytes_ / (1 << 20):.1f} MiB"
+
+
 def count(number: float) -> str:
     """A count in a few digits: "8.03B", "124M", "512"."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -18,7 +19,7 @@ from torch import distributed
 from nbdist import wire
 from nbdist.errors import NbdistError
 from nbdist.plan import checked, choice
-from nbdist.plan.words import gib
+from nbdist.plan.words import GIB, gib, size
 from nbdist.rank import choose, describe, measure
 from nbdist.rank.accelerator import current
 
@@ -32,42 +33,64 @@ log = logging.getLogger(__name__)
 
 ROWS = 3
 """Lines to paste that are offered."""
+_SMALL = GIB // 200
+"""Bytes; a smaller part would read 0.00."""
 _TOLD = (
     "can't allocate memory",  # torch 2.13, c10/core/impl/alloc_cpu.cpp
     "not enough memory",  # the same on Windows
     "Cannot allocate memory",  # errno ENOMEM
     "out of memory",  # CUDA's own errors, and NCCL's
 )
+_UNITS = {
+    "bytes": 1,
+    **{f"{letter}ib": 1 << 10 * power for power, letter in enumerate("kmgtpe", start=1)},
+}
+_ASKED = re.compile(rf"\ballocate (\d+\.?\d*) ?({'|'.join(_UNITS)})\b", re.IGNORECASE)
+"""As torch 2.13 says it for a CPU and a GPU, and NumPy 2."""
 
 
 def on(error: BaseException | None) -> Callable[[], wire.Advice] | None:
     """Look at an error; None for one that is not of memory, else what makes the advice."""
     if not is_out_of_memory(error):
         return None
-    held = _held()
-    return functools.partial(_advice, held)
+    return functools.partial(_advice, _held(), asked_bytes(error))
 
 
-def _advice(held: dict[str, int]) -> wire.Advice:
+def _advice(held: dict[str, int], asked: int | None) -> wire.Advice:
     """What to say below the traceback."""
     watch = measure.state.watch
     lines = [_held_words(held)]
+    if asked is not None:
+        lines.append(f"the cell asked for {size(asked)} at once")
     if watch is not None and watch.twin is not None:
-        lines += _what_fits(watch)
+        lines += _what_fits(watch, asked or 0)
     return wire.Advice(lines=lines, held_bytes=sum(held.values()))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised from, says that memory ran out."""
+    return any(
+        isinstance(one, (MemoryError, torch.OutOfMemoryError))
+        or (isinstance(one, (RuntimeError, OSError)) and any(word in str(one) for word in _TOLD))
+        for one in _chain(error)
+    )
+
+
+def asked_bytes(error: BaseException | None) -> int | None:
+    """Bytes of the allocation that failed; None where the error does not say."""
+    for one in _chain(error):
+        if found := _ASKED.search(str(one)):
+            return int(float(found[1]) * _UNITS[found[2].lower()])
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-            return True
-        if isinstance(error, (RuntimeError, OSError)) and any(one in str(error) for one in _TOLD):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
 def _held() -> dict[str, int]:
@@ -87,12 +110,17 @@ def _held() -> dict[str, int]:
 def _held_words(held: dict[str, int]) -> str:
     """What was held, largest first: "out of memory: 23.1 GiB held: optimizer 12.1, ..."."""
     parts = sorted(held.items(), key=lambda item: -item[1])
-    words = ", ".join(f"{name} {gib(size)}" for name, size in parts if size)
+    words = ", ".join(f"{name} {gib(part)}" for name, part in parts if part >= _SMALL)
     return f"out of memory; this rank held {gib(sum(held.values()), unit=True)}: {words}"
 
 
-def _what_fits(watch: Watch) -> list[str]:
-    """Lines to paste, or why there are none."""
+def _what_fits(watch: Watch, asked: int) -> list[str]:
+    """Lines to paste, or why there are none.
+
+    Args:
+        watch: has the model that was prepared.
+        asked: bytes of the allocation that failed; 0 where they are not known.
+    """
     try:
         plan = _plan(watch)
     except (NbdistError, MemoryError, OSError) as error:
@@ -102,14 +130,22 @@ def _what_fits(watch: Watch) -> list[str]:
         return [f"what would fit is not known ({type(error).__name__})"]
     present = _present(plan)
     if present is not None and present.fits:
-        free = gib(plan.question.cluster.smallest.free_bytes, unit=True)
-        needed = f"{gib(present.device_bytes)} of {free}"
-        words = f"the plan expects {needed} for this model and batch: something else takes memory"
-        return [words]
+        return [_not_the_model(present, plan.question.cluster.smallest.free_bytes, asked)]
     rows = list(_fitting(plan))
     if rows:
         return ["these would fit (%nbdist plan shows all):", *map(_pasted(plan), rows)]
     return ["no strategy fits; these changes would:", *(f"  {one}" for one in plan.advice)]
+
+
+def _not_the_model(present: Row, free: int, asked: int) -> str:
+    """What took the memory, where the model and its batch would have fitted."""
+    expected = f"{gib(present.device_bytes)} of {gib(free, unit=True)}"
+    cause = (
+        f"{size(asked)} are more than there is: ask for less at once"
+        if asked > free
+        else "something else takes memory"
+    )
+    return f"the plan expects {expected} for this model and batch: {cause}"
 
 
 def _plan(watch: Watch) -> Plan:

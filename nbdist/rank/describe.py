@@ -16,6 +16,7 @@ from torch import nn
 from nbdist.errors import PlanError
 from nbdist.plan import read
 from nbdist.plan.models import traced
+from nbdist.plan.spec import noted
 from nbdist.rank import measure
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def spec_of(
     Raises:
         PlanError: the model cannot be looked at.
     """
-    return traced.of_module(
+    found = traced.of_module(
         model,
         inputs=like(call, model) if call else None,
         batch_size=batch_size,
@@ -90,6 +91,7 @@ def spec_of(
         progress=progress,
         kinds=(kind,),
     )
+    return noted(found, read.length_notes(_config(model), seq_len))
 
 
 def like(call: Call, model: nn.Module) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
@@ -106,9 +108,13 @@ def like(call: Call, model: nn.Module) -> dict[str, torch.Tensor] | tuple[torch.
 
 def default_length(model: nn.Module) -> int:
     """Tokens of a sample where none was seen: what the model takes, 2048 at most."""
-    config = getattr(model, "config", None)
-    to_dict = getattr(config, "to_dict", None)
-    return read.length_of(to_dict() if callable(to_dict) else {})
+    return read.length_of(_config(model))
+
+
+def _config(model: nn.Module) -> dict[str, Any]:
+    """The fields of a model's config; none where it has no such."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    return to_dict() if callable(to_dict) else {}
 
 
 def _meant(name: str | None, names: Mapping[str, Any]) -> tuple[nn.Module, Watch | None]:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer as TorchOptimizer
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
@@ -64,6 +66,27 @@ def everything() -> list[torch.Tensor]:
     """
     found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     return [one for one in found if one.layout == torch.strided and not one.is_meta]
+
+
+def of_others(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:
+    """Tensors of all other modules and optimizers that live here; some may be this model's too.
+
+    Args:
+        model: as `prepare()` returned it.
+        optimizer: the innermost one.
+    """
+    own = set(map(id, (*model.modules(), optimizer)))
+    living = [one for one in gc.get_objects() if issubclass(type(one), (Module, TorchOptimizer))]
+    found: list[Any] = []
+    for one in living:
+        if id(one) in own:
+            continue
+        if isinstance(one, Module):
+            parameters = list(one.parameters(recurse=False))
+            found += [*parameters, *one.buffers(recurse=False), *(p.grad for p in parameters)]
+        elif not hasattr(one, "optimizer"):  # a wrapper's state is that of the optimizer inside
+            found += _state(one)
+    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def gradients(model: nn.Module) -> list[Any]:

@@ -6,7 +6,7 @@ files   --fsdp-config and --deepspeed-config
 
 from __future__ import annotations
 
-from nbdist.strategies.files import load_config_file
+from nbdist.strategies.files import load_config
 from nbdist.strategies.table import (
     ALIASES,
     BACKENDS,
@@ -29,5 +29,5 @@ __all__ = [
     "Options",
     "Strategy",
     "canonical",
-    "load_config_file",
+    "load_config",
 ]

@@ -1,8 +1,9 @@
 """The user's own config files for an engine: read, and brought together with the options; pure.
 
 Called by `strategies.Options.checked` and by whoever takes --fsdp-config or
---deepspeed-config. What a file and an option both say must agree; what only the file says
-becomes the option; what is left is handed to the engine as it stands.
+--deepspeed-config, which may also be JSON in the line itself. What a file and an option both
+say must agree; what only the file says becomes the option; what is left is handed to the
+engine as it stands.
 """
 
 from __future__ import annotations
@@ -51,15 +52,32 @@ _FSDP_FILE_NAMES = {
 }
 
 
-def load_config_file(path: str | Path) -> Plain:
-    """Return the content of a JSON or YAML file for --fsdp-config or --deepspeed-config.
+def load_config(given: str | Path) -> Plain:
+    """Return what --fsdp-config or --deepspeed-config say: JSON, or a file of JSON or YAML.
 
-    YAML is read with the safe loader. An Accelerate config file works too: its
-    `fsdp_config` section is taken.
+    What begins with a brace is JSON, anything else a file. YAML is read with the safe loader.
+    An Accelerate config file works too: its `fsdp_config` section is taken.
 
     Raises:
         OptionError: the file cannot be read, is neither JSON nor YAML, or is not a mapping.
     """
+    if str(given).startswith("{"):
+        return _inline(str(given))
+    return _load_file(given)
+
+
+def _inline(text: str) -> Plain:
+    """Parse JSON that stands in the line."""
+    try:
+        content: Plain = json.loads(text)
+    except ValueError as error:
+        message = f"{text} is not JSON ({error}); put it in single quotes, or name a file."
+        raise OptionError(message) from error
+    return content
+
+
+def _load_file(path: str | Path) -> Plain:
+    """Read a file."""
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
@@ -122,6 +140,10 @@ def with_fsdp_file(options: Options, content: Mapping[str, Any]) -> Options:
             f"use backend fsdp{version}."
         )
         raise OptionError(message)
+    if "reshard_after_forward" in plain:
+        plain["reshard_after_forward"] = _resharding(
+            plain["reshard_after_forward"], options.strategy.level
+        )
     offload = "cpu" if plain.pop("cpu_offload", False) else None
     checkpointing = plain.pop("activation_checkpointing", None)
     return replace(
@@ -130,6 +152,20 @@ def with_fsdp_file(options: Options, content: Mapping[str, Any]) -> Options:
         offload=_agree("offload", options.offload, "cpu_offload", offload, unset="none"),
         activation_checkpointing=bool(checkpointing) or options.activation_checkpointing,
     )
+
+
+def _resharding(value: object, version: int) -> object:
+    """Return what accelerate 1.15 takes: a truth under FSDP2, a strategy's name under FSDP1."""
+    truth = {"true": True, "false": False}.get(str(value).lower())
+    if version == 1 and truth is None:
+        return value
+    if version != 1 and truth is not None:
+        return truth
+    allowed = "true or false" if version != 1 else "FULL_SHARD; keep gathered by sharding_strategy"
+    message = (
+        f"reshard_after_forward is {value!r} in the fsdp_config; fsdp{version} takes {allowed}."
+    )
+    raise OptionError(message)
 
 
 def with_deepspeed_file(options: Options, content: Mapping[str, Any]) -> Options:

@@ -83,6 +83,12 @@ class Options:
         """Folder of an NVMe offload."""
         return self.offload.partition(":")[2] or None
 
+    @property
+    def reshard_after_forward(self) -> bool:
+        """FSDP: parameters are in shards between forward and backward."""
+        key, kept = _KEEPS_GATHERED.get((self.strategy.engine, self.strategy.level), ("", ""))
+        return str((self.fsdp_config or {}).get(key)).upper() != kept
+
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Options:
         """Build from named values; `checked()` looks at what they are.
@@ -104,6 +110,7 @@ class Options:
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         flags = ("offload_params", "activation_checkpointing", "compile")
         words += [name.replace("_", " ") for name in flags if getattr(self, name)]
+        words += ["no reshard"] if not self.reshard_after_forward else []
         words += [f"accumulate {self.accumulate}"] if self.accumulate != 1 else []
         words += [f"clip {self.clip:g}"] if self.clip is not None else []
         return ", ".join(words)
@@ -152,6 +159,8 @@ class Strategy:
     """Of the engine's own numbering: FSDP version or ZeRO stage; 0 for DDP."""
     offloads: tuple[str, ...] = ("none",)
     offload_params: bool = False
+    may_keep_gathered: bool = False
+    """`reshard_after_forward` is worth a choice: memory against half of the gathers."""
     older: bool = False
     """Another row does the same and is to be preferred."""
 
@@ -219,6 +228,12 @@ _FSDP_VERSION_KWARGS: Mapping[int, Plain] = {
     1: {"use_orig_params": True, "sync_module_states": False},
     2: {"reshard_after_forward": True},
 }
+_KEEPS_GATHERED: Mapping[tuple[Engine, int], tuple[str, str]] = {
+    # accelerate 1.15 has a default for sharding_strategy, which wins under FSDP1.
+    ("fsdp", 1): ("sharding_strategy", "SHARD_GRAD_OP"),
+    ("fsdp", 2): ("reshard_after_forward", "FALSE"),
+}
+"""Key of an fsdp_config, and its value that keeps parameters gathered."""
 _ZERO_STAGE_KEYS: Mapping[int, Plain] = {
     3: {"stage3_gather_16bit_weights_on_model_save": True},
 }
@@ -252,6 +267,7 @@ _ROWS = (
         level=2,
         offloads=("none", "cpu"),
         offload_params=True,
+        may_keep_gathered=True,
     ),
     Strategy(
         name="fsdp1",

@@ -26,21 +26,22 @@ def answered(request: Mapping[str, Any], progress: Callable[[str], None]) -> dic
     torch.set_num_threads(1)
     try:
         models.without_tracing_branches()
-        model = models.of_config(request["config"])
+        model, notes = models.of_config(request["config"])
         models.with_grouped_experts(model)
-        batch, has_tokens = models.batch_for(model, request["batch_size"], request["seq_len"])
+        sample = models.sample_for(model, request["batch_size"], request["seq_len"])
     except PlanError as error:
         return {"error": str(error)}
     asked = runs.Asked(
         batch_size=request["batch_size"],
-        seq_len=request["seq_len"] if has_tokens else None,
+        seq_len=request["seq_len"] if sample.has_tokens else None,
         computes=request.get("computes", runs.COMPUTES),
         kinds=request.get("kinds", runs.KINDS),
     )
-    fields = figures(model, batch, asked, progress)
-    if "error" not in fields:
-        fields["name"] = f"{request['config']['model_type']}, {size(model_params(fields))}"
-    return fields
+    fields = figures(model, sample.batch, asked, progress)
+    if "error" in fields:
+        return fields
+    name = f"{type(model).__name__}, {size(model_params(fields))}"
+    return fields | {"name": name, "notes": [*notes, *sample.notes]}
 
 
 def figures(
@@ -54,16 +55,11 @@ def figures(
     except PlanError as error:
         return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
-        first = (str(error).strip() or "no reason given").splitlines()[0]
-        return {"error": f"{type(model).__name__} on tensors without data: {_plain(error)}{first}"}
-
-
-def _plain(error: Exception) -> str:
-    """Name an error, and say what those mean that come of missing values."""
-    name = type(error).__name__
-    if name in {"DataDependentOutputException", "DynamicOutputShapeException"}:
-        return "its shapes depend on the values of tensors, "
-    return f"{name}: "
+        message = (
+            f"the model could not be traced ({runs.reason(model, error)}); give example inputs that"
+            " its forward takes, nbdist.plan(model, inputs=...), or plan for a size such as '7b'."
+        )
+        return {"error": message}
 
 
 def model_params(fields: Mapping[str, Any]) -> int:

@@ -6,14 +6,14 @@ Classes are transformers' own alone: `auto_map`, which names an author's code, i
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nbdist.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -28,34 +28,50 @@ _TASKS = (
     "MaskedLM",
     "ImageTextToText",
     "SpeechSeq2Seq",
+    "ZeroShotImageClassification",
     "ImageClassification",
     "SequenceClassification",
 )
 """Of transformers' AutoModelFor classes; the first that knows a config is what is trained."""
 
 
-def of_config(fields: Mapping[str, Any]) -> nn.Module:
-    """Build a model on the meta device.
+def of_config(fields: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
+    """Build a model on the meta device; returns it with notes for the reader.
 
     Raises:
         PlanError: transformers has no class for it, or its fields contradict each other.
     """
-    import transformers
-
     config = _config(fields)
-    name = next(iter(fields.get("architectures") or ()), None)
-    cls = getattr(transformers, str(name), None) or _class_of(config)
+    named = _named_class(fields)
+    cls = named or _class_of(config)
     try:
         with torch.device("meta"):
             model: nn.Module = cls(config)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         message = (
-            f"transformers cannot build a {cls.__name__} from this config ({error}); correct the"
-            " config, or give the model itself."
+            f"transformers cannot build a {cls.__name__} from this config ({_line(error)}); correct"
+            " the config, or give the model itself."
         )
         raise PlanError(message) from None
     dtype = _dtype(fields)
-    return model.to(dtype) if dtype is not None else model
+    model = model.to(dtype) if dtype is not None else model
+    return model, _notes(fields, cls, found=named is not None)
+
+
+def _notes(fields: Mapping[str, Any], cls: type, *, found: bool) -> list[str]:
+    """Say which class is planned, where the config names another one."""
+    name = next(iter(fields.get("architectures") or ()), None)
+    if name is None or found:
+        return []
+    return [f"planned as {cls.__name__}: transformers has no {name}, which the config names."]
+
+
+def _named_class(fields: Mapping[str, Any]) -> Any:
+    """The class of transformers that a config names; None where it names none of them."""
+    import transformers
+
+    name = next(iter(fields.get("architectures") or ()), None)
+    return getattr(transformers, str(name), None)
 
 
 def without_tracing_branches() -> None:
@@ -91,22 +107,46 @@ def _config(fields: Mapping[str, Any]) -> Any:
     """
     import transformers
 
-    model_type = fields.get("model_type")
+    model_type = fields.get("model_type") or _type_of_class(fields)
     if model_type not in transformers.CONFIG_MAPPING:
-        remote = " (its auto_map names code of its author, which is not run)" * (
-            "auto_map" in fields
-        )
         message = (
-            f"transformers {transformers.__version__} has no model_type {model_type!r}{remote};"
-            " give the model itself as an nn.Module with example inputs."
+            f"transformers {transformers.__version__} has no model_type {model_type!r}; give the"
+            " model itself with example inputs: nbdist.plan(model, inputs=...)."
         )
         raise PlanError(message)
-    known = {name: value for name, value in fields.items() if name != "auto_map"}
-    config = transformers.AutoConfig.for_model(**known)
+    own = {name: value for name, value in fields.items() if name != "auto_map"}
+    try:
+        config = transformers.AutoConfig.for_model(**own | {"model_type": model_type})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        message = f"transformers cannot read this config ({_line(error)}); correct the config."
+        raise PlanError(message) from None
     if fields.get("_attn_implementation"):
         config._attn_implementation = fields["_attn_implementation"]  # noqa: SLF001
-    config.use_cache = False
+    for one in (config, *(getattr(config, name) for name in config.sub_configs)):
+        one.use_cache = False
     return config
+
+
+def _type_of_class(fields: Mapping[str, Any]) -> str:
+    """The model type of the class that a config without one names.
+
+    Raises:
+        PlanError: transformers has no such class.
+    """
+    cls = _named_class(fields)
+    if getattr(cls, "config_class", None) is None:
+        message = (
+            f"the config has no model_type, and transformers has no model class"
+            f" {fields['architectures'][0]!r}, which it names; add its model_type, or give the"
+            " model itself with example inputs: nbdist.plan(model, inputs=...)."
+        )
+        raise PlanError(message)
+    return str(cls.config_class.model_type)
+
+
+def _line(error: Exception) -> str:
+    """What an error says, in a line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _class_of(config: Any) -> Any:
@@ -117,7 +157,7 @@ def _class_of(config: Any) -> Any:
     """
     import transformers
 
-    for task in _TASKS:
+    for task in _tasks(config):
         mapping = getattr(transformers, f"AutoModelFor{task}")._model_mapping  # noqa: SLF001
         if type(config) in mapping:
             found = mapping[type(config)]
@@ -129,6 +169,16 @@ def _class_of(config: Any) -> Any:
     raise PlanError(message)
 
 
+def _tasks(config: Any) -> Sequence[str]:
+    """What a model may be trained for, the likeliest first.
+
+    An encoder and a decoder are trained together, although a decoder has a class of its own.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        return sorted(_TASKS, key=lambda task: "Seq2Seq" not in task)
+    return _TASKS
+
+
 def _dtype(fields: Mapping[str, Any]) -> torch.dtype | None:
     """The type that the config's weights are loaded in."""
     name = str(fields.get("dtype") or fields.get("torch_dtype") or "").removeprefix("torch.")
@@ -136,40 +186,121 @@ def _dtype(fields: Mapping[str, Any]) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def batch_for(model: nn.Module, batch_size: int, seq_len: int) -> tuple[Batch, bool]:
-    """Return a batch that a transformers model trains on, and whether it holds tokens.
+class Sample(NamedTuple):
+    """What a model trains on."""
+
+    batch: Batch
+    has_tokens: bool
+    """Whether a sample is a row of tokens; else samples are counted."""
+    notes: Sequence[str] = ()
+    """For the reader: what a sample is, where it is not tokens alone."""
+
+
+class _Inputs(NamedTuple):
+    """Arguments of a forward, labels left out."""
+
+    named: dict[str, Any]
+    has_tokens: bool = False
+    text: int = 0
+    """Tokens of each sample's labels, where they are text."""
+    notes: Sequence[str] = ()
+
+
+def sample_for(model: nn.Module, batch_size: int, seq_len: int) -> Sample:
+    """Return a batch that a transformers model trains on.
 
     Raises:
         PlanError: a model whose input is not known.
     """
     config: Any = getattr(model, "config", None)
-    main = getattr(model, "main_input_name", None)
-    make = _INPUTS.get(str(main))
-    if config is None or make is None:
-        message = (
-            f"it is not known what a {type(model).__name__} takes; give example inputs:"
-            " inputs=(tensor, ...) or inputs={'name': tensor}."
-        )
-        raise PlanError(message)
-    inputs = make(config, batch_size, seq_len)
-    labels = _labels(model, batch_size, seq_len)
-    return ((), inputs | labels), main == "input_ids"
+    taken = inspect.signature(model.forward).parameters
+    main = str(getattr(model, "main_input_name", None))
+    make = _pairs if "return_loss" in taken and "pixel_values" in taken else _INPUTS.get(main)
+    if config is None or make is None or (make is _pixels and "input_ids" in taken):
+        raise PlanError(_unknown_input(model))
+    try:
+        inputs = make(config, batch_size, seq_len)
+    except (AttributeError, TypeError):  # a config of another shape than its kind has
+        raise PlanError(_unknown_input(model)) from None
+    if "token_type_ids" in taken and _sees(config):
+        inputs.named["token_type_ids"] = _ids(batch_size, seq_len)  # Gemma 3 asks for them
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:  # a classifier of sequences asks for one
+        text.pad_token_id = 0
+    labels = _labels(model, batch_size, inputs.text)
+    return Sample(((), inputs.named | labels), inputs.has_tokens, inputs.notes)
 
 
-def _tokens(_: Any, batch_size: int, seq_len: int) -> dict[str, torch.Tensor]:
-    """Token ids."""
-    return {"input_ids": _ids(batch_size, seq_len)}
+def _unknown_input(model: nn.Module) -> str:
+    """Say what a model needs whose input is not known; of several parts, which one is."""
+    part = " or, for its language model alone, give config.text_config" * _sees(
+        getattr(model, "config", None)
+    )
+    return (
+        f"it is not known what a {type(model).__name__} trains on; give the model itself with"
+        f" example inputs, nbdist.plan(model, inputs={{'name': tensor, ...}}){part}."
+    )
 
 
-def _pixels(config: Any, batch_size: int, _: int) -> dict[str, torch.Tensor]:
+def _sees(config: Any) -> bool:
+    """Whether a model takes pictures beside text."""
+    return hasattr(config, "vision_config") and hasattr(config, "text_config")
+
+
+def _tokens(config: Any, batch_size: int, seq_len: int) -> _Inputs:
+    """Token ids; of a model with further towers, text is all that is known."""
+    towers = {"vision_config": "pictures", "audio_config": "sound"}
+    beside = [what for name, what in towers.items() if getattr(config, name, None) is not None]
+    note = (
+        f"planned for text alone, without {' and '.join(beside)}: of the other towers the"
+        " parameters count, their activations do not; give the model itself with example inputs,"
+        " nbdist.plan(model, inputs=...), for all of it."
+    )
+    named = {"input_ids": _ids(batch_size, seq_len)}
+    return _Inputs(named, has_tokens=True, text=seq_len, notes=[note] if beside else [])
+
+
+def _pixels(config: Any, batch_size: int, _: int) -> _Inputs:
     """Pictures of the config's size."""
+    return _Inputs({"pixel_values": _pictures(config, batch_size)})
+
+
+def _pairs(config: Any, batch_size: int, seq_len: int) -> _Inputs:
+    """Pictures and their texts, for a contrastive loss (CLIP, SigLIP)."""
+    pictures = _pictures(config.vision_config, batch_size)
+    tokens = min(seq_len, config.text_config.max_position_embeddings)
+    named = {
+        "input_ids": _ids(batch_size, tokens),
+        "pixel_values": pictures,
+        "return_loss": True,
+    }
+    height, width = pictures.shape[-2:]
+    note = f"a sample is a picture of {height} x {width} and a text of {tokens} tokens."
+    return _Inputs(named, notes=[note])
+
+
+def _sound(config: Any, batch_size: int, seq_len: int) -> _Inputs:
+    """Spectrograms of the length that the encoder takes, and their text (Whisper)."""
+    frames = 2 * config.max_source_positions  # the second convolution halves them
+    tokens = min(seq_len, config.max_target_positions)
+    features = torch.empty((batch_size, config.num_mel_bins, frames), device="meta")
+    note = f"a sample is {frames:,} frames of sound and a text of {tokens} tokens."
+    return _Inputs({"input_features": features}, text=tokens, notes=[note])
+
+
+def _pictures(config: Any, batch_size: int) -> torch.Tensor:
+    """Pixels."""
     size = config.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     shape = (batch_size, getattr(config, "num_channels", 3), height, width)
-    return {"pixel_values": torch.empty(shape, device="meta")}
+    return torch.empty(shape, device="meta")
 
 
-_INPUTS = {"input_ids": _tokens, "pixel_values": _pixels}
+_INPUTS: Mapping[str, Callable[[Any, int, int], _Inputs]] = {
+    "input_ids": _tokens,
+    "pixel_values": _pixels,
+    "input_features": _sound,
+}
 """What models take, by transformers' `main_input_name`."""
 
 

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from nbdist.errors import PlanError
 from nbdist.trace import child, models, runs
 from nbdist.trace import groups as module_groups
+from nbdist.trace.models import Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,15 +80,15 @@ def of_module(
 
     def work(say: Callable[[str], None], *, copied: bool) -> dict[str, Any]:
         own = _without_data(module) if copied else module
-        batch, size, length = _example(own, inputs, batches, batch_size, seq_len)
+        sample, size, length = _example(own, inputs, batches, batch_size, seq_len)
         asked = runs.Asked(batch_size=size, seq_len=length, kinds=kinds)
-        return child.figures(own, batch, asked, say)
+        return child.figures(own, sample.batch, asked, say) | {"notes": list(sample.notes)}
 
     fields = _in_child(lambda say: work(say, copied=False), progress, TIMEOUT_S)
     if _NO_BACKWARD in str(fields.get("error")):
         fields = work(progress, copied=True)
     if "error" in fields:
-        raise PlanError(f"the model could not be traced: {fields['error']}")
+        raise PlanError(fields["error"])
     params = child.size(child.model_params(fields))
     return fields | {"name": f"{type(module).__name__}, {params}"}
 
@@ -98,7 +99,7 @@ def _example(
     batches: Iterable[Any] | None,
     batch_size: int,
     seq_len: int | None,
-) -> tuple[Batch, int, int | None]:
+) -> tuple[Sample, int, int | None]:
     """Return a batch, its size, and tokens of a sample where it holds tokens."""
     models.without_tracing_branches()
     models.with_grouped_experts(module)
@@ -107,9 +108,10 @@ def _example(
         inputs = next(iter(batches))
     if inputs is not None:
         batch = _arguments(inputs)
-        return batch, _first_dimension(batch), _tokens(batch)
-    batch, has_tokens = models.batch_for(module, batch_size, seq_len or models.SEQ_LEN)
-    return batch, batch_size, (seq_len or models.SEQ_LEN) if has_tokens else None
+        length = _tokens(batch)
+        return Sample(batch, length is not None), _first_dimension(batch), length
+    sample = models.sample_for(module, batch_size, seq_len or models.SEQ_LEN)
+    return sample, batch_size, (seq_len or models.SEQ_LEN) if sample.has_tokens else None
 
 
 def _arguments(inputs: object) -> Batch:
@@ -188,7 +190,7 @@ def _be_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: i
     def write(message: Mapping[str, Any]) -> None:
         os.write(writer, json.dumps(message).encode() + b"\n")
 
-    answer: dict[str, Any] = {"error": "the child process ended without an answer"}
+    answer: dict[str, Any] = {"error": "the trace ended without an answer; try it once more."}
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         silence = os.open(os.devnull, os.O_WRONLY)
@@ -198,7 +200,8 @@ def _be_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: i
     except PlanError as error:
         answer = {"error": str(error)}
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
-        answer = {"error": f"{type(error).__name__}: {error}"}
+        told = f"{type(error).__name__}: {error}"
+        answer = {"error": f"the model could not be traced ({told}); give other example inputs."}
     finally:
         _write_all(writer, json.dumps(answer).encode() + b"\n")
         os._exit(0)
@@ -224,7 +227,11 @@ def _answer(reader: int, progress: Callable[[str], None], deadline: float) -> di
             raise PlanError(message)
         read = os.read(reader, 1 << 16)
         if not read:
-            return {"error": "its child process died, perhaps for lack of memory"}
+            message = (
+                "the model could not be traced: the child process that did it died, perhaps for"
+                " lack of memory; give smaller example inputs."
+            )
+            return {"error": message}
         *lines, pending = (pending + read).split(b"\n")
         for line in lines:
             message = json.loads(line)

@@ -59,18 +59,15 @@ def traced(
         progress: told what is going on.
 
     Raises:
-        PlanError: no parameter trains, or the forward depends on values, which fakes lack.
+        PlanError: no parameter trains.
+        Exception: of any kind, where the model fails in every way of computing; where it fails
+            in some, `passes` has {"error": a sentence} in their place.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PlanError("no parameter of this model trains; set requires_grad on some, then plan.")
     model.train()
     run = _Runs(model, batch, asked, progress)
-    passes = {}
-    for checkpointing in (False, True):
-        if checkpointing:
-            checkpoint_activations(model, run.blocks)
-        for kind, compute in itertools.product(asked.kinds, asked.computes):
-            passes[key(kind, compute, checkpointing=checkpointing)] = run.figured(kind, compute)
+    passes = _passes(run, asked)
     return {
         "depth": "traced",
         "name": type(model).__name__,
@@ -79,6 +76,54 @@ def traced(
         "batch_size": asked.batch_size,
         "seq_len": asked.seq_len,
     } | _by_group(run.found, passes)
+
+
+def _passes(run: _Runs, asked: Asked) -> dict[str, dict[str, Any]]:
+    """Trace all ways of computing, without and with activation checkpointing."""
+    passes: dict[str, dict[str, Any]] = {}
+    errors: dict[tuple[str, str], Exception] = {}
+    ways = list(itertools.product(asked.kinds, asked.computes))
+    for checkpointing in (False, True):
+        if checkpointing:
+            checkpoint_activations(run.model, run.blocks)
+        for way in ways:
+            name = key(*way, checkpointing=checkpointing)
+            if way not in errors:  # what fails without checkpointing fails with it
+                try:
+                    passes[name] = run.figured(*way)
+                except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+                    errors[way] = error
+            if way in errors:
+                passes[name] = {"error": _failure(run.model, way[1], errors[way])}
+        if len(errors) == len(ways):
+            raise errors[ways[0]]
+    return passes
+
+
+def _failure(model: nn.Module, compute: str, error: Exception) -> str:
+    """What to say of a model that fails in one way of computing."""
+    return (
+        f"its forward or backward fails {_WAYS[compute]} ({reason(model, error)}); take another"
+        " backend or precision, or let the model follow the type of its parameters"
+    )
+
+
+_WAYS = {
+    "full": "without mixed precision",
+    "half": "with parameters in 16 bits",
+    "autocast": "under autocast",
+    "half_autocast": "with parameters in 16 bits under autocast",
+}
+"""How a model computes, for a reader."""
+
+
+def reason(model: nn.Module, error: Exception) -> str:
+    """What a model raised on tensors without data, in a line."""
+    kind = type(error).__name__
+    if kind in {"DataDependentOutputException", "DynamicOutputShapeException"}:
+        kind = "its shapes depend on the values of tensors"
+    first = (str(error).strip() or "no reason given").splitlines()[0]
+    return f"{type(model).__name__} on tensors without data: {kind}: {first}"
 
 
 def key(kind: str, compute: str, *, checkpointing: bool) -> str:
@@ -197,6 +242,8 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> Non
 
 def _by_group(found: Sequence[Group], passes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Put what was traced in the order of the forward, equal neighbours together."""
+    failed = {name: run for name, run in passes.items() if "error" in run}
+    passes = {name: run for name, run in passes.items() if name not in failed}
     order = _forward_order(found, next(iter(passes.values())))
     times = [len(group.times) for group in found]
     passes = {name: figures.deepened(run, times) for name, run in passes.items()}
@@ -222,7 +269,8 @@ def _by_group(found: Sequence[Group], passes: dict[str, dict[str, Any]]) -> dict
                 "outputs": run["outputs"],
             }
             for column, (name, run) in enumerate(passes.items())
-        },
+        }
+        | failed,
     }
 
 

@@ -44,6 +44,7 @@ class Case:
     attention: str = "sdpa"
     keep_outputs: bool = True
     """The cell's variable `out` holds the logits until the next step, as most cells do."""
+    fsdp_config: dict[str, Any] | None = None
     deepspeed_config: dict[str, Any] | None = None
     rank: int = 0
     """Which rank of the fake group to be."""
@@ -149,6 +150,7 @@ def run(case: Case) -> dict[str, int]:
         offload=case.offload,
         activation_checkpointing=case.activation_checkpointing,
         accumulate=case.accumulate,
+        fsdp_config=case.fsdp_config,
         deepspeed_config=case.deepspeed_config,
     ).checked(hardware)
     ops = options.strategy.extensions(options, hardware)

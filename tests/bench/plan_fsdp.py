@@ -29,6 +29,8 @@ from nbdist.strategies import Options
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from nbdist.plan.engines.story import Moment
+
 CASES = 32
 OLDER = 10
 """Cases of FSDP1, whose tensors are real, so that its models are small."""
@@ -92,6 +94,7 @@ def draw(rng: random.Random) -> footprint.Case:
         accumulate=rng.choice([1, 1, 1, 2, 3]),
         optimizer=rng.choice(["adamw", "adamw", "fused"]),
         attention=rng.choice(["sdpa", "sdpa", "sdpa", "eager"]),
+        fsdp_config=rng.choice([None, {"reshard_after_forward": False}]),
     )
 
 
@@ -103,7 +106,9 @@ def _small(case: footprint.Case, rng: random.Random) -> footprint.Case:
         config |= {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     else:
         config |= {"n_head": config["n_embd"] // 32}
-    return replace(case, config=config, backend="fsdp1", seq_len=rng.choice([32, 64, 128]))
+    kept = {"sharding_strategy": "SHARD_GRAD_OP"} if case.fsdp_config else None
+    seq_len = rng.choice([32, 64, 128])
+    return replace(case, config=config, backend="fsdp1", fsdp_config=kept, seq_len=seq_len)
 
 
 def _llama(rng: random.Random, family: str) -> dict[str, Any]:
@@ -147,7 +152,7 @@ def _vocab(rng: random.Random) -> int:
     return round(8_000 * 32 ** rng.random())
 
 
-def predicted(case: footprint.Case) -> memory.Moment:
+def predicted(case: footprint.Case) -> Moment:
     """The planner's peak for a case."""
     model = closed.from_config(case.config | {"_attn_implementation": case.attention})
     options = Options(
@@ -156,6 +161,7 @@ def predicted(case: footprint.Case) -> memory.Moment:
         offload=case.offload,
         activation_checkpointing=case.activation_checkpointing,
         accumulate=case.accumulate,
+        fsdp_config=case.fsdp_config,
     )
     setup = memory.Setup(
         options=options,
@@ -181,7 +187,7 @@ def _together(cases: Sequence[footprint.Case]) -> list[dict[str, int]]:
     return [parts[number % PROCESSES][number // PROCESSES] for number in range(len(cases))]
 
 
-def _line(case: footprint.Case, total: int, moment: memory.Moment, error: float) -> str:
+def _line(case: footprint.Case, total: int, moment: Moment, error: float) -> str:
     """One case as a line of the table."""
     config = case.config
     layers = config.get("num_hidden_layers") or config["n_layer"]
@@ -189,6 +195,7 @@ def _line(case: footprint.Case, total: int, moment: memory.Moment, error: float)
     flags = [
         "tied" if config["tie_word_embeddings"] else "",
         "recompute" if case.activation_checkpointing else "",
+        "kept" if case.fsdp_config else "",
         f"x{case.accumulate}" if case.accumulate > 1 else "",
         case.precision,
         case.attention,
@@ -197,7 +204,7 @@ def _line(case: footprint.Case, total: int, moment: memory.Moment, error: float)
     return (
         f"{config['model_type']:8} L{layers} h{hidden:<5} V{config['vocab_size']:<7} "
         f"N{case.world_size:<3} {case.batch_size}x{case.seq_len:<5} "
-        f"{' '.join(filter(None, flags)):32} {total / GIB:8.4f} GiB {error:+7.3f} % "
+        f"{' '.join(filter(None, flags)):37} {total / GIB:8.4f} GiB {error:+7.3f} % "
         f"{moment.name}"
     )
 

@@ -14,7 +14,7 @@ import pytest
 import nbdist
 from nbdist import CellError, CellInterrupted, OptionError, PlanError, Session
 from nbdist.kernel import planning
-from nbdist.plan.checked import REST, TOLD_APART
+from nbdist.plan.checked import BESIDE, REST, TOLD_APART
 from nbdist.strategies import STRATEGIES
 from tests.conftest import eventually
 
@@ -114,6 +114,16 @@ def test_ranks_measure_themselves_in_the_third_step_as_predicted(ranks: Session)
             assert line.error == pytest.approx(0, abs=0.02), line
     assert "predicted" in str(check)
     assert check._repr_html_().startswith("<div>")
+
+
+def test_another_model_on_the_ranks_is_counted_beside_the_checked_one(ranks: Session) -> None:
+    ranks.run("teacher = torch.nn.Linear(1024, 1024)\n" + PREPARE + "train(model, optimizer, 3)")
+    check = planning.check(ranks)
+    others = next(line for line in check.lines if line.part == BESIDE)
+    assert others.measured == pytest.approx(4 * 1024 * 1025, rel=0.01)
+    assert check.error == pytest.approx(0, abs=BAR)
+    assert "held by other models on this rank" in str(check)
+    ranks.run("del teacher")
 
 
 def test_a_new_prepare_measures_anew(ranks: Session) -> None:
@@ -300,14 +310,24 @@ def small() -> Iterator[Session]:
         yield session
 
 
-@pytest.mark.parametrize("code", ["torch.empty(10**15)", "bytearray(10**15)"])
-def test_memory_that_cannot_be_had_is_explained_once(small: Session, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("torch.empty(10**15)", "the cell asked for 3638.0 TiB at once"),
+        ("torch.empty(10**15)", "3638.0 TiB are more than there is: ask for less at once"),
+        ("bytearray(10**15)", "something else takes memory"),
+    ],
+)
+def test_memory_that_cannot_be_had_is_explained_once(
+    small: Session, code: str, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(CellError) as caught:
         small.run(code)
     text = told(caught.value)
     assert text.count("out of memory; this rank held") == 1
     assert "(as 1 more)" in text
-    assert "something else takes memory" in text
+    assert cause in text
+    assert "Traceback" not in capsys.readouterr().err, "the error itself has it"
 
 
 def test_one_rank_alone_is_explained_too(small: Session) -> None:

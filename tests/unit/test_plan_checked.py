@@ -74,6 +74,19 @@ def test_the_fullest_rank_is_compared() -> None:
     assert "rank 1, the fullest, in step 3" in str(check)
 
 
+def test_memory_of_another_model_is_named_and_counted_on_both_sides() -> None:
+    model = closed.from_config(CONFIG)
+    alone = checked.check(model, options(), {0: FOUND})
+    check = checked.check(model, options(), {0: replace(FOUND, beside_bytes=300)})
+    lines = {line.part: line for line in check.lines}
+    assert lines[checked.BESIDE] == Line(checked.BESIDE, 300, 300)
+    assert lines[REST].measured == 200
+    assert (check.allocated.predicted or 0) - (alone.allocated.predicted or 0) == 300
+    assert sum(line.predicted or 0 for line in check.lines) == check.allocated.predicted
+    assert "held by other models on this rank" in check.note
+    assert "other models" not in str(alone)
+
+
 def test_parts_of_the_prediction_sum_up_to_it() -> None:
     check = checked.check(closed.from_config(CONFIG), options(backend="zero2"), {0: FOUND})
     assert sum(line.predicted or 0 for line in check.lines) == check.allocated.predicted

@@ -266,8 +266,10 @@ def _peak(model: ModelSpec, work: Workload) -> int:
     """Activations, outputs, and whole gradients as they come, of one rank that shares nothing."""
     width = 2 if work.compute == "half" else model.element
     return max(
-        step.activations + step.inside + step.outputs + width * _gradients(model, step)
-        for step in spec.steps(model, model.micro_batch(work))
+        activations + logits + width * _gradients(model, step)
+        for step, activations, logits in zip(
+            *spec.walk(model, model.micro_batch(work)), strict=True
+        )
     )
 
 

@@ -70,13 +70,14 @@ def priced(
     **options: Any,
 ) -> Cost:
     cluster = devices.parse(machine)
+    if not reshard:
+        options["fsdp_config"] = {"reshard_after_forward": False}
     chosen = Options(backend=backend, **{"precision": "bf16", **options})
     setup = memory.Setup(
         options=chosen,
         world_size=cluster.world_size,
         optimizer=optimizer,
         kind=cluster.kind,
-        reshard_after_forward=reshard,
     )
     workload = Workload(
         seq_len=tokens,

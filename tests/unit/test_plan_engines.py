@@ -15,7 +15,8 @@ from nbdist.plan.spec import Group, MicroBatch, Pass, Workload
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
-    from nbdist.plan.memory import Moment, Setup
+    from nbdist.plan.engines.story import Moment
+    from nbdist.plan.memory import Setup
     from nbdist.plan.spec import ModelSpec
 
 PSI = 1_000_000

@@ -14,7 +14,7 @@ from nbdist.plan.spec import Workload
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
-    from nbdist.plan.memory import Moment
+    from nbdist.plan.engines.story import Moment
 
 SMALL = {
     "model_type": "llama",
@@ -150,12 +150,13 @@ def _moments_of(model: Any, **given: Any) -> list[Moment]:
 def _setup(given: dict[str, Any]) -> Setup:
     names = {"backend", "precision", "accumulate", "offload", "activation_checkpointing"}
     options = {key: value for key, value in given.items() if key in names}
+    if not given.get("reshard", True):
+        options["fsdp_config"] = {"reshard_after_forward": False}
     return Setup(
         options=Options(**({"backend": "fsdp2", "precision": "bf16"} | options)),
         world_size=given.get("ranks", 8),
         optimizer=OPTIMIZERS[given.get("optimizer", "adamw")],
         kind="cpu",
-        reshard_after_forward=given.get("reshard", True),
     )
 
 

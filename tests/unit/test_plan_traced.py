@@ -87,6 +87,16 @@ def test_what_was_not_traced_is_said(workload: Workload, said: str) -> None:
         traced.from_json(fields()).micro_batch(workload)
 
 
+def test_a_way_of_computing_in_which_the_model_fails_says_so() -> None:
+    broken = fields()
+    broken["passes"] = broken["passes"] | {"cuda autocast": {"error": "it fails under autocast"}}
+    model = traced.from_json(broken | {"notes": ["a note."]})
+    assert model.micro_batch(at(1)).outputs == 2
+    assert traced.from_json(model.to_json()).notes == ("a note.",)
+    with pytest.raises(PlanError, match="it fails under autocast"):
+        model.micro_batch(at(1, compute="autocast"))
+
+
 def test_a_model_without_tokens_takes_any_sequence_length() -> None:
     model = traced.from_json(fields() | {"seq_len": None})
     assert model.micro_batch(at(1, seq_len=999)).outputs == 2
@@ -111,6 +121,12 @@ def test_progress_and_answer_of_the_child_arrive() -> None:
 def test_the_childs_last_line_is_the_reason() -> None:
     code = "import sys; sys.exit('trace: no such model')"
     with pytest.raises(PlanError, match=r"could not be traced \(no such model\)"):
+        traced._answer(child(code), {}, lambda _: None)
+
+
+def test_a_sentence_of_the_child_is_the_error() -> None:
+    code = "import json; print(json.dumps({'error': 'it cannot be, so do this.'}))"
+    with pytest.raises(PlanError, match=r"^it cannot be, so do this\.$"):
         traced._answer(child(code), {}, lambda _: None)
 
 

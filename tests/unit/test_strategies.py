@@ -15,7 +15,7 @@ from nbdist.strategies import (
     Hardware,
     Options,
     canonical,
-    load_config_file,
+    load_config,
 )
 
 if TYPE_CHECKING:
@@ -162,6 +162,35 @@ def test_an_fsdp_file_must_fit(content: dict[str, Any], said: str) -> None:
         checked(backend="fsdp2", fsdp_config=content)
 
 
+@pytest.mark.parametrize(
+    ("backend", "config", "resharded"),
+    [
+        ("ddp", None, True),
+        ("fsdp2", None, True),
+        ("fsdp2", {"fsdp_reshard_after_forward": "false"}, False),
+        ("fsdp2", {"reshard_after_forward": True}, True),
+        ("fsdp1", {"sharding_strategy": "SHARD_GRAD_OP"}, False),
+        ("fsdp1", {"reshard_after_forward": "SHARD_GRAD_OP"}, True),
+    ],
+)
+def test_whether_fsdp_keeps_parameters_gathered(
+    backend: str, config: dict[str, Any] | None, *, resharded: bool
+) -> None:
+    # accelerate 1.15: FSDP1 looks at sharding_strategy first, which has a default.
+    options = checked(backend=backend, fsdp_config=config)
+    assert options.reshard_after_forward == resharded
+    assert ("no reshard" in options.describe()) != resharded
+
+
+@pytest.mark.parametrize(
+    ("backend", "value", "said"),
+    [("fsdp2", "FULL_SHARD", "takes true or false"), ("fsdp1", False, "by sharding_strategy")],
+)
+def test_each_fsdp_has_its_own_word_for_resharding(backend: str, value: Any, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        checked(backend=backend, fsdp_config={"reshard_after_forward": value})
+
+
 def test_checking_twice_changes_nothing() -> None:
     once = checked(backend="zero3", deepspeed_config={"gradient_clipping": 0.5})
     assert once.checked(CPU) == once
@@ -188,12 +217,18 @@ def test_only_an_offload_under_deepspeed_builds_anything() -> None:
     assert ops(backend="zero3", offload="nvme:/x")[-1] == "async_io"
 
 
+def test_a_config_may_be_json_in_the_line() -> None:
+    assert load_config('{"reshard_after_forward": false}') == {"reshard_after_forward": False}
+    with pytest.raises(OptionError, match="put it in single quotes, or name a file"):
+        load_config("{reshard_after_forward:false}")
+
+
 def test_config_files_are_json_or_yaml(tmp_path: Path) -> None:
     js, yml = tmp_path / "a.json", tmp_path / "b.yaml"
     js.write_text('{"zero_optimization": {"stage": 2}}')
     yml.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n")
-    assert load_config_file(js) == {"zero_optimization": {"stage": 2}}
-    assert load_config_file(yml) == {"fsdp_version": 2}
+    assert load_config(js) == {"zero_optimization": {"stage": 2}}
+    assert load_config(yml) == {"fsdp_version": 2}
 
 
 @pytest.mark.parametrize(
@@ -211,9 +246,9 @@ def test_an_unreadable_config_file_is_refused(
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(OptionError, match=said):
-        load_config_file(file)
+        load_config(file)
     with pytest.raises(OptionError, match="cannot read"):
-        load_config_file(tmp_path / "none.json")
+        load_config(tmp_path / "none.json")
 
 
 def test_the_table_needs_no_torch() -> None:

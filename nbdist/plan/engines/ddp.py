@@ -10,50 +10,50 @@ from typing import TYPE_CHECKING
 
 from nbdist.plan import spec
 from nbdist.plan.engines import layout
-from nbdist.plan.memory import Moment
+from nbdist.plan.engines.story import Held, Story
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbdist.plan.memory import Parts, Setup
-    from nbdist.plan.spec import Group, ModelSpec, Step, Workload
+    from nbdist.plan.engines.story import Parts
+    from nbdist.plan.memory import Setup
+    from nbdist.plan.spec import Group, MicroBatch, ModelSpec, Step
 
 
-def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Moment]:
-    """The moments of a training step; of several micro-batches the last, which has the most."""
-    run = model.micro_batch(workload)
-    held = _held(model, setup)
-    for step in spec.steps(model, run):
-        parts = _gradients(model, step, setup) | {
-            "activations": step.activations
-            + (0 if step.phase == "loss" else step.inside)
-            + _casts(model, step, workload),
-            "logits": step.outputs + (step.inside if step.phase == "loss" else 0),
+class Whole(Story):
+    """A training step under DDP; of several micro-batches the last, which has the most."""
+
+    def __init__(self, model: ModelSpec, setup: Setup) -> None:
+        """Count what stays."""
+        super().__init__(model)
+        self._setup = setup
+        elements = spec.trainable(model)
+        self._kept = {
+            "parameters": spec.params(model) * model.element,
+            "buffers": elements * model.element,
+            "optimizer": setup.optimizer.state_bytes(elements, element=model.element),
         }
-        yield Moment(name=step.name, parts={**held, **parts})
-    elements = spec.trainable(model)
-    yield Moment(
-        name="optimizer step",
-        parts={
-            **held,
+        scratch = setup.optimizer.scratch(elements, spec.largest(model))
+        update = {
             "gradients": elements * model.element,
-            "logits": run.outputs,
-            "temporaries": model.element * setup.optimizer.scratch(elements, spec.largest(model)),
-        },
-    )
+            "temporaries": model.element * scratch,
+        }
+        self._update = Held(self._kept, update)
+
+    def during(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, Held]]:
+        """Gradients, and copies of weights in 16 bits."""
+        for at, step in enumerate(steps):
+            if step.phase not in {"before", "after"}:
+                casts = {"activations": _casts(self.model, step, self._setup)}
+                gradients = _gradients(self.model, step, self._setup)
+                yield at, Held(self._kept, gradients, casts)
+
+    def between(self, run: MicroBatch) -> Iterator[tuple[str, Held, int]]:  # noqa: ARG002
+        """The optimizer's step."""
+        yield "optimizer step", self._update, 0
 
 
-def _held(model: ModelSpec, setup: Setup) -> Parts:
-    """Bytes that stay: parameters as they were loaded, buckets and optimizer state."""
-    elements = spec.trainable(model)
-    return {
-        "parameters": spec.params(model) * model.element,
-        "buffers": elements * model.element,
-        "optimizer": setup.optimizer.state_bytes(elements, element=model.element),
-    }
-
-
-def _gradients(model: ModelSpec, step: Step, setup: Setup) -> dict[str, int]:
+def _gradients(model: ModelSpec, step: Step, setup: Setup) -> Parts:
     """Bytes of the gradients; those of earlier micro-batches take the new ones in, one by one."""
     if setup.options.accumulate > 1:
         elements = spec.trainable(model)
@@ -65,14 +65,12 @@ def _gradients(model: ModelSpec, step: Step, setup: Setup) -> dict[str, int]:
     return {"gradients": elements * model.element, "temporaries": new * model.element}
 
 
-def _casts(model: ModelSpec, step: Step, workload: Workload) -> int:
+def _casts(model: ModelSpec, step: Step, setup: Setup) -> int:
     """Bytes of the 16-bit weights that autocast keeps until a forward ends.
 
     Without checkpointing they are saved for the backward, and are among the activations.
     """
-    if step.phase != "forward" or not workload.activation_checkpointing:
-        return 0
-    if workload.compute != "autocast":
+    if step.phase != "forward" or not setup.options.activation_checkpointing or not setup.half:
         return 0
     blocks = [one.trainable * one.count for one in model.groups[: step.group] if _again(one)]
     own = model.groups[step.group]

@@ -6,23 +6,24 @@ tensor by tensor with the config that `strategies` hands it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
 from nbdist.plan import spec
-from nbdist.plan.engines import gathering, layout
-from nbdist.plan.memory import Moment
+from nbdist.plan.engines import gathering, layout, story
+from nbdist.plan.engines.story import Held
 from nbdist.strategies import Hardware
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterator, Mapping
 
     from nbdist.plan.engines.layout import Place, Reduction
-    from nbdist.plan.memory import Parts, Setup
-    from nbdist.plan.spec import ModelSpec, Step, Workload
+    from nbdist.plan.engines.story import Parts
+    from nbdist.plan.memory import Setup
+    from nbdist.plan.spec import MicroBatch, ModelSpec, Step
 
 CUTS_GRADIENTS = 2
 CUTS_PARAMETERS = 3
@@ -90,12 +91,13 @@ class _Numbers:
         return self._automatic.get(key, int(default)) if value == "auto" else int(value)
 
 
-class Story(ABC):
+class Story(story.Story):
     """A training step under DeepSpeed; of several micro-batches the last, which has the most."""
 
-    def __init__(self, model: ModelSpec, workload: Workload, setup: Setup) -> None:
+    def __init__(self, model: ModelSpec, setup: Setup) -> None:
         """Work out what all moments need."""
-        self.model, self.workload, self.setup = model, workload, setup
+        super().__init__(model)
+        self.setup = setup
         self.config = read_config(model, setup)
         self.unit = 2 if setup.half else 4
         """Bytes of an element of parameters and gradients in use."""
@@ -109,7 +111,6 @@ class Story(ABC):
         self.again = setup.options.accumulate > 1
         """Gradients of earlier micro-batches exist."""
         self.shared = layout.shared(model)
-        self.run = model.micro_batch(workload)
 
     @cached_property
     def partition(self) -> int:
@@ -128,15 +129,34 @@ class Story(ABC):
         """Bytes on NVMe."""
         return 0
 
-    def moment(self, name: str, *more: Parts, host: Parts | None = None) -> Moment:
-        """Put a moment together of what is held and of what comes on top."""
-        held, away, files = self._for_good
-        return Moment(
-            name=name,
-            parts=total((held, *more)),
-            host=total((away, host)) if host else away,
-            nvme=files,
-        )
+    @abstractmethod
+    def reduced(self) -> Iterator[tuple[Reduction | None, Held]]:
+        """What is held at reductions; None for those that are after the backward."""
+
+    @abstractmethod
+    def updated(self) -> Iterator[tuple[str, Held]]:
+        """What is held at the parts of an optimizer's step, each with its name."""
+
+    def between(self, run: MicroBatch) -> Iterator[tuple[str, Held, int]]:
+        """Reductions, then the optimizer's step."""
+        for reduction, held in self._reduced:
+            activations = 0 if reduction is None else self.at(reduction, run)
+            yield "gradient reduction", held, activations
+        for name, held in self._updated:
+            yield name, held, 0
+
+    @cached_property
+    def _reduced(self) -> list[tuple[Reduction | None, Held]]:
+        return list(self.reduced())
+
+    @cached_property
+    def _updated(self) -> list[tuple[str, Held]]:
+        return list(self.updated())
+
+    def holding(self, *more: Parts, host: Parts | None = None) -> Held:
+        """Put together what is held for good and what comes on top."""
+        kept, away, files = self._for_good
+        return Held(kept, *more, host=(away, host) if host else (away,), nvme=files)
 
     @cached_property
     def _for_good(self) -> tuple[dict[str, int], dict[str, int], int]:
@@ -164,18 +184,6 @@ class Story(ABC):
         copies = 0 if optimizer.cpu_version else optimizer.alone
         return {"temporaries": round(MASTER * copies * elements)}
 
-    def outputs(self) -> dict[str, int]:
-        """Bytes of the logits that a cell's variable keeps."""
-        return {"logits": self.run.outputs}
-
-    def activations(self, step: Step) -> dict[str, int]:
-        """Bytes of a step's activations and logits."""
-        loss = step.phase == "loss"
-        return {
-            "activations": step.activations + (0 if loss else step.inside),
-            "logits": step.outputs + (step.inside if loss else 0),
-        }
-
     def coming(self, step: Step) -> dict[str, int]:
         """Bytes of gradients that are made and not in the bucket yet."""
         if step.phase != "backward":
@@ -198,21 +206,19 @@ class Story(ABC):
         """Whether it is of one parameter above the bucket's size."""
         return reduction.filled > self.config.bucket
 
-    def at(self, reduction: Reduction) -> dict[str, int]:
+    def at(self, reduction: Reduction, run: MicroBatch) -> int:
         """Bytes of activations when a reduction begins."""
         place = reduction.at
         if place is None or self._is_tied_head(place):
-            return self.outputs()
+            return 0
         before = sum(
             group.count * part.saved
-            for group, part in list(zip(self.model.groups, self.run.passes, strict=True))[
-                : place.group
-            ]
+            for group, part in list(zip(self.model.groups, run.passes, strict=True))[: place.group]
         )
-        own = self.run.passes[place.group]
+        own = run.passes[place.group]
         made = [one.held for one in own.backward if one.grads >= reduction.own]
         held = min(made or [one.held for one in own.backward], default=0)
-        return {"activations": before + place.nth * own.saved + held} | self.outputs()
+        return before + place.nth * own.saved + held
 
     def _is_tied_head(self, place: Place) -> bool:
         """Whether it is the first of all: its gradient is complete when the backward is over."""
@@ -227,12 +233,3 @@ class Story(ABC):
             bucket=self.config.bucket,
             backward=backward,
         )
-
-
-def total(many: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add parts up by name."""
-    sums: dict[str, int] = {}
-    for parts in many:
-        for name, count in parts.items():
-            sums[name] = sums.get(name, 0) + count
-    return sums

@@ -5,27 +5,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nbdist.plan.engines import fsdp1, fsdp2
-from nbdist.plan.spec import steps
+from nbdist.plan.engines.story import Story
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nbdist.plan.engines.story import Held
     from nbdist.plan.engines.units import Micro
-    from nbdist.plan.memory import Moment, Setup
-    from nbdist.plan.spec import ModelSpec, Workload
+    from nbdist.plan.memory import Setup
+    from nbdist.plan.spec import MicroBatch, ModelSpec, Step
 
 _VERSIONS = {1: fsdp1, 2: fsdp2}
 
 
-def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Moment]:
-    """The moments of one optimizer step, from the third step on."""
-    version = _VERSIONS[setup.options.strategy.level]
-    run = model.micro_batch(workload)
-    ground = version.ground(model, setup)
-    for micro in micro_batches(setup.options.accumulate):
-        for step in steps(model, run):
-            yield from version.during(ground, run, step, micro)
-    yield ground.optimizer_step(run.outputs)
+class Sharded(Story):
+    """One optimizer step, from the third on."""
+
+    def __init__(self, model: ModelSpec, setup: Setup) -> None:
+        """Cut the model into units."""
+        super().__init__(model)
+        self._version = _VERSIONS[setup.options.strategy.level]
+        self._ground = self._version.ground(model, setup)
+        self._micros = micro_batches(setup.options.accumulate)
+        self._update = self._ground.optimizer_step()
+
+    def during(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, Held]]:
+        """Each kind of micro-batch from its first step to its last."""
+        for micro in self._micros:
+            for at, step in enumerate(steps):
+                for held in self._version.held_at(self._ground, micro, step):
+                    yield at, held
+
+    def between(self, run: MicroBatch) -> Iterator[tuple[str, Held, int]]:  # noqa: ARG002
+        """The update."""
+        yield "optimizer step", self._update, 0
 
 
 def micro_batches(accumulate: int) -> tuple[Micro, ...]:

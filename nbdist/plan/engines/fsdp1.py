@@ -20,9 +20,10 @@ from nbdist.plan.spec import Group
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nbdist.plan.engines.story import Held
     from nbdist.plan.engines.units import Micro
-    from nbdist.plan.memory import Moment, Setup
-    from nbdist.plan.spec import MicroBatch, ModelSpec, Step
+    from nbdist.plan.memory import Setup
+    from nbdist.plan.spec import ModelSpec, Step
 
 
 def ground(model: ModelSpec, setup: Setup) -> Ground:
@@ -56,21 +57,16 @@ def _root(model: ModelSpec) -> Group:
     )
 
 
-def during(base: Ground, run: MicroBatch, step: Step, micro: Micro) -> Iterator[Moment]:
-    """The moments of one step of a micro-batch."""
+def held_at(base: Ground, micro: Micro, step: Step) -> tuple[Held, ...]:
+    """What is held at a step of a micro-batch."""
+    if step.phase == "after":
+        return tuple(base.held(place) for place in _reductions(base, step, micro))
+    if step.phase == "before":
+        return ()
     key = (micro, step.phase, step.group, step.nth)
-    place = base.places.get(key)
-    if place is None:
-        place = base.places[key] = _place(base, step, micro)
-        if step.phase == "backward" and (_is_block(base, step) or not step.group):
-            handed = run.passes[step.group].gradient
-            for after in _reductions(base, step, micro):
-                yield base.moment(step, after, inside=handed)
-    if step.phase == "loss":
-        yield base.moment(step, place, loss=step.inside)
-    else:
-        made = base.widths.compute * step.grads
-        yield base.moment(step, place, inside=step.inside, gradients=made)
+    if key not in base.places:
+        base.places[key] = _place(base, step, micro)
+    return (base.held(base.places[key], gradients=base.widths.compute * step.grads),)
 
 
 def _place(base: Ground, step: Step, micro: Micro) -> Place:
@@ -84,6 +80,8 @@ def _place(base: Ground, step: Step, micro: Micro) -> Place:
 def _reductions(base: Ground, step: Step, micro: Micro) -> Iterator[Place]:
     """Gradients are put together; then the unit is in shards again, and they are reduced."""
     block = _is_block(base, step)
+    if step.group and not block:
+        return
     over = base.units[step.group if block else base.tail]
     whole, shards = _gradients(base, step, micro)
     whole += _of_root(base, step) if block else 0
@@ -97,7 +95,7 @@ def _reductions(base: Ground, step: Step, micro: Micro) -> Iterator[Place]:
 
 def _gradients(base: Ground, step: Step, micro: Micro) -> tuple[int, int]:
     """Whole gradients that wait, and gradient shards, of the blocks that are over."""
-    over = _over(base, step) if step.phase == "backward" else (0, 0)
+    over = _over(base, step) if step.phase in {"backward", "after"} else (0, 0)
     return base.waiting(micro, *over)
 
 

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 from nbdist.plan.engines.units import Ground, Place, Unit, Widths, unit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from nbdist.plan.engines.story import Held
     from nbdist.plan.engines.units import Micro
-    from nbdist.plan.memory import Moment, Setup
-    from nbdist.plan.spec import Group, MicroBatch, ModelSpec, Step
+    from nbdist.plan.memory import Setup
+    from nbdist.plan.spec import Group, ModelSpec, Step
 
 
 def ground(model: ModelSpec, setup: Setup) -> Ground:
@@ -49,25 +48,24 @@ def _share(group: Group, ranks: int) -> int:
     return sum(-(-rows // ranks) * (elements // rows) for rows, elements in group.tensors)
 
 
-def during(base: Ground, run: MicroBatch, step: Step, micro: Micro) -> Iterator[Moment]:
-    """The moments of one step of a micro-batch."""
+def held_at(base: Ground, micro: Micro, step: Step) -> tuple[Held, ...]:
+    """What is held at a step of a micro-batch."""
+    if step.phase == "before":
+        return (base.held(_before(base, step, micro)),)
+    if step.phase == "after":
+        tied = base.tied and step.group == base.tail
+        return () if tied else (base.held(_reduction(base, step, micro)),)
     key = (micro, step.phase, step.group, step.nth)
-    place = base.places.get(key)
-    if place is None:
-        place = base.places[key] = _place(base, step, micro)
-        yield from _besides(base, run, step, micro, place)
-    if step.phase == "loss":
-        yield base.moment(step, place, loss=step.inside)
-    else:
-        made = base.widths.compute * step.grads
-        yield base.moment(step, place, inside=step.inside, gradients=made)
+    if key not in base.places:
+        base.places[key] = _place(base, step, micro)
+    return (base.held(base.places[key], gradients=base.widths.compute * step.grads),)
 
 
 def _place(base: Ground, step: Step, micro: Micro) -> Place:
     """What is there beside a unit at work."""
     whole, shards = _gradients(base, step, micro)
     gathered = _resident(base, step)
-    if step.phase == "forward":
+    if step.phase in {"before", "forward"}:
         return Place(gathered + _buffers(base, step)[0], whole, shards)
     if step.phase == "loss":
         # Where the tail has no parameters, nothing has freed the last block's buffer.
@@ -78,18 +76,11 @@ def _place(base: Ground, step: Step, micro: Micro) -> Place:
     return Place(gathered + _ahead(base, step), whole, shards, _in_flight(base, step, micro))
 
 
-def _besides(
-    base: Ground, run: MicroBatch, step: Step, micro: Micro, place: Place
-) -> Iterator[Moment]:
-    """The moments just before a unit's forward and just after its backward."""
-    if step.phase == "forward":
-        # The buffer of the unit before goes when this unit's has been copied.
-        before = _buffers(base, step)[1] + _fetching(base, _gathering(base, step.group))
-        yield base.moment(step, place._replace(gathered=place.gathered + before))
-    elif step.phase == "backward" and not (base.tied and step.group == base.tail):
-        over = _gathering(base, step.group)
-        after = _reduction(base, step, micro, over)
-        yield base.moment(step, after, inside=run.passes[step.group].gradient)
+def _before(base: Ground, step: Step, micro: Micro) -> Place:
+    """The buffer of the unit before goes when this unit's has been copied."""
+    place = _place(base, step, micro)
+    besides = _buffers(base, step)[1] + _fetching(base, _gathering(base, step.group))
+    return place._replace(gathered=place.gathered + besides)
 
 
 def _fetching(base: Ground, over: Unit) -> int:
@@ -102,7 +93,7 @@ def _fetching(base: Ground, over: Unit) -> int:
 
 def _gradients(base: Ground, step: Step, micro: Micro) -> tuple[int, int]:
     """Whole and sharded gradients of the units that are not at work."""
-    over = _over(base, step) if step.phase == "backward" else (0, 0)
+    over = _over(base, step) if step.phase in {"backward", "after"} else (0, 0)
     return base.waiting(micro, *over)
 
 
@@ -116,8 +107,9 @@ def _over(base: Ground, step: Step) -> tuple[int, int]:
     return accumulated, sum(count * base.units[number].kept for number, count in counts)
 
 
-def _reduction(base: Ground, step: Step, micro: Micro, over: Unit) -> Place:
+def _reduction(base: Ground, step: Step, micro: Micro) -> Place:
     """A unit is in shards again; its gradients are copied to be reduced, or are kept whole."""
+    over = _gathering(base, step.group)
     whole, shards = _gradients(base, step, micro)
     buffers = 0
     if micro in {"only", "last"}:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from nbdist.plan.memory import Moment
+from nbdist.plan.engines.story import Held
 
 if TYPE_CHECKING:
+    from nbdist.plan.engines.story import Parts
     from nbdist.plan.memory import Setup
-    from nbdist.plan.spec import Group, ModelSpec, Step
+    from nbdist.plan.spec import Group, ModelSpec
 
 Micro = Literal["only", "first", "middle", "last"]
 """Which micro-batch of an optimizer step: gradients are reduced in the only or last one."""
@@ -111,7 +112,7 @@ class Ground:
     @cached_property
     def resharded(self) -> bool:
         """Blocks are in shards between forward and backward."""
-        return self.setup.reshard_after_forward
+        return self.setup.options.reshard_after_forward
 
     @cached_property
     def all(self) -> Unit:
@@ -136,61 +137,42 @@ class Ground:
         return self.all.accumulated - accumulated, kept
 
     @cached_property
-    def _state(self) -> int:
-        """Bytes of optimizer state on this rank."""
-        return self.setup.optimizer.state_bytes(
-            self.all.trained, element=self.widths.stored, flat=self.flat
-        )
-
-    @cached_property
     def offload(self) -> bool:
         """Shards, gradients and optimizer live in the host's memory."""
         return self.setup.options.offload_device != "none"
 
-    def moment(
-        self, step: Step, place: Place, *, inside: int = 0, gradients: int = 0, loss: int = 0
-    ) -> Moment:
-        """A moment at a place.
+    def held(self, place: Place, *, gradients: int = 0) -> Held:
+        """What is held at a place.
 
         Args:
-            step: names it; its saved activations and logits count.
             place: what is there beside.
-            inside: bytes of activations on top of the saved ones.
             gradients: bytes of whole gradients on top of those that wait.
-            loss: bytes of the loss.
         """
         parts = {
-            "parameters": self.all.stored,
-            "gradients": place.whole + gradients + place.shards,
-            "optimizer": self._state,
+            "gradients": place.whole + gradients,
             "buffers": place.buffers,
             "gathered": place.gathered,
-            "activations": step.activations + inside,
-            "logits": step.outputs + loss,
         }
-        return self._placed(step.name, parts, place.shards)
+        return self._placed(parts, place.shards)
 
-    def optimizer_step(self, outputs: int) -> Moment:
+    def optimizer_step(self) -> Held:
         """All gradient shards, and the temporaries of the update."""
-        optimizer = self.setup.optimizer
         largest = max(unit.largest_shard for unit in self.units)
-        parts = {
-            "parameters": self.all.stored,
-            "gradients": self.all.kept,
-            "optimizer": self._state,
-            "logits": outputs,
-            "temporaries": self.widths.stored * optimizer.scratch(self.all.trained, largest),
-        }
-        return self._placed("optimizer step", parts, self.all.kept)
+        scratch = self.setup.optimizer.scratch(self.all.trained, largest)
+        return self._placed({}, self.all.kept, {"temporaries": self.widths.stored * scratch})
 
-    def _placed(self, name: str, parts: dict[str, int], shards: int) -> Moment:
+    def _placed(self, parts: Parts, shards: int, update: Parts | None = None) -> Held:
         """Put shards and optimizer where they live: beside the rest, or in the host's memory."""
-        if not self.offload:
-            return Moment(name=name, parts=parts)
-        away = ("parameters", "optimizer", "temporaries")
-        host = {part: parts.pop(part) for part in away if part in parts} | {"gradients": shards}
-        parts["gradients"] -= shards
-        return Moment(name=name, parts=parts, host=host)
+        where = (self._shards, {"gradients": shards}, update or {})
+        return Held(parts, host=where) if self.offload else Held(*where, parts)
+
+    @cached_property
+    def _shards(self) -> Parts:
+        """Bytes of parameters and optimizer state on this rank."""
+        state = self.setup.optimizer.state_bytes(
+            self.all.trained, element=self.widths.stored, flat=self.flat
+        )
+        return {"parameters": self.all.stored, "optimizer": state}
 
 
 def unit(

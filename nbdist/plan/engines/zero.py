@@ -14,28 +14,27 @@ from typing import TYPE_CHECKING
 
 from nbdist.plan.engines import layout, zero3
 from nbdist.plan.engines.deepspeed import CUTS_GRADIENTS, CUTS_PARAMETERS, MASTER, NORM, Story
-from nbdist.plan.spec import steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.plan.engines.layout import Reduction
-    from nbdist.plan.memory import Moment, Setup
-    from nbdist.plan.spec import ModelSpec, Step, Workload
+    from nbdist.plan.engines.story import Held
+    from nbdist.plan.memory import Setup
+    from nbdist.plan.spec import ModelSpec, Step
 
 
-def moments(model: ModelSpec, workload: Workload, setup: Setup) -> Iterator[Moment]:
-    """The moments of a training step on the fullest rank."""
+def story(model: ModelSpec, setup: Setup) -> Story:
+    """A training step on the fullest rank."""
     cuts_parameters = setup.options.strategy.level == CUTS_PARAMETERS
-    story = zero3.Cut if cuts_parameters else _Whole
-    return story(model, workload, setup).moments()
+    return zero3.Cut(model, setup) if cuts_parameters else _Whole(model, setup)
 
 
 class _Whole(Story):
     """Stages 1 and 2."""
 
-    def __init__(self, model: ModelSpec, workload: Workload, setup: Setup) -> None:
-        super().__init__(model, workload, setup)
+    def __init__(self, model: ModelSpec, setup: Setup) -> None:
+        super().__init__(model, setup)
         self._cuts_gradients = setup.options.strategy.level == CUTS_GRADIENTS
         self._at_once = self._cuts_gradients or self.config.overlap
         """Gradients are reduced while the backward runs, not after it."""
@@ -67,12 +66,15 @@ class _Whole(Story):
             "buffers": self.unit * self.largest,
         }
 
-    def moments(self) -> Iterator[Moment]:
-        """Forward, loss, backward, reductions, step."""
-        for step in steps(self.model, self.run):
-            yield self.moment(step.name, self.activations(step), self._during(step))
+    def during(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, Held]]:
+        """Forward, loss, backward."""
+        for at, step in enumerate(steps):
+            if step.phase not in {"before", "after"}:
+                yield at, self.holding(self._during(step))
+
+    def reduced(self) -> Iterator[tuple[Reduction | None, Held]]:
+        """Reductions while the backward runs, or after it."""
         yield from self._reduced_at_once() if self._at_once else self._reduced_after()
-        yield from self._updated()
 
     def _bucket(self) -> dict[str, int]:
         return {"buffers": self.unit * self.config.bucket * self.config.buffers}
@@ -116,7 +118,7 @@ class _Whole(Story):
         most = self._from_the_last if backward else self._from_the_first
         return self.unit * most[reached - 1]
 
-    def _reduced_at_once(self) -> Iterator[Moment]:
+    def _reduced_at_once(self) -> Iterator[tuple[Reduction, Held]]:
         """Buckets that fill while the backward runs."""
         made = self.reductions(backward=True)
         for one in _telling(made):
@@ -124,13 +126,14 @@ class _Whole(Story):
             after = self._mine(one.moved)
             around = {"gradients": self.outside(one)}
             for grads, temporary in ((before, self._flat(one)), (after, self._norm())):
-                yield self.moment(
-                    "gradient reduction",
-                    self.at(one),
-                    self._earlier(),
-                    self._bucket(),
-                    around,
-                    {"gradients": grads, "temporaries": temporary},
+                yield (
+                    one,
+                    self.holding(
+                        self._earlier(),
+                        self._bucket(),
+                        around,
+                        {"gradients": grads, "temporaries": temporary},
+                    ),
                 )
 
     def _flat(self, one: Reduction) -> int:
@@ -146,15 +149,13 @@ class _Whole(Story):
         """Bytes of the fp64 copy, for its norm, of a gradient on its way to the host."""
         return NORM * min(self.largest, self.partition) if self.offloaded else 0
 
-    def _reduced_after(self) -> Iterator[Moment]:
+    def _reduced_after(self) -> Iterator[tuple[None, Held]]:
         """Stage 1: all gradients exist, and go through the bucket from the first to the last."""
         worst = max(self._one_after_the_other(), key=sum)
         gradients, temporaries = worst
-        yield self.moment(
-            "gradient reduction",
-            self.outputs(),
-            self._bucket(),
-            {"gradients": gradients, "temporaries": temporaries},
+        yield (
+            None,
+            self.holding(self._bucket(), {"gradients": gradients, "temporaries": temporaries}),
         )
 
     def _one_after_the_other(self) -> Iterator[tuple[int, int]]:
@@ -167,25 +168,19 @@ class _Whole(Story):
             yield rest + before, self._flat(one)
             yield rest + self._partition_buffer(one.moved, backward=False), self._norm()
 
-    def _updated(self) -> Iterator[Moment]:
+    def updated(self) -> Iterator[tuple[str, Held]]:
         """The norm, the flat fp32 gradients, the step."""
         if self.offloaded:
-            yield self.moment(
-                "optimizer step", self.outputs(), host=self.host_update(self.partition)
-            )
+            yield "optimizer step", self.holding(host=self.host_update(self.partition))
             return
-        reduced = {"gradients": self.unit * self._most_touched} | self.outputs()
+        reduced = {"gradients": self.unit * self._most_touched}
         fullest = max(self._shares, key=lambda one: self.unit * one.touched + NORM * one.piece)
-        yield self.moment(
-            "gradient norm",
-            self.outputs(),
-            {"gradients": self.unit * fullest.touched, "temporaries": NORM * fullest.piece},
-        )
+        norm = {"gradients": self.unit * fullest.touched, "temporaries": NORM * fullest.piece}
+        yield "gradient norm", self.holding(norm)
         cast = MASTER if self.unit != MASTER else 0
-        yield self.moment(
-            "gradients to fp32", reduced, {"temporaries": (self.unit + cast) * self.partition}
-        )
-        yield self.moment("optimizer step", self.outputs(), self.update(self.partition))
+        flat = {"temporaries": (self.unit + cast) * self.partition}
+        yield "gradients to fp32", self.holding(reduced, flat)
+        yield "optimizer step", self.holding(self.update(self.partition))
 
 
 def _telling(made: tuple[Reduction, ...]) -> list[Reduction]:

@@ -10,16 +10,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nbdist.plan.engines import gathering, layout
-from nbdist.plan.engines.deepspeed import MASTER, NORM, Story, total
-from nbdist.plan.spec import steps
+from nbdist.plan.engines.deepspeed import MASTER, NORM, Story
+from nbdist.plan.engines.story import total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbdist.plan.engines.gathering import Where
     from nbdist.plan.engines.layout import Reduction
-    from nbdist.plan.memory import Moment, Parts, Setup
-    from nbdist.plan.spec import Group, ModelSpec, Step, Workload
+    from nbdist.plan.engines.story import Held, Parts
+    from nbdist.plan.memory import Setup
+    from nbdist.plan.spec import Group, ModelSpec, Step
 
 _SWAP_BUFFERS = 4
 _PARAM_BUFFERS = 5
@@ -31,15 +32,15 @@ _PARAMS_IN_HOST = 1e9
 class Cut(Story):
     """Stage 3."""
 
-    def __init__(self, model: ModelSpec, workload: Workload, setup: Setup) -> None:
+    def __init__(self, model: ModelSpec, setup: Setup) -> None:
         """Replay what is gathered when."""
-        super().__init__(model, workload, setup)
+        super().__init__(model, setup)
         self._params_away = setup.options.offload_params
         self._on_nvme = setup.options.offload_device == "nvme"
         self._gathered = gathering.gathered(
             model.groups,
             tied=model.tied,
-            recompute=workload.activation_checkpointing,
+            recompute=setup.options.activation_checkpointing,
             rules=self.config.rules,
         )
 
@@ -106,27 +107,26 @@ class Cut(Story):
             return 0
         return sum(self.state().values()) + (self._parameters() if self._params_away else 0)
 
-    def moments(self) -> Iterator[Moment]:
-        """Forward, loss, backward, reductions, step."""
-        for step in steps(self.model, self.run):
+    def during(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, Held]]:
+        """Gathered parameters and gradients of forward, loss, backward."""
+        for at, step in enumerate(steps):
             for parts in self._during(step):
-                yield self.moment(step.name, *parts)
-        yield from self._reduced()
-        yield from self._updated()
+                yield at, self.holding(*parts)
 
     def _during(self, step: Step) -> Iterator[tuple[Parts, ...]]:
-        """Activations, gathered parameters and gradients of a step."""
-        used = self.activations(step)
+        """What comes on top at a step."""
+        tail = self.model.groups[step.group].role == "tail"
         if step.phase == "loss":
-            yield used, self._gather(self._gathered.loss)
-            return
-        where: Where = (step.phase, step.group, step.nth)
-        if step.phase == "forward" and self.model.groups[step.group].role == "tail":
+            yield (self._gather(self._gathered.loss),)
+        elif step.phase == "backward":
+            yield self._at_work(("backward", step.group, step.nth)), self.coming(step)
+        elif step.phase != "after":
+            where: Where = ("forward", step.group, step.nth)
             # The head is gathered before there are logits.
-            yield {"activations": step.activations} | self.outputs(), self._at_work(where)
-            yield used, self._gather(self._gathered.least.get(where, 0))
-        else:
-            yield used, self._at_work(where), self.coming(step)
+            if tail and step.phase == "forward":
+                yield (self._gather(self._gathered.least.get(where, 0)),)
+            elif tail or step.phase == "forward":
+                yield (self._at_work(where),)
 
     def _at_work(self, where: Where) -> dict[str, int]:
         return self._gather(self._gathered.most.get(where, 0))
@@ -134,19 +134,22 @@ class Cut(Story):
     def _gather(self, elements: int) -> dict[str, int]:
         return {"gathered": self.unit * (self._gathered.persistent + elements)}
 
-    def _reduced(self) -> Iterator[Moment]:
+    def reduced(self) -> Iterator[tuple[Reduction, Held]]:
         """Buckets that fill while the backward runs, each copied for its reduction."""
         made = self.reductions(backward=True)
         for one in (made[0], max(made, key=lambda one: one.filled), made[-1]):
-            yield self.moment(
-                "gradient reduction",
-                self.at(one),
+            gathered = (
                 self._at_work(("backward", one.at.group, one.at.nth))
                 if one.at is not None
-                else self._gather(0),
-                {"gradients": self.outside(one)},
-                {"temporaries": 0 if self.is_large(one) else self.unit * one.filled},
-                {"temporaries": self._norm(one)},
+                else self._gather(0)
+            )
+            copied = 0 if self.is_large(one) else self.unit * one.filled
+            yield (
+                one,
+                self.holding(
+                    gathered,
+                    {"gradients": self.outside(one), "temporaries": copied + self._norm(one)},
+                ),
             )
 
     def _norm(self, one: Reduction) -> int:
@@ -155,14 +158,13 @@ class Cut(Story):
             return 0
         return NORM * -(-min(one.filled, self.largest) // self.setup.world_size)
 
-    def _updated(self) -> Iterator[Moment]:
+    def updated(self) -> Iterator[tuple[str, Held]]:
         """One group of parameters after the other: fp32 gradients, the step."""
         size = self._sub_group()
         if self.offloaded:
-            yield self.moment("optimizer step", self.outputs(), host=self.host_update(size))
+            yield "optimizer step", self.holding(host=self.host_update(size))
             return
         cast = MASTER if self.unit != MASTER else 0
-        yield self.moment(
-            "gradients to fp32", self.outputs(), {"temporaries": (self.unit + cast) * size}
-        )
-        yield self.moment("optimizer step", self.outputs(), self.update(size))
+        flat = {"temporaries": (self.unit + cast) * size}
+        yield "gradients to fp32", self.holding(flat)
+        yield "optimizer step", self.holding(self.update(size))

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
 from nbdist.plan.models import closed_decoder, closed_encoder, closed_seq2seq
+from nbdist.plan.models.config import config_notes
 from nbdist.plan.models.sizes import with_size
+from nbdist.plan.spec import noted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,8 +28,14 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     **closed_seq2seq.FAMILIES,
 }
 """model_type -> reader of its config."""
-_TRAINED: Mapping[str, frozenset[str]] = {**closed_encoder.TRAINED, **closed_seq2seq.TRAINED}
-"""model_type -> classes that have a closed form; of other families the causal model alone."""
+_TRAINED: Mapping[str, frozenset[str]] = {
+    **closed_decoder.TRAINED,
+    **closed_encoder.TRAINED,
+    **closed_seq2seq.TRAINED,
+}
+"""model_type -> classes that have a closed form."""
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""Ends of the name of a causal model's class, of transformers or of an author's own."""
 _CLASSES: Mapping[str, Any] = {
     **closed_decoder.CLASSES,
     **closed_encoder.CLASSES,
@@ -38,12 +46,13 @@ _CLASSES: Mapping[str, Any] = {
 
 def knows(config: Mapping[str, Any]) -> bool:
     """Whether there is a closed form for a transformers config and the class that it names."""
-    model_type = str(config.get("model_type"))
-    trained = _TRAINED.get(model_type)
-    if trained is None:
-        return model_type in FAMILIES
-    named = next(iter(config.get("architectures") or ()), None)
-    return (named is None or named in trained) and not config.get("is_decoder")
+    model_type = _type_of(config)
+    if model_type not in _TRAINED:
+        return False
+    named = _named(config)
+    if named is None or named in _TRAINED[model_type]:
+        return model_type in closed_decoder.FAMILIES or not config.get("is_decoder")
+    return model_type in closed_decoder.FAMILIES and named.endswith(_CAUSAL)
 
 
 def from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -52,14 +61,34 @@ def from_config(config: Mapping[str, Any]) -> ModelSpec:
     Raises:
         PlanError: another architecture, or a field that is missing or absurd.
     """
+    named = _named(config)
     if not knows(config):
-        named = "".join(f" as {name}" for name in (config.get("architectures") or ())[:1])
         message = (
-            f"model_type {config.get('model_type')!r}{named} has no closed form; these have one: "
-            f"{', '.join(sorted(FAMILIES))}."
+            f"model_type {config.get('model_type')!r}{f' as {named}' if named else ''} has no"
+            f" closed form; these have one: {', '.join(sorted(FAMILIES))}."
         )
         raise PlanError(message)
-    return FAMILIES[config["model_type"]](config)
+    model_type = _type_of(config)
+    notes = config_notes(config)
+    if named is not None and named not in _TRAINED[model_type]:
+        (own,) = _TRAINED[model_type]
+        notes.append(f"planned as {own}: the code of {named}, which the config names, is not run.")
+    return noted(FAMILIES[model_type]({**config, "model_type": model_type}), notes)
+
+
+def _type_of(config: Mapping[str, Any]) -> str:
+    """The config's model type, or that of the class which it names where it has none."""
+    found = config.get("model_type")
+    if found is None:
+        named = _named(config)
+        found = next((one for one, classes in _TRAINED.items() if named in classes), None)
+    return str(found)
+
+
+def _named(config: Mapping[str, Any]) -> str | None:
+    """The class that a config names."""
+    named = next(iter(config.get("architectures") or ()), None)
+    return None if named is None else str(named)
 
 
 def from_json(fields: Mapping[str, Any]) -> ModelSpec:

@@ -248,4 +248,12 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "qwen3": _llama,
 }
 """model_type -> reader of its config."""
+TRAINED: Mapping[str, frozenset[str]] = {
+    "gpt2": frozenset({"GPT2LMHeadModel"}),
+    "llama": frozenset({"LlamaForCausalLM"}),
+    "mistral": frozenset({"MistralForCausalLM"}),
+    "qwen2": frozenset({"Qwen2ForCausalLM"}),
+    "qwen3": frozenset({"Qwen3ForCausalLM"}),
+}
+"""model_type -> classes of transformers that are written down here."""
 CLASSES: Mapping[str, Any] = {"Llama": Llama, "Gpt2": Gpt2}

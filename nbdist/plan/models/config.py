@@ -84,3 +84,17 @@ def check_divides(whole: int, part: int, whole_name: str, part_name: str) -> Non
             "attention needs heads in equal shares: correct the config."
         )
         raise PlanError(message)
+
+
+def config_notes(config: Mapping[str, Any]) -> list[str]:
+    """What of a config is not planned for, a sentence each."""
+    quantized = config.get("quantization_config")
+    if not quantized:
+        return []
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    bits = 8 * element(config)
+    note = (
+        f"quantization_config{f' ({method})' if method else ''} is left out: the plan trains all"
+        f" parameters, loaded with {bits} bits each."
+    )
+    return [note]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from nbdist.plan.models.tape import BATCH, FULL, HALF, Tape, Tensor, worst
@@ -66,6 +66,8 @@ class Family(ABC):
     """Rank of adapters on all linear layers of the blocks; the rest is frozen then."""
     frozen: bool = False
     """No parameter but adapters is trained."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """Sentences for the reader."""
 
     depth: ClassVar[Literal["closed form"]] = "closed form"
     causal: ClassVar[bool]
@@ -161,7 +163,8 @@ class Family(ABC):
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
         """Rebuild from `to_json()`."""
-        return cls(**{one.name: given[one.name] for one in fields(cls)})
+        known = {one.name: given[one.name] for one in fields(cls)}
+        return cls(**known | {"notes": tuple(given["notes"])})
 
     # -- for families ----------------------------------------------------------------------
 

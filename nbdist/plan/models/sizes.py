@@ -29,14 +29,22 @@ _PUBLISHED: Mapping[str, tuple[int, int, int, int, int, int, bool]] = {
     "70b": (8192, 28_672, 80, 64, 8, 128_256, False),  # Llama-3-70B
     "405b": (16_384, 53_248, 126, 128, 8, 128_256, False),  # Llama-3.1-405B
 }
-_SCALE = {"m": 1e6, "b": 1e9}
+_SCALE = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_SCALE |= {"million": 1e6, "bn": 1e9, "billion": 1e9}
+_LIKE = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,3})?)\s*([a-z]{0,8})")
+"""A number, and perhaps a unit."""
 _SMALLEST, _LARGEST = 1e6, 10_000e9
 _HEAD_DIM = 128
 _VOCAB = 32_000
 
 
+def is_size(text: str) -> bool:
+    """Whether a text is written like a size, possible or not: "7b", "1.5 B", "1e9", "7 bn"."""
+    return _LIKE.fullmatch(text.strip().lower()) is not None
+
+
 def with_size(text: str) -> ModelSpec:
-    """Return a Llama of about so many parameters: "7b", "1.3b", "350m".
+    """Return a Llama of about so many parameters: "7b", "1.3 B", "350m", "7e9".
 
     Published shapes where one has that size; else width 128 times depth (Kaplan et al. 2020
     find loss flat around it), Llama-2's MLP and vocabulary.
@@ -44,10 +52,12 @@ def with_size(text: str) -> ModelSpec:
     Raises:
         PlanError: not a size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([bm])", text.strip().lower())
-    count = float(found[1]) * _SCALE[found[2]] if found else 0
+    count = _parameters(text.strip().lower())
     if not _SMALLEST <= count <= _LARGEST:
-        message = f'size {text!r} is not known; write one between "1m" and "10000b", as "7b".'
+        message = (
+            f'size {text!r} is not known; write one between "1m" and "10000b", such as "7b",'
+            ' "350m" or "7e9".'
+        )
         raise PlanError(message)
     shape = _PUBLISHED.get(f"{count / 1e9:g}b") or _shape(count)
     hidden, ff, layers, heads, kv_heads, vocab, tied = shape
@@ -63,6 +73,14 @@ def with_size(text: str) -> ModelSpec:
         activation="silu",
         tied=tied,
     )
+
+
+def _parameters(text: str) -> float:
+    """The number that a text says; 0 where it says none."""
+    found = _LIKE.fullmatch(text)
+    if found is None or found[2] not in _SCALE:
+        return 0
+    return float(re.sub("[_,]", "", found[1])) * _SCALE[found[2]]
 
 
 def _shape(count: float) -> tuple[int, int, int, int, int, int, bool]:

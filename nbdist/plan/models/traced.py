@@ -15,10 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PlanError
+from nbdist.plan.models import known
+from nbdist.plan.models.config import config_notes
 from nbdist.plan.spec import COMPUTES, Group, Instant, MicroBatch, Pass
 
 if TYPE_CHECKING:
@@ -49,14 +51,17 @@ class Traced:
     seq_len: int | None
     """Tokens of a sample of the trace; None for a model that does not take tokens."""
     passes: Mapping[str, Mapping[str, Any]]
-    """Figures by way of computing, as `trace.runs` names and makes them."""
+    """Figures by way of computing, as `trace.runs` names and makes them; {"error": why} where
+    the model fails in it."""
+    notes: tuple[str, ...] = ()
     depth: Literal["traced"] = "traced"
 
     def micro_batch(self, workload: Workload) -> MicroBatch:
         """Bytes of one micro-batch.
 
         Raises:
-            PlanError: a sequence length, kind of device or type that was not traced.
+            PlanError: a sequence length, kind of device or type that was not traced, or a way
+                of computing in which the model fails.
         """
         run = self._run(workload)
         batch = workload.batch_size
@@ -86,6 +91,7 @@ class Traced:
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
             "passes": dict(self.passes),
+            "notes": list(self.notes),
         }
 
     def _run(self, workload: Workload) -> Mapping[str, Any]:
@@ -101,14 +107,17 @@ class Traced:
         if name not in self.passes:
             message = f"{name!r} was not traced; this trace has {', '.join(self.passes)}."
             raise PlanError(message)
-        return self.passes[name]
+        run = self.passes[name]
+        if "error" in run:
+            raise PlanError(run["error"])
+        return run
 
 
 def from_json(fields: Mapping[str, Any]) -> Traced:
     """Rebuild from `Traced.to_json()`, or from what the child process wrote."""
     values = dict(fields)
     groups = tuple(map(_group, values.pop("groups")))
-    return Traced(groups=groups, **values)
+    return Traced(groups=groups, notes=tuple(values.pop("notes", ())), **values)
 
 
 def _group(fields: Mapping[str, Any]) -> Group:
@@ -139,6 +148,7 @@ def of_config(
     Raises:
         PlanError: transformers has no class for it, or it cannot be traced; one sentence.
     """
+    known.check(config)
     request = {
         "config": dict(config),
         "batch_size": batch_size,
@@ -146,7 +156,8 @@ def of_config(
         "kinds": list(kinds),
         "computes": list(computes),
     }
-    return from_json(_answer([sys.executable, "-m", "nbdist.trace"], request, progress))
+    found = from_json(_answer([sys.executable, "-m", "nbdist.trace"], request, progress))
+    return replace(found, notes=(*found.notes, *config_notes(config)))
 
 
 def of_module(
@@ -168,9 +179,9 @@ def of_module(
     from nbdist.trace import module as modules
 
     plain = inputs is None or (isinstance(inputs, dict) and inputs.keys() <= _PLAIN_TEXT)
-    known = _closed_form(module, modules.groups_of(module)) if plain else None
-    if known is not None:
-        return known
+    exact = _closed_form(module, modules.groups_of(module)) if plain else None
+    if exact is not None:
+        return exact
     return from_json(
         modules.of_module(
             module,
@@ -190,6 +201,7 @@ def _closed_form(module: Any, found: Sequence[Mapping[str, Any]]) -> ModelSpec |
 
     own_class = type(module).__module__.startswith("transformers.")
     config = module.config.to_dict() if own_class and hasattr(module, "config") else {}
+    config.pop("quantization_config", None)  # what its parameters are is seen below
     config["architectures"] = [type(module).__name__]
     if not closed.knows(config):
         return None
@@ -264,6 +276,8 @@ def _talk(
     if child.wait() != 0 or not written:
         raise failed(last)
     answer: dict[str, Any] = json.loads(written)
+    if "error" in answer:
+        raise PlanError(answer["error"])
     return answer
 
 
@@ -274,8 +288,8 @@ PROGRESS = "trace: "
 def failed(last: str) -> PlanError:
     """The error for a child that ended without an answer."""
     message = (
-        f"the model could not be traced ({last.removeprefix(PROGRESS)}); give an nn.Module with"
-        " example inputs, or plan for a size such as '7b'."
+        f"the model could not be traced ({last.removeprefix(PROGRESS).rstrip('.')}); give the model"
+        " itself with example inputs, or plan for a size such as '7b'."
     )
     return PlanError(message)
 

@@ -1,0 +1,53 @@
+"""A cell of several ranks in the kernel: when a failure is told."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from nbdist import CellError, wire
+from nbdist.kernel.cell import Cell
+
+
+def cell_of(*ranks: int) -> tuple[Cell, Mock]:
+    renderer = Mock()
+    cell = Cell(ranks, renderer, on_send=lambda *_: None, on_done=lambda _: None)
+    return cell, renderer
+
+
+def message(kind: str, **content: Any) -> Any:
+    return {"header": {"msg_type": kind}, "content": content}
+
+
+def fail(cell: Cell, rank: int) -> None:
+    """An error of long ago."""
+    error = message("error", ename="MemoryError", evalue="", traceback=["MemoryError"])
+    error["header"]["date"] = datetime(2020, 1, 1, tzinfo=UTC)
+    cell.deliver(rank, "iopub", error)
+
+
+def test_an_error_is_told_early_only_while_another_rank_runs_on() -> None:
+    cell, renderer = cell_of(0, 1)
+    fail(cell, 0)
+    cell.pump(0.0)
+    cell.pump(0.0)
+    assert renderer.failure.call_args.kwargs["waiting"] == (1,)
+
+
+def test_ranks_that_all_failed_are_told_of_once_at_the_end() -> None:
+    cell, renderer = cell_of(0, 1)
+    for rank in (0, 1):
+        fail(cell, rank)
+        advice = wire.Advice(lines=["out of memory"], held_bytes=rank)
+        cell.deliver(rank, "iopub", message(wire.ADVICE, **advice))
+    cell.pump(0.0)
+    cell.pump(0.0)
+    assert cell.pending == (0, 1), "they look for what would fit"
+    renderer.failure.assert_not_called()
+    with pytest.raises(CellError) as caught:
+        cell.raise_errors()
+    assert "rank 1 (as 1 more): out of memory" in "\n".join(caught.value._render_traceback_())
+    assert caught.value.__notes__ == ["rank 1 (as 1 more): out of memory"]

@@ -1,0 +1,140 @@
+"""Tracing a module in this process: ways of computing, and what a config's model trains on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nbdist
+from nbdist.errors import PlanError
+from nbdist.plan.models import traced
+from nbdist.trace import child, models, runs
+
+
+class Upcasting(nn.Module):
+    """Casts to fp32 in the middle, as some UNets do: it fails with weights in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.one(x).float())  # type: ignore[no-any-return]
+
+
+def figures(model: nn.Module, computes: tuple[str, ...] = runs.COMPUTES) -> dict[str, Any]:
+    """What the child process would answer."""
+    asked = runs.Asked(batch_size=2, seq_len=None, kinds=("cuda",), computes=computes)
+    return child.figures(model, ((torch.empty(2, 4, 16),), {}), asked, lambda _: None)
+
+
+def test_a_way_of_computing_that_fails_refuses_the_rows_of_its_engines_alone() -> None:
+    model = traced.from_json(figures(Upcasting()))
+    plan = nbdist.plan(model, devices="2x24GB,pcie")
+    refused = {row.backend: row.why for row in plan.rows if row.cost is None}
+    assert refused.keys() == {"fsdp2", "zero1", "zero2", "zero3"}
+    for why in refused.values():
+        assert why.startswith("its forward or backward fails with parameters in 16 bits (Upcasting")
+        assert "RuntimeError: " in why
+    assert plan.best is not None
+    assert plan.best.backend in {"ddp", "fsdp1"}
+    assert "Upcasting" in str(plan)
+    assert "Upcasting" in plan._repr_html_()
+
+
+def test_a_plan_whose_every_row_fails_is_refused() -> None:
+    model = traced.from_json(figures(Upcasting()))
+    with pytest.raises(PlanError, match="fails with parameters in 16 bits"):
+        nbdist.plan(model, devices="2x24GB,pcie", backend="zero3")
+
+
+def test_a_model_that_fails_in_every_way_is_one_sentence() -> None:
+    said = figures(Upcasting(), ("half",))["error"]
+    assert said.startswith("the model could not be traced (Upcasting on tensors without data: ")
+    assert "nbdist.plan(model, inputs=...)" in said
+
+
+# ---- what a transformers model trains on
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 99,
+}
+
+
+def sample(config: dict[str, Any], seq_len: int = 2048) -> tuple[nn.Module, models.Sample]:
+    model, _ = models.of_config(config)
+    return model, models.sample_for(model, 3, seq_len)
+
+
+def shapes(found: models.Sample) -> dict[str, tuple[int, ...]]:
+    tensors = found.batch[1].items()
+    return {name: tuple(one.shape) for name, one in tensors if isinstance(one, torch.Tensor)}
+
+
+def test_clip_trains_on_pictures_with_texts() -> None:
+    vision = SMALL | {"image_size": 32, "patch_size": 8}
+    config = {"model_type": "clip", "text_config": SMALL, "vision_config": vision}
+    _, found = sample(config)
+    assert shapes(found) == {"input_ids": (3, 77), "pixel_values": (3, 3, 32, 32)}
+    assert found.batch[1]["return_loss"] is True
+    assert not found.has_tokens
+    assert found.notes == ["a sample is a picture of 32 x 32 and a text of 77 tokens."]
+
+
+def test_a_model_of_text_and_pictures_is_planned_for_text_and_says_so() -> None:
+    vision = SMALL | {"image_size": 32, "patch_size": 8}
+    text = SMALL | {"num_key_value_heads": 1, "head_dim": 16}
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    model, found = sample(config, 16)
+    assert type(model).__name__ == "Gemma3ForConditionalGeneration"
+    assert shapes(found).keys() == {"input_ids", "labels", "token_type_ids"}
+    assert found.has_tokens
+    assert "planned for text alone, without pictures" in found.notes[0]
+    assert not model.config.text_config.use_cache  # type: ignore[union-attr]
+
+
+def test_whisper_trains_on_its_fixed_frames_and_a_text_that_its_decoder_takes() -> None:
+    config = {
+        "model_type": "whisper",
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    model, found = sample(config)
+    assert type(model).__name__ == "WhisperForConditionalGeneration"
+    assert shapes(found) == {"input_features": (3, 80, 3000), "labels": (3, 448)}
+    assert found.notes == ["a sample is 3,000 frames of sound and a text of 448 tokens."]
+
+
+def test_heads_have_labels_of_their_own() -> None:
+    config = SMALL | {"model_type": "llama", "num_labels": 5}
+    heads = {"LlamaForSequenceClassification": (3,), "LlamaForTokenClassification": (3, 16)}
+    for name, labels in heads.items():
+        model, found = sample(config | {"architectures": [name]}, 16)
+        assert type(model).__name__ == name
+        assert shapes(found)["labels"] == labels
+
+
+def test_a_class_that_transformers_lacks_is_noted() -> None:
+    config = SMALL | {"model_type": "llama", "architectures": ["LlamaForDreams"]}
+    model, notes = models.of_config(config)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert notes == [
+        "planned as LlamaForCausalLM: transformers has no LlamaForDreams, which the config names."
+    ]
+
+
+def test_what_is_not_known_says_what_to_give() -> None:
+    with pytest.raises(PlanError, match=r"inputs=.*or, for its language model alone, give conf"):
+        sample({"model_type": "blip-2", "num_query_tokens": 4})
+    with pytest.raises(PlanError, match="no model class 'Dream', which it names; add its model_ty"):
+        models.of_config({"architectures": ["Dream"]})
