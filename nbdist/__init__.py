@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nbdist.errors import (
         CellError,
         CellInterrupted,
+        CheckpointError,
         NbdistError,
         OptionError,
         PayloadError,
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
         SessionBusy,
         SessionError,
         StartError,
+        SwitchError,
     )
     from nbdist.kernel.cell import CellResult
     from nbdist.kernel.session import Session
+    from nbdist.kernel.switching import SwitchReport
 
 __version__ = "0.1.0"
 
@@ -36,6 +39,7 @@ __all__ = [
     "CellError",
     "CellInterrupted",
     "CellResult",
+    "CheckpointError",
     "NbdistError",
     "OptionError",
     "PayloadError",
@@ -45,12 +49,18 @@ __all__ = [
     "SessionBusy",
     "SessionError",
     "StartError",
+    "SwitchError",
+    "SwitchReport",
     "plan",
     "session",
     "trainer_arguments",
 ]
 
-_HOMES = {"Session": "nbdist.kernel.session", "CellResult": "nbdist.kernel.cell"}
+_HOMES = {
+    "CellResult": "nbdist.kernel.cell",
+    "Session": "nbdist.kernel.session",
+    "SwitchReport": "nbdist.kernel.switching",
+}
 
 
 def session() -> Session | None:

@@ -7,6 +7,8 @@
     |   |-- SessionBusy      a cell is still running on the ranks
     |   |-- StartError       launcher or ranks did not come up
     |   `-- RankDied         a rank or the launcher ended; the ranks' variables are gone
+    |-- SwitchError          a model's training state cannot be taken to another engine
+    |-- CheckpointError      a checkpoint cannot be written, read or trusted
     |-- PayloadError         a value that cannot be moved between kernel and ranks (also TypeError)
     |-- CellSyntaxError      the cell's text is not Python; nothing was sent (magics only)
     `-- CellError            the cell raised on at least one rank
@@ -55,6 +57,14 @@ class StartError(SessionError):
 
 class RankDied(SessionError):  # noqa: N818 - reads as the event it names
     """A rank or the launcher ended; the variables of the ranks are gone."""
+
+
+class SwitchError(NbdistError):
+    """A training state that cannot be taken to another engine; the old one is in place."""
+
+
+class CheckpointError(NbdistError):
+    """A checkpoint that cannot be written, read or trusted."""
 
 
 class PayloadError(NbdistError, TypeError):

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import shlex
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic_arguments import (
+    MagicArgumentParser,
+    argument,
+    magic_arguments,
+    parse_argstring,
+)
 from IPython.display import display
 from traitlets import Enum, Int, TraitError, Unicode
 
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 NOT_YET = {
-    "switch": "switching a living model; %%distribute --backend NAME restarts the ranks instead",
     "save": "checkpoints; send() or %nbdist pull brings a state_dict into the notebook meanwhile",
     "load": "checkpoints; %nbdist push takes a state_dict to the ranks meanwhile",
     "checkpoints": "checkpoints",
@@ -41,6 +46,12 @@ NOT_YET = {
 def norm(text: str) -> float | str:
     """Read --clip: a number, or "none"."""
     return "none" if text == "none" else float(text)
+
+
+def unquoted(text: str) -> str:
+    """Take off the quotes that IPython leaves around an option's value (9.18)."""
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
 
 
 @magics_class
@@ -73,7 +84,7 @@ class NbDist(Magics):
         "-b",
         "--backend",
         metavar="NAME",
-        help="ddp, fsdp (= fsdp2), fsdp1, zero1, zero2, zero3; another one restarts the ranks",
+        help="ddp, fsdp (= fsdp2), fsdp1, zero1, zero2, zero3; another one switches living models",
     )
     @argument(
         "--auto",
@@ -105,11 +116,17 @@ class NbDist(Magics):
     @argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile at prepare()")
     @argument("--accumulate", type=int, metavar="N", help="micro batches in one optimizer step")
     @argument("--clip", type=norm, metavar="NORM", help="largest gradient norm, or none")
-    @argument("--deepspeed-config", metavar="FILE", help="your own DeepSpeed config, JSON or YAML")
+    @argument(
+        "--deepspeed-config",
+        type=unquoted,
+        metavar="FILE",
+        help="your own DeepSpeed config: a file, JSON or YAML, or '{...}' in the line",
+    )
     @argument(
         "--fsdp-config",
+        type=unquoted,
         metavar="FILE",
-        help="your own FSDP settings, JSON or YAML, with Accelerate's names",
+        help="your own FSDP settings with Accelerate's names: a file or '{...}' as above",
     )
     @argument("--ranks", metavar="LIST", help="run on these ranks only, as 0,2-3")
     @argument(
@@ -174,9 +191,10 @@ class NbDist(Magics):
         stop            end ranks and launcher
         log [RANK]      last lines of a rank; without RANK, of the launcher
         doctor          check this machine: devices, versions, compilers, memory
+        switch NAME     another engine for the living models; -h for its options
         plan [MODEL]    predicted memory and speed under every strategy; -h for its options
         plan --check    predicted beside measured, for the model on the ranks
-        switch, save, load, checkpoints, export, panel, profile: in later versions
+        save, load, checkpoints, export, panel, profile: in later versions
         """
         command, _, rest = line.strip().partition(" ")
         if not command:
@@ -201,11 +219,14 @@ class NbDist(Magics):
         if session is None:
             return Session(**{**self.defaults(asked), **changes}, engine=self.engine).start()
         differing = session.differing(**changes)
-        if differing:
+        if asked.fresh:
+            session.restart(**changes)
+        elif NEW_RANKS & differing.keys():
             words = ", ".join(f"{name} {now} -> {then}" for name, (now, then) in differing.items())
             print(f"nbdist: {words}: new ranks; the variables of the old ones are lost")
-        if differing or asked.fresh:
             session.restart(**changes)
+        elif differing:
+            print(session.switch(**changes))
         return session
 
     def defaults(self, asked: argparse.Namespace) -> dict[str, Any]:
@@ -281,6 +302,20 @@ class NbDist(Magics):
             raise UsageError(msg)
         print(self.session_now().log(int(rank) if rank else None))
 
+    def switch_command(self, line: str) -> None:
+        """Give the living models another engine."""
+        parser = switch_parser()
+        try:
+            asked = parser.parse_args(shlex.split(line))
+        except ValueError as error:
+            msg = f"%nbdist switch {line}: {error}."
+            raise UsageError(msg) from None
+        changes = session_options(asked)
+        if asked.help or not changes:
+            print(parser.format_help())
+            return
+        print(self.session_now().switch(**changes, reset_optimizer=asked.reset_optimizer))
+
     def plan_command(self, line: str) -> None:
         """Show what every strategy needs for a model, or how well that was predicted."""
         answer = plan_magic.run(line, self.shell.user_ns, current())
@@ -294,6 +329,22 @@ class NbDist(Magics):
         print(doctor.report())
 
 
+ENGINE_OPTIONS = (
+    "backend",
+    "nproc",
+    "precision",
+    "offload",
+    "offload_params",
+    "activation_checkpointing",
+    "compile",
+    "accumulate",
+    "clip",
+)
+
+SWITCHED = frozenset({*ENGINE_OPTIONS, "gpus", "deepspeed_config", "fsdp_config"} - {"backend"})
+"""Destinations of options that `%nbdist switch` takes too."""
+
+
 COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
     "status": NbDist.status_command,
     "pull": NbDist.pull_command,
@@ -304,8 +355,29 @@ COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
     "stop": NbDist.stop_command,
     "log": NbDist.log_command,
     "plan": NbDist.plan_command,
+    "switch": NbDist.switch_command,
     "doctor": NbDist.doctor_command,
 }
+
+
+def switch_parser() -> MagicArgumentParser:
+    """The options of `%nbdist switch`: those of `%%distribute` that name an engine."""
+    made = MagicArgumentParser(
+        "%nbdist switch",
+        description="Give the living models another engine; nothing of the training is lost.",
+        add_help=False,
+    )
+    made.add_argument(
+        "backend", nargs="?", metavar="NAME", help="ddp, fsdp (= fsdp2), fsdp1, zero1, ..."
+    )
+    for action in NbDist.distribute.parser._actions:  # noqa: SLF001 - argparse has no other way
+        if action.dest in SWITCHED:
+            made._add_action(action)  # noqa: SLF001
+    made.add_argument(
+        "--reset-optimizer", action="store_true", help="leave the state of optimizers behind"
+    )
+    made.set_defaults(auto=None)
+    return made
 
 
 def flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> list[str]:
@@ -320,23 +392,14 @@ MATCHER = completion.matcher(
     options=flags(NbDist.distribute.parser),
     valued=flags(NbDist.distribute.parser, valued=True),
     commands=[*COMMANDS, *NOT_YET],
-    of_commands={"plan": flags(plan_magic.parser())},
+    of_commands={"plan": flags(plan_magic.parser()), "switch": flags(switch_parser())},
 )
+
+NEW_RANKS = frozenset({"auto"})
+"""Options that living ranks cannot take."""
 
 DEFAULTS = ("backend", "nproc", "precision", "offload")
 """Settings of `%config NbDist` that a new session takes."""
-
-ENGINE_OPTIONS = (
-    "backend",
-    "nproc",
-    "precision",
-    "offload",
-    "offload_params",
-    "activation_checkpointing",
-    "compile",
-    "accumulate",
-    "clip",
-)
 
 
 def place_in_cell(error: SyntaxError, count: int) -> str:
@@ -351,9 +414,9 @@ def session_options(asked: argparse.Namespace) -> dict[str, Any]:
     options["devices"] = asked.gpus
     options["auto"] = asked.auto or None
     for name in ("deepspeed_config", "fsdp_config"):
-        file = getattr(asked, name)
-        named = file and file != "none"
-        options[name] = strategies.load_config_file(file) if named else file
+        text = getattr(asked, name)
+        named = text and text != "none"
+        options[name] = strategies.load_config(text) if named else text
     given = {name: value for name, value in options.items() if value is not None}
     for name in ("clip", "deepspeed_config", "fsdp_config"):
         if given.get(name) == "none":

@@ -16,11 +16,13 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_push_request/_reply    shell    variables out of a payload file
     nbdist_pull_request/_reply    shell    variables into a payload file
     nbdist_model_request/_reply   shell    what the planner must know of a model on a rank
+    nbdist_switch_request/_reply  shell    another engine for the living models
     nbdist_measured_request/_reply  control  a rank's own peak of memory
     interrupt_request             control  Jupyter's own, with the request to interrupt
     nbdist_report                 iopub    rows of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
     nbdist_chosen                 iopub    the options that auto chose, from rank 0
+    nbdist_phase                  iopub    what a long request is doing, from rank 0
     nbdist_advice                 iopub    why memory ran out on a rank, and what would fit
 """
 
@@ -36,13 +38,15 @@ JOIN = "nbdist_join_request"
 PUSH = "nbdist_push_request"
 PULL = "nbdist_pull_request"
 MODEL = "nbdist_model_request"
+SWITCH = "nbdist_switch_request"
 MEASURED = "nbdist_measured_request"
 REPORT = "nbdist_report"
 SEND = "nbdist_send"
 CHOSEN = "nbdist_chosen"
 ADVICE = "nbdist_advice"
+PHASE = "nbdist_phase"
 
-OF_SESSION = frozenset({REPORT, CHOSEN})
+OF_SESSION = frozenset({REPORT, CHOSEN, PHASE})
 """Messages on iopub that are the session's, whatever cell they came under."""
 
 NOTE = "nbdist"
@@ -138,6 +142,30 @@ class MeasuredReply(TypedDict):
 
     figures: dict[str, Any] | None
     """Fields of `plan.checked.Measured`."""
+
+
+class SwitchRequest(TypedDict):
+    """Give the living models another engine."""
+
+    options: dict[str, Any]
+    """`strategies.Options.to_json()`, checked."""
+    reset_optimizer: bool
+
+
+class SwitchReply(TypedDict, total=False):
+    """What a switch did on a rank, or why all is as it was."""
+
+    status: Literal["ok", "error"]
+    report: dict[str, Any]
+    """Fields of `rank.switch.Report`."""
+    error: str
+    """One sentence, the same on all ranks."""
+
+
+class Phase(TypedDict):
+    """What goes on, for the user."""
+
+    text: str
 
 
 class JoinReply(TypedDict):

@@ -15,7 +15,7 @@ from nbdist import ranks as rank_names
 from nbdist import strategies, wire
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellInterrupted, PlanError, RankDied, SessionBusy, SessionError
-from nbdist.kernel import asked, source, transfer
+from nbdist.kernel import asked, source, switching, transfer
 from nbdist.kernel.asked import Choice
 from nbdist.kernel.cell import Cell, CellResult
 from nbdist.kernel.gang import Gang
@@ -24,10 +24,11 @@ from nbdist.kernel.ranklog import RankLog
 from nbdist.kernel.render import Renderer
 from nbdist.kernel.screen import LiveScreen, PinnedScreen
 from nbdist.kernel.status_line import StatusLine
+from nbdist.kernel.switching import SwitchReport
 from nbdist.plan.checked import Measured
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from nbdist.kernel.channel import Message
@@ -78,6 +79,7 @@ class Session:
     ) -> None:
         """Check the options; start nothing yet."""
         self.state: State = "new"
+        self._on_phase: Callable[[str], object] | None = None
         self._pid = os.getpid()
         self.received: dict[str, Any] = {}
         """Values of send(), by name."""
@@ -374,6 +376,8 @@ class Session:
         elif message["header"]["msg_type"] == wire.CHOSEN:
             chosen = strategies.Options.from_json(content["options"])
             self._choice = self._choice.decided(chosen)
+        elif message["header"]["msg_type"] == wire.PHASE and self._on_phase is not None:
+            self._on_phase(content["text"])
 
     def _show_detached(self) -> bool:
         """Show output of background cells, and what past cells still write."""
@@ -416,6 +420,47 @@ class Session:
         self.start()
         values = transfer.pull(names, chosen, self._gang, as_numpy=as_numpy)
         return values[names[0]] if len(names) == 1 else [values[name] for name in names]
+
+    # -- another engine
+
+    def switch(self, backend: str | None = None, **changes: Any) -> SwitchReport:
+        """Give the living models another engine; nothing of the training is lost.
+
+        Weights, optimizer state, scheduler, random generators, loaders in the middle of an
+        epoch and all variables go on; a variable that was bound to a prepared object is bound
+        to its successor.
+
+        Args:
+            backend: ddp, fsdp (= fsdp2), fsdp1, zero1, zero2 or zero3. Default: the same.
+            changes: precision, offload, activation_checkpointing and what else a `Session`
+                takes; `reset_optimizer=True` leaves the state of optimizers behind.
+
+        Raises:
+            OptionError: a value that is not allowed; nothing was touched.
+            SwitchError: which phase failed, on which ranks, and why; all is as it was.
+            SessionBusy: a cell is still running.
+        """
+        reset = bool(changes.pop("reset_optimizer", False))
+        wished = {"backend": backend, **changes} if backend is not None else changes
+        asked_for = self._with(wished)
+        then = Choice.of(asked_for)
+        differing = self._choice.differing(then)
+        if self.state in {"new", "stopped"} or not differing:
+            if self.state == "new":
+                self._configure(asked_for)
+            return SwitchReport.nothing(self._choice.describe())
+        self._ensure_free()
+        with StatusLine() as line:
+            request = switching.Request(
+                before=self._choice, then=then, reset_optimizer=reset, line=line
+            )
+            report = request.send(self._gang, self._listen)
+        self._asked, self._choice = asked_for, then
+        return report
+
+    def _listen(self, on_phase: Callable[[str], object] | None) -> None:
+        """Let the ranks' words about a long request be heard."""
+        self._on_phase = on_phase
 
     # -- the planner
 

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
 from nbdist.errors import OptionError, SessionError
-from nbdist.rank import fsdp, leftovers, measure, rehearsal, wrap, zero
+from nbdist.rank import fsdp, leftovers, measure, rehearsal, training, wrap, zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,6 +108,13 @@ def decide(choice: Callable[[Chooser], Options]) -> Session:
     return session
 
 
+def adopt(options: Options) -> Session:
+    """Let every Accelerator that is built from now on take these options."""
+    global _current  # noqa: PLW0603 - it holds for the whole rank
+    _current = replace(current(), options=options, chooser=None)
+    return _current
+
+
 def install(options: Options, hardware: Hardware, *, chooser: Chooser | None = None) -> Accelerator:
     """Put the session's strategy under every Accelerator of this rank and return the late one.
 
@@ -130,6 +138,10 @@ def install(options: Options, hardware: Hardware, *, chooser: Chooser | None = N
     Accelerator.clip_grad_norm_ = _clip_grad_norm
     for name in ("backward", "save_state", "load_state"):
         setattr(Accelerator, name, _after_letting_go(getattr(Accelerator, name)))
+    Accelerator.backward = training.counting_backward(Accelerator.backward)
+    for cls in (AcceleratedOptimizer, zero.StepsItself):
+        for name in ("step", "zero_grad"):
+            setattr(cls, name, training.using_gradients(getattr(cls, name)))
     return late
 
 
@@ -197,9 +209,11 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     _forget_engine()
     if not _OWN_DEEPSPEED.isdisjoint(named):
         zero.start(session.hardware)
+    asked = dict(named)
     if not own:
         named = _with_session(session, named)
     _original_init(self, **named)
+    self._nbdist_asked = asked
     self._nbdist_session = None if own else session
     self._nbdist_clipped = False
     leftovers.know(self)
@@ -207,6 +221,52 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
         os.environ.pop(variable, None)
     if self.distributed_type == DistributedType.DEEPSPEED:
         zero.forget_globals(self.state.deepspeed_plugin)
+
+
+def take_apart(accelerator: Accelerator) -> None:
+    """Let an Accelerator forget the models, optimizers and schedulers that it prepared."""
+    for kept in (accelerator._models, accelerator._optimizers, accelerator._schedulers):  # noqa: SLF001
+        kept.clear()
+    accelerator.deepspeed_engine_wrapped = None
+
+
+def renew(accelerator: Accelerator) -> None:
+    """Build an Accelerator again, in place, under the session's options of now.
+
+    Its loaders, trackers and hooks stay: a loop over a prepared loader goes on where it is.
+    """
+    before = vars(accelerator)
+    kept = {name: before[name] for name in _OUTLIVE_THE_ENGINE if name in before}
+    asked, built = before["_nbdist_asked"], before.get("_built")
+    before.clear()
+    if built is not None:
+        accelerator._built = built  # noqa: SLF001
+    Accelerator.__init__(accelerator, **asked)
+    vars(accelerator).update(kept)
+
+
+_OUTLIVE_THE_ENGINE = (
+    "_custom_objects",
+    "_dataloaders",
+    "_load_model_state_pre_hook",
+    "_save_model_state_pre_hook",
+    "flag_tensor",
+    "step",
+    "trackers",
+    "log_with",
+)
+"""Attributes of an Accelerator of accelerate 1.15 that no engine has a part in."""
+
+
+def built() -> list[Accelerator]:
+    """Accelerators that are built and have the session's engine."""
+    found = [one for one in leftovers.known() if vars(one).get("_nbdist_session") is not None]
+    return sorted(found, key=id)
+
+
+def brings_its_own(accelerator: Accelerator) -> bool:
+    """Whether the user gave it an engine."""
+    return vars(accelerator).get("_nbdist_session") is None
 
 
 def _forget_engine() -> None:
@@ -259,10 +319,12 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
         _take_back(self, model)
     new = [one for one in args if isinstance(one, nn.Module) and not _is_prepared(one)]
     _check_something(args)
-    measure.meet(new, args)
+    meeting = training.Meeting(self, args)
+    measure.meet(new, args, meeting.twin)
     if new:
         leftovers.let_go()
     result = _prepared(self, args, new, device_placement)
+    meeting.learn(result)
     measure.watch(self, result, self._nbdist_session and self._nbdist_session.options)
     return result
 

@@ -26,6 +26,7 @@ from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.launcher import extensions
 from nbdist.plan import checked, choice, devices
 from nbdist.rank import describe, forked, measure
+from nbdist.state import skeleton
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class Chooser:
         """Ask the planner."""
         length = batch.seq_len or describe.default_length(model)
         spec = describe.spec_of(
-            measure.twin_of(model) or model,
+            skeleton.twin(model) or model,
             batch_size=batch.batch_size,
             seq_len=length,
             call=batch.call,

@@ -150,6 +150,11 @@ def shared_ends_in_root(model: nn.Module) -> Iterator[None]:
         attributes.update(before)
 
 
+def moved() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Whole parameters of models under FSDP2, each with the shard that took its place."""
+    yield from _moved.items()
+
+
 def _is_sharded(model: nn.Module) -> bool:
     """Whether a model is prepared under FSDP2, compiled or not."""
     return isinstance(getattr(model, "_orig_mod", model), FSDPModule)

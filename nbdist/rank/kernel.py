@@ -20,12 +20,14 @@ from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQInteractiveShell
+from torch import distributed
 from traitlets import DottedObjectName, Float, Type
 from traitlets.config import Config
 
 from nbdist import payload, wire
-from nbdist.errors import PayloadError, SessionError
+from nbdist.errors import PayloadError, SessionError, SwitchError
 from nbdist.rank import describe, measure
+from nbdist.strategies import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,6 +92,7 @@ class RankKernel(IPythonKernel):
             wire.PUSH: self.push_request,
             wire.PULL: self.pull_request,
             wire.MODEL: self.model_request,
+            wire.SWITCH: self.switch_request,
         }
         self.control_handlers |= {wire.MEASURED: self.measured_request}
 
@@ -194,6 +197,28 @@ class RankKernel(IPythonKernel):
     def model_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Describe a model of the user's namespace, or the prepared one, to the planner."""
         self._answer(stream, ident, parent, describe.reply(parent["content"], self.shell.user_ns))
+
+    def switch_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Give the living models another engine; all ranks do it together."""
+        from nbdist.rank import switch
+
+        request: wire.SwitchRequest = parent["content"]
+        change = switch.Switch(
+            Options.from_json(request["options"]),
+            self.shell.user_ns,
+            tell=self.tell_phase,
+            reset_optimizer=request["reset_optimizer"],
+        )
+        try:
+            reply = wire.SwitchReply(status="ok", report=change.run().to_json())
+        except SwitchError as error:
+            reply = wire.SwitchReply(status="error", error=str(error))
+        self._answer(stream, ident, parent, reply)
+
+    def tell_phase(self, text: str) -> None:
+        """Say what a long request is doing; one rank speaks for all."""
+        if distributed.get_rank() == 0:
+            self.publish(wire.PHASE, wire.Phase(text=text))
 
     def measured_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Tell what the training held; on the control thread, also while a cell runs."""

@@ -53,6 +53,17 @@ def know(accelerator: Accelerator) -> None:
     _known.add(accelerator)
 
 
+def known() -> list[Accelerator]:
+    """Return the Accelerators that are in use."""
+    return list(_known)
+
+
+def forget_engines() -> None:
+    """Empty the lists in which libraries keep modules of engines that are gone."""
+    for kept in _lists:
+        kept.clear()
+
+
 def let_go_of_the_rest() -> None:
     """Look once more where something old was still in use when a model was prepared.
 
@@ -70,10 +81,10 @@ def let_go() -> None:
     In use is what anything but an Accelerator still refers to: two models prepared on purpose
     both stay, and their order with them. Takes one garbage collection or two, 0.1-0.5 s.
     """
-    known = list(_known)
-    lists = _lists + [getattr(one, name) for one in known for name in _KEPT]
+    living = known()
+    lists = _lists + [getattr(one, name) for one in living for name in _KEPT]
     survivors = [[weakref.ref(item) for item in kept] for kept in lists]
-    engines = [_take_engine(one) for one in known]
+    engines = [_take_engine(one) for one in living]
     for kept in lists:
         _tie_to_optimizers(kept)
         kept.clear()
@@ -85,7 +96,7 @@ def let_go() -> None:
     # In place: a scheduler may hold the very list of its Accelerator's optimizers.
     for kept, references in zip(lists, survivors, strict=True):
         kept.extend(item for item in (one() for one in references) if item is not None)
-    for accelerator, give_back in zip(known, engines, strict=True):
+    for accelerator, give_back in zip(living, engines, strict=True):
         if (wrapped := give_back()) is not None:
             accelerator.deepspeed_engine_wrapped = wrapped
 

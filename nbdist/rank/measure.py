@@ -12,7 +12,6 @@ Optimizer state exists by then, and ZeRO-3 has its trace: `plan.memory` predicts
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import threading
@@ -33,7 +32,7 @@ from nbdist.rank import holdings, zero
 from nbdist.trace.footprint import OTHER, Footprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from accelerate import Accelerator
 
@@ -128,11 +127,17 @@ def install(device: torch.device) -> None:
         setattr(cls, "step", _counting(cls.__dict__["step"]))  # noqa: B010 - mypy: a method
 
 
-def meet(models: Sequence[nn.Module], args: Sequence[object]) -> None:
-    """Forget what was followed where a new model comes to `prepare()`; look at it bare."""
+def meet(models: Sequence[nn.Module], args: Sequence[object], twin: nn.Module | None) -> None:
+    """Forget what was followed where a new model comes to `prepare()`.
+
+    Args:
+        models: the new ones, bare.
+        args: of `prepare()`.
+        twin: the last new model without its data; None where it cannot be copied.
+    """
     if not models:
         return
-    state.watch = Watch(twin=twin_of(models[-1]), rss_before=psutil.Process().memory_info().rss)
+    state.watch = Watch(twin=twin, rss_before=psutil.Process().memory_info().rss)
     optimizer = next((one for one in args if isinstance(one, torch.optim.Optimizer)), None)
     if optimizer is not None:
         state.watch.described = described(optimizer)
@@ -181,23 +186,6 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Class and memory-relevant defaults of an optimizer."""
     defaults = {key: optimizer.defaults[key] for key in _DEFAULTS if key in optimizer.defaults}
     return {"class": type(optimizer).__name__, **defaults}
-
-
-def twin_of(model: nn.Module) -> nn.Module | None:
-    """Copy a module without its data, on the meta device; None where it cannot be copied."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = (
-            nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-        )
-    try:
-        copied: nn.Module = copy.deepcopy(model, memo)
-    except Exception as error:  # noqa: BLE001 - a module may hold anything, locks and sockets too
-        log.info("%s cannot be copied for the planner: %s", type(model).__name__, error)
-        return None
-    return copied
 
 
 # ---------------------------------------------------------------------------- hooks
@@ -305,6 +293,7 @@ def _end(following: Watch) -> None:
         "rss_before_bytes": following.rss_before,
     }
     inner = innermost(following)
+    following.figures["beside_bytes"] = beside(model, inner)
     if device.type == "cuda":
         following.figures |= {"parts": resting(model, inner)} | _on_gpu(device)
         following.figures["device_name"] = torch.cuda.get_device_name(device)
@@ -347,12 +336,25 @@ def _stop(following: Watch) -> None:
 
 def resting(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Bytes that parameters, gradients, optimizer and engine hold now on the model's device."""
-    device = state.device.type
     counting = Footprint()
     for part, tensors in holdings.held(model, optimizer):
-        here = [t for t in tensors if isinstance(t, torch.Tensor) and t.device.type == device]
-        counting.know(part, here)
+        counting.know(part, _here(tensors))
     return _parts(counting.current, holdings.ddp_bucket_bytes(model))
+
+
+def beside(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes that other models and their optimizers hold on the model's device."""
+    counting = Footprint()
+    counting.know(OTHER, _here(holdings.of_others(model, optimizer)))
+    for part, tensors in holdings.held(model, optimizer):
+        counting.know(part, _here(tensors))
+    return max(0, counting.current[OTHER])
+
+
+def _here(values: Iterable[object]) -> list[torch.Tensor]:
+    """The tensors among some values that lie on this rank's device."""
+    device = state.device.type
+    return [one for one in values if isinstance(one, torch.Tensor) and one.device.type == device]
 
 
 def _parts(counted: dict[str, int], buckets: int) -> dict[str, int]:

@@ -7,13 +7,14 @@ checkpointing alone.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
 
 class UnitPolicy:
@@ -61,6 +62,20 @@ def with_checkpoint_wrappers(model: nn.Module, chosen: Collection[nn.Module]) ->
     return [wrapper_of.get(id(module), module) for module in chosen]
 
 
+_filled_later: list[bool] = []
+"""Not empty while models are prepared whose values come afterwards."""
+
+
+@contextlib.contextmanager
+def filled_later() -> Iterator[None]:
+    """Prepare models that have no values yet: none are exchanged between the ranks."""
+    _filled_later.append(True)
+    try:
+        yield
+    finally:
+        _filled_later.pop()
+
+
 @torch.no_grad()
 def same_start(model: nn.Module) -> None:
     """Give every rank rank 0's weights and buffers, as DDP and DeepSpeed do.
@@ -68,6 +83,8 @@ def same_start(model: nn.Module) -> None:
     A collective: all ranks call it with the same model. FSDP takes each rank's own piece
     of what that rank has, so models built without a common seed would be mixed.
     """
+    if _filled_later:
+        return
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             torch.distributed.broadcast(tensor.detach(), src=0)

@@ -153,6 +153,7 @@ def prepare(
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
     _keep_gradients_in_memory(engine.optimizer)
+    _give_groups_back(engine.optimizer, optimizer)
     for one in accelerator._optimizers:  # noqa: SLF001
         if isinstance(one, StepsItself) and one.optimizer is engine.optimizer:
             one.engine = engine
@@ -270,6 +271,18 @@ def _fill(
         # accelerate 1.15 would make an Adam of any other optimizer.
         config["zero_force_ds_cpu_optimizer"] = False
     _size_buffers(zero, model)
+
+
+def _give_groups_back(made: Any, given: object) -> None:
+    """Let DeepSpeed's own Adagrad have the groups of the user's.
+
+    deepspeed 0.19.8 makes it anew with one group and the class's defaults
+    (stage_1_and_2.py:947, stage3.py:1358): the options of groups would be lost, and a scheduler
+    would steer an optimizer that nothing uses.
+    """
+    inner = getattr(made, "optimizer", None)
+    if isinstance(inner, Adagrad) and isinstance(given, Adagrad) and inner is not given:
+        inner.param_groups = given.param_groups
 
 
 def _keep_gradients_in_memory(made: Any) -> None:

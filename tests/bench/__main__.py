@@ -1,6 +1,6 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
-    python tests/bench [cells] [starts] [values] [training] [weight]
+    python tests/bench [cells] [starts] [values] [checkpoints] [training] [weight]
     python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import cells
+import checkpoints
 import plan_engines
 import plan_fsdp
 import plan_published
@@ -45,6 +46,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "cells": lambda: cells.measure(others()),
     "starts": lambda: starts.measure(others(), BUILD),
     "values": lambda: values.measure(others()),
+    "checkpoints": lambda: checkpoints.measure(BUILD),
     "training": lambda: training.measure(BUILD),
     "weight": weight.measure,
     "plan_speed": plan_speed.measure,

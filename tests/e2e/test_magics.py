@@ -177,6 +177,22 @@ def test_other_backend_restarts_and_says_so(notebook: LiveKernel) -> None:
     assert "[0-1] False" in shown.text
 
 
+def test_a_config_in_the_line_reaches_the_engine(notebook: LiveKernel) -> None:
+    notebook.run(
+        """%%distribute --backend fsdp2 --fsdp-config '{"reshard_after_forward": false}'\n"""
+        "blocks = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])\n"
+        "model, optimizer = accelerator.prepare(blocks, torch.optim.SGD(blocks.parameters()))\n"
+        "model(torch.ones(2, 512));"
+    )
+    shown = notebook.run(
+        "%%distribute\n"
+        "units = [type(one).__name__ for one in model]\n"
+        "kept = {type(one.weight.data).__name__ for one in model}  # else DTensor\n"
+        "accelerator.state.fsdp_plugin.reshard_after_forward, kept, units[0]"
+    )
+    assert "(False, {'Tensor'}, 'FSDPLinear')" in shown.text
+
+
 def test_options_can_be_taken_back(notebook: LiveKernel) -> None:
     assert "clip 0.5" in notebook.run("%%distribute --clip 0.5\n1").text
     assert "clip" not in notebook.run("%nbdist status").text.replace("clip 0.5", "")

@@ -9,7 +9,7 @@ from torch import nn
 
 from nbdist.errors import PlanError
 from nbdist.plan.models import traced
-from nbdist.plan.spec import Workload, params, steps
+from nbdist.plan.spec import Workload, params, walk
 from nbdist.trace import groups as module_groups
 from nbdist.trace import module as modules
 from nbdist.trace.footprint import Footprint
@@ -58,15 +58,14 @@ def predicted(model: traced.Traced, batch_size: int) -> int:
     run = model.micro_batch(Workload(batch_size=batch_size, compute="full", kind="cpu"))
     made = [0] * len(model.groups)
     total = 0
-    for step in steps(model, run):
+    for step, activations, logits in zip(*walk(model, run), strict=True):
         if step.phase != "backward":
-            total = max(total, step.activations + step.inside)
+            total = max(total, activations)
             continue
         own = model.groups[step.group]
         later = sum(g.count * g.trainable for g in model.groups[step.group + 1 :])
         made[step.group] = later + (own.count - 1 - step.nth) * own.trainable + step.grads
-        held = step.activations + step.inside + step.outputs
-        total = max(total, held + 4 * made[step.group])
+        total = max(total, activations + logits + 4 * made[step.group])
     return total + 4 * params(model)
 
 

@@ -262,7 +262,9 @@ def _twelve() -> Answer:
     model = closed.with_size("3b")
     one = setting(model, "8xA100-40GB", "fsdp2", seq_len=512, batch_size=14)
     tflops = one.cost().mfu * 312
-    kept = replace(one.setup(checkpointing=True), reshard_after_forward=False)
+    setup = one.setup(checkpointing=True)
+    config = {"reshard_after_forward": False}
+    kept = replace(setup, options=replace(setup.options, fsdp_config=config))
     other = cost.step_cost(model, one.workload(checkpointing=True), kept, one.cluster)
     ratio = other.step_time_s / one.cost().step_time_s
     says = f"{tflops:.0f} TFLOP/s; keeping parameters gathered takes {ratio:.2f} of the time"

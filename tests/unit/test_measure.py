@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,24 +43,6 @@ def test_a_micro_batch_has_samples_and_tokens(
     assert measure.shape_of(measure.call_of([kwargs, *args], {})) == shape
 
 
-def test_a_twin_has_no_data_and_keeps_what_is_shared_and_frozen() -> None:
-    model = nn.Sequential(nn.Embedding(10, 4), nn.BatchNorm1d(4), nn.Linear(4, 10, bias=False))
-    model[2].weight = model[0].weight
-    model[1].weight.requires_grad = False
-    twin = measure.twin_of(model)
-    assert twin is not None
-    assert all(one.is_meta for one in (*twin.parameters(), *twin.buffers()))
-    assert twin[2].weight is twin[0].weight
-    assert not twin[1].weight.requires_grad
-    assert not any(one.is_meta for one in model.parameters())
-
-
-def test_a_module_that_cannot_be_copied_has_no_twin() -> None:
-    model = nn.Linear(2, 2)
-    model.lock = threading.Lock()
-    assert measure.twin_of(model) is None
-
-
 def test_recorded_arguments_are_given_by_name_or_by_place() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -89,6 +72,44 @@ def test_recorded_arguments_are_given_by_name_or_by_place() -> None:
 )
 def test_errors_of_memory_are_known(error: BaseException | None, *, of_memory: bool) -> None:
     assert advice.is_out_of_memory(error) is of_memory
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        ("can't allocate memory: you tried to allocate 40000000000000 bytes. Error", 4 * 10**13),
+        ("CUDA out of memory. Tried to allocate 9.50 GiB. GPU 0 has", 9.5 * 2**30),
+        ("Unable to allocate 728. TiB for an array with shape (1,)", 728 * 2**40),
+        ("out of memory", None),
+    ],
+)
+def test_what_was_asked_for_is_read_off_the_error(said: str, size: float | None) -> None:
+    outer = ValueError("the step failed")
+    outer.__cause__ = RuntimeError(said)
+    assert advice.asked_bytes(outer) == size
+
+
+def test_more_than_there_is_blames_the_request() -> None:
+    present: Any = SimpleNamespace(device_bytes=2**30)
+    asked = advice._not_the_model(present, 8 * 2**30, 10 * 2**40)
+    assert asked.endswith(
+        "1.0 of 8.0 GiB for this model and batch: 10.0 TiB are more than there is:"
+        " ask for less at once"
+    )
+    assert advice._not_the_model(present, 8 * 2**30, 0).endswith("something else takes memory")
+
+
+def test_other_models_and_their_optimizers_are_counted_beside_one() -> None:
+    model, other = nn.Linear(8, 8, bias=False), nn.Linear(16, 16, bias=False)
+    before = measure.beside(model, None)
+    optimizer = torch.optim.AdamW(other.parameters())
+    other(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    state = 2 * 4 * 16 * 16 + 4  # two moments and the count of steps
+    assert measure.beside(model, None) - before == 4 * 16 * 16 + state
+    shared = nn.ModuleList([model])
+    assert measure.beside(model, None) - before == 4 * 16 * 16 + state
+    assert measure.beside(shared, optimizer) - before < 4 * 16 * 16 + state
 
 
 def test_an_error_raised_from_one_of_memory_is_one() -> None:

@@ -1,0 +1,51 @@
+"""Checkpoints on disk; pure, used by the kernel and the ranks, needs no torch.
+
+    nbdist.state.files              tensors of this process
+         |        ^
+         | bytes  | bytes
+         v        |
+    writer      headers             one safetensors file: its head, its bytes, its checksum
+         |        ^
+         |        |                 boxes: what part of a tensor is in which file
+         v        |
+    draft       opened              a folder being written | a folder being read
+         |        ^
+         | rename | verify          manifest.json: what must be there, with size and crc32
+         v        |
+    root: checkpoints/<name>/       found whole or not at all; leftovers removes what is dead
+
+`begin`, the ranks' files and reports, `commit`; then `entries`, `opened`, `verify`. No
+pickle anywhere, and a file from a stranger gives a CheckpointError: names are from an
+allow-list, nothing is a link, sizes and checksums come before content (strict, names).
+"""
+
+from __future__ import annotations
+
+from nbdist.checkpoint.draft import abort, begin, commit, parts, report
+from nbdist.checkpoint.leftovers import keep
+from nbdist.checkpoint.manifest import FilePart, Group, Key, Manifest, Optimizer
+from nbdist.checkpoint.opened import Opened
+from nbdist.checkpoint.root import Entry, entries, find, latest, opened
+from nbdist.checkpoint.verify import share, verify
+
+__all__ = [
+    "Entry",
+    "FilePart",
+    "Group",
+    "Key",
+    "Manifest",
+    "Opened",
+    "Optimizer",
+    "abort",
+    "begin",
+    "commit",
+    "entries",
+    "find",
+    "keep",
+    "latest",
+    "opened",
+    "parts",
+    "report",
+    "share",
+    "verify",
+]

@@ -1,0 +1,423 @@
+"""Changing the engine of living models, as one transaction; runs on a rank.
+
+    checking    nothing is touched: can everything be made again, do all ranks agree
+    keeping     a copy of this rank's share of the state in host memory, a digest of each tensor
+    freeing     the old engine is emptied
+    building    model, optimizers and schedulers are made and prepared under the new options
+    loading     the kept state goes where the new engine has it, across ranks where it must
+    verifying   the digest of each tensor is compared with the kept one
+    binding     the user's variables; random generators come last, for all of this draws
+
+The ranks agree before and after each phase. After a failure from `freeing` on, the old
+options are built and loaded in the same way from the same copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+import weakref
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from nbdist.errors import SwitchError
+from nbdist.rank import accelerator as accelerators
+from nbdist.rank import leftovers, randomness, rebind, training, wrap
+from nbdist.rank.carry import Carried
+from nbdist.state import digest, layouts, recipes, shards, skeleton
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping, Sequence
+
+    from accelerate import Accelerator
+
+    from nbdist.rank.carry import Counts
+    from nbdist.rank.training import Trained, TrainedOptimizer
+    from nbdist.state.recipes import Recipe
+    from nbdist.state.shards import Shard
+    from nbdist.state.skeleton import Skeleton
+    from nbdist.strategies import Options
+
+log = logging.getLogger(__name__)
+
+before_phase: list[Callable[[str], object]] = []
+"""Called with each phase's name before it begins; tests let phases fail here."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Kept:
+    """A model in training without its engine."""
+
+    number: int
+    """Of the session's models."""
+    accelerator: Accelerator
+    skeleton: Skeleton
+    attributes: dict[str, dict[str, object]]
+    buffers: dict[str, torch.Tensor]
+    """This rank's own, in host memory, by name."""
+    optimizers: list[tuple[Recipe, list[recipes.Options]]]
+    schedulers: list[Any]
+    """Accelerate's wrappers; torch's own inside them go on with the new optimizer."""
+    tensors: dict[str, Shard]
+    """This rank's share, in host memory."""
+    counts: Counts
+    digests: dict[str, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What a switch did on this rank."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase."""
+    state_bytes: int = 0
+    """Of this rank's share."""
+    sent_bytes: int = 0
+    """To other ranks."""
+    verified: int = 0
+    """Tensors whose digest is that of before."""
+    bound: list[str] = field(default_factory=list)
+    """The user's variables that were bound anew."""
+    carried: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for a message."""
+        return asdict(self)
+
+
+class Switch:
+    """One change of the engine."""
+
+    def __init__(
+        self,
+        then: Options,
+        names: MutableMapping[str, Any],
+        *,
+        tell: Callable[[str], object],
+        reset_optimizer: bool = False,
+    ) -> None:
+        """Know what is to come.
+
+        Args:
+            then: checked options.
+            names: the user's variables.
+            tell: told of each phase.
+            reset_optimizer: leave the state of the optimizers behind.
+        """
+        self._now, self._then = accelerators.current().options, then
+        self._names, self._tell, self._reset = names, tell, reset_optimizer
+        self._renewed = rebind.Renewed()
+        self._kept: list[Kept] = []
+        self._made: list[object] = []
+        """What was prepared and is not bound yet."""
+        self.report = Report()
+
+    def run(self) -> Report:
+        """Switch, or leave everything as it was.
+
+        Raises:
+            SwitchError: on all ranks alike: which phase failed, on which ranks, and why.
+        """
+        generators = randomness.state()
+        with self._phase("checking"):
+            leftovers.let_go()
+            trained = training.everything()
+            self._check(trained)
+        with self._phase("keeping"):
+            self._kept = [self._keep(number, one) for number, one in enumerate(trained)]
+        try:
+            with self._phase("freeing"):
+                self._free(trained, self._now, self._then)
+            self._establish(self._then)
+        except SwitchError as error:
+            self._go_back(error)
+            raise
+        finally:
+            randomness.restore(generators)
+        self._summarise()
+        return self.report
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """One phase, which succeeds or fails on all ranks."""
+        began = time.perf_counter()
+        self._tell(name)
+        agree(name, _problem(lambda: [hook(name) for hook in before_phase]))
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            log.exception("a switch failed while %s", name)
+            error = caught
+        agree(name, error)
+        spent = time.perf_counter() - began
+        self.report.seconds[name] = self.report.seconds.get(name, 0.0) + spent
+
+    # -- the old engine
+
+    def _check(self, trained: Sequence[Trained]) -> None:
+        """Refuse what cannot be carried, before anything moves."""
+        for one in trained:
+            check(one, self._then, reset_optimizer=self._reset)
+
+    def _keep(self, number: int, one: Trained) -> Kept:
+        """Copy this rank's share to host memory."""
+        carried = Carried(number, one)
+        share = shards.snapshot(carried.share(optimizers=not self._reset))
+        self.report.state_bytes += sum(
+            piece.view.nbytes for shard in share.values() for piece in shard.pieces
+        )
+        return Kept(
+            number=number,
+            accelerator=one.owner,
+            skeleton=one.kept,
+            attributes=skeleton.attributes(one.model, one.kept),
+            buffers=_buffers(one),
+            optimizers=[(owned.recipe, recipes.options(owned.raw)) for owned in one.living],
+            schedulers=one.schedules,
+            tensors=share,
+            counts={} if self._reset else carried.counts(),
+            digests=digest.agreed(share),
+        )
+
+    def _free(self, trained: Sequence[Trained], now: Options, then: Options) -> None:
+        """Empty the engines of now, whoever still refers to them."""
+        reason = (
+            f"this was prepared under {now.backend}, and the session has switched to"
+            f" {then.backend} since; the variables model and optimizer were bound anew, so take"
+            " what you need from them again."
+        )
+        for number, one in enumerate(trained):
+            for key, part in _parts(number, one).items():
+                self._renewed.old(key, part)
+            layouts.free(one.model)
+        training.forget()
+        self._made.clear()
+        for owner in self._owners():
+            accelerators.take_apart(owner)
+        leftovers.forget_engines()
+        rebind.empty(self._renewed.unbound(), reason)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    # -- the new engine
+
+    def _establish(self, options: Options) -> None:
+        """Build engines under these options, bring the kept state into them, bind them."""
+        with self._phase("building"):
+            accelerators.adopt(options)
+            for owner in accelerators.built():
+                accelerators.renew(owner)
+            for kept in self._kept:
+                self._build(kept)
+        trained = training.everything()
+        with self._phase("loading"):
+            for kept, one in zip(self._kept, trained, strict=True):
+                carried = Carried(kept.number, one)
+                self.report.sent_bytes += carried.take(kept.tensors, kept.counts)
+                _give_buffers(one, kept.buffers)
+        with self._phase("verifying"):
+            self.report.verified = sum(
+                Carried(kept.number, one).verify(kept.digests, kept.tensors)
+                for kept, one in zip(self._kept, trained, strict=True)
+            )
+        with self._phase("binding"):
+            self.report.bound = self._renewed.bind(self._names)
+            for trainer in rebind.trainers(self._names):
+                self._renewed.bind(vars(trainer))
+                self._renewed.bind(vars(trainer.callback_handler))
+
+    def _build(self, kept: Kept) -> None:
+        """Make a model and what belongs to it, and prepare it."""
+        model = skeleton.revived(kept.skeleton)
+        skeleton.give_back(model, kept.attributes)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        raws = [recipes.made(recipe, named, groups) for recipe, groups in kept.optimizers]
+        for place, raw in enumerate(raws):
+            self._renewed.new({(kept.number, kind, place): raw for kind in ("raw", "given")})
+            # Schedulers point to it from here on, should there be a way back.
+            self._renewed.old((kept.number, "given", place), raw)
+        for wrapper in kept.schedulers:
+            recipes.repoint(wrapper.scheduler, self._renewed.successors())
+        with wrap.filled_later():
+            # Accelerate keeps DDP's bare model only, and no variable has the new one yet.
+            self._made += kept.accelerator.prepare(
+                model, *raws, *(wrapper.scheduler for wrapper in kept.schedulers), None
+            )
+        one = training.everything()[-1]
+        _go_on_with(one, kept.schedulers)
+        self._renewed.new(_parts(kept.number, one))
+
+    def _go_back(self, error: SwitchError) -> None:
+        """Return to the old options.
+
+        Raises:
+            SwitchError: that failed as well.
+        """
+        try:
+            with self._phase("freeing"):
+                self._free(training.everything(), self._then, self._now)
+            self._establish(self._now)
+        except SwitchError as second:
+            message = (
+                f"{error} The state before could not be restored either: {second} Use %nbdist"
+                " restart, run the preparing cell and load the last checkpoint."
+            )
+            raise SwitchError(message) from second
+
+    def _owners(self) -> list[Accelerator]:
+        return list({id(kept.accelerator): kept.accelerator for kept in self._kept}.values())
+
+    def _summarise(self) -> None:
+        """Say what was carried, in words."""
+        steps = {
+            count for kept in self._kept for one in kept.counts.values() for count in one.values()
+        }
+        words = []
+        for kept in self._kept:
+            model, total = type(kept.skeleton.model).__name__, len(kept.skeleton.names)
+            words.append(f"{model}: {total} parameters, {len(kept.buffers)} buffers")
+            words += [
+                f"{recipe.cls.__name__}: {len(groups)} parameter groups"
+                + (", its state reset" if self._reset else "")
+                for recipe, groups in kept.optimizers
+            ]
+            words += [type(one.scheduler).__name__ for one in kept.schedulers]
+        if steps:
+            words.append(f"step {max(steps):g}")
+        words += ["random generators", f"{len(training.loaders())} loaders, where they are"]
+        self.report.carried = words
+
+
+def check(one: Trained, then: Options, *, reset_optimizer: bool) -> None:
+    """Refuse a model that cannot be carried to another engine.
+
+    Raises:
+        SwitchError: one sentence: what cannot be carried, and what to do.
+    """
+    if one.problem:
+        raise SwitchError(one.problem)
+    if one.waiting:
+        message = (
+            f"the gradients of {one.waiting} micro-batches wait for an optimizer step; run a cell"
+            " up to the step, or drop them with optimizer.zero_grad()."
+        )
+        raise SwitchError(message)
+    if accelerators.brings_its_own(one.owner):
+        message = (
+            "the model was prepared by an Accelerator with a plugin of its own; prepare it with"
+            " the rank's accelerator to switch it."
+        )
+        raise SwitchError(message)
+    layouts.check(one.model)
+    if then.strategy.engine == "deepspeed" and len(one.living) != 1:
+        message = (
+            f"{type(one.kept.model).__name__} has {len(one.living)} optimizers and DeepSpeed takes"
+            " a model with one; use ddp, fsdp2 or fsdp1."
+        )
+        raise SwitchError(message)
+    for owned in () if reset_optimizer else one.living:
+        _check_optimizer(owned, one, then)
+
+
+def _check_optimizer(owned: TrainedOptimizer, one: Trained, then: Options) -> None:
+    """Refuse optimizer state that means nothing elsewhere, or has no room there."""
+    refusal = recipes.refusal(owned.recipe.cls)
+    if refusal:
+        message = f"{refusal}; --reset-optimizer switches without it, and it begins anew."
+        raise SwitchError(message)
+    if then.strategy.engine != "deepspeed":
+        return
+    counts = Carried(0, one).counts()
+    for names in owned.recipe.groups:
+        steps = {count for name in names for count in counts.get(name, {}).values()}
+        if len(steps) > 1:
+            message = (
+                f"parameters of one group were stepped {min(steps):g} to {max(steps):g} times, and"
+                " DeepSpeed keeps one count for a group; use ddp, fsdp2 or fsdp1, or"
+                " --reset-optimizer."
+            )
+            raise SwitchError(message)
+
+
+def agree(phase: str, error: Exception | None) -> None:
+    """Let all ranks know whether one of them failed; a collective.
+
+    Raises:
+        SwitchError: at least one did, this one or another.
+    """
+    words = None if error is None else _words(error)
+    everyone: list[str | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, words)
+    failed = {rank: one for rank, one in enumerate(everyone) if one is not None}
+    if not failed:
+        return
+    reasons = list(dict.fromkeys(failed.values()))
+    if len(failed) == len(everyone):
+        ranks = "on all ranks"
+    else:
+        ranks = f"on rank {', '.join(map(str, failed))}"
+    message = f"the switch failed while {phase}, {ranks}: {' / '.join(reasons)}"
+    raise SwitchError(message) from error
+
+
+def _words(error: Exception) -> str:
+    """Say an error in one sentence."""
+    text = str(error).strip() or "no reason given"
+    return text if isinstance(error, SwitchError) else f"{type(error).__name__}: {text}"
+
+
+def _problem(attempt: Callable[[], object]) -> Exception | None:
+    """Return what a call raised."""
+    try:
+        attempt()
+    except Exception as error:  # noqa: BLE001 - told to all ranks
+        return error
+    return None
+
+
+def _parts(number: int, one: Trained) -> dict[object, object]:
+    """What a variable may hold of a model in training, by key."""
+    found = rebind.parts(number, one.model, one.bare())
+    for place, owned in enumerate(one.living):
+        found[number, "optimizer", place] = owned.wrapper()
+        found[number, "raw", place] = owned.raw
+        if (given := owned.given()) is not None:
+            found[number, "given", place] = given
+    return found
+
+
+def _go_on_with(one: Trained, wrappers: Sequence[Any]) -> None:
+    """Let the old wrappers of schedulers take the place of those that were just made."""
+    for wrapper, made in zip(wrappers, one.schedules, strict=True):
+        vars(wrapper).update(vars(made))
+        kept = one.owner._schedulers  # noqa: SLF001
+        kept[:] = [wrapper if scheduler is made else scheduler for scheduler in kept]
+    one.schedulers[:] = map(weakref.ref, wrappers)
+
+
+def _buffers(one: Trained) -> dict[str, torch.Tensor]:
+    """Copy this rank's buffers to host memory.
+
+    DeepSpeed rounds buffers to the type that it computes in; those that no state dict has
+    (rotary frequencies) are then taken from the skeleton again.
+    """
+    before = dict(one.kept.model.named_buffers())
+    kept = {}
+    for name, live in one.model.named_buffers():
+        plain = skeleton.plain(name)
+        rounded = plain in one.kept.buffers and live.dtype != before[plain].dtype
+        kept[plain] = one.kept.buffers[plain] if rounded else live.detach().to("cpu", copy=True)
+    return kept
+
+
+def _give_buffers(one: Trained, kept: dict[str, torch.Tensor]) -> None:
+    """Set this rank's buffers."""
+    for name, live in one.model.named_buffers():
+        live.copy_(kept[skeleton.plain(name)])

@@ -1,0 +1,264 @@
+"""What `prepare()` learned: the models in training, and how to make them for another engine.
+
+Runs on a rank. `rank.accelerator` calls `meet` before each preparation, when models and
+optimizers are still bare, and `learn` after it. Nothing here keeps a prepared object alive:
+a cell that is run again replaces what it made before.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from nbdist.errors import SwitchError
+from nbdist.rank import fsdp
+from nbdist.state import recipes, skeleton
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from accelerate import Accelerator
+
+    from nbdist.state.recipes import Recipe
+    from nbdist.state.skeleton import Skeleton
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TrainedOptimizer:
+    """An optimizer of a model."""
+
+    recipe: Recipe
+    given: weakref.ref[Optimizer]
+    """The user's; schedulers point to it. DeepSpeed may step one of its own instead."""
+    wrapper: weakref.ref[AcceleratedOptimizer]
+    """As `prepare()` returned it."""
+
+    @property
+    def raw(self) -> Optimizer:
+        """Torch's own or DeepSpeed's, which has the state."""
+        return innermost(self.wrapper())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Trained:
+    """A model that an engine has, with what belongs to it."""
+
+    accelerator: weakref.ref[Accelerator]
+    skeleton: Skeleton | None = None
+    problem: str = ""
+    """Why it cannot be made again."""
+    bare: weakref.ref[nn.Module]
+    """As it was given to `prepare()`; under FSDP2 the engine's as well."""
+    wrapper: weakref.ref[nn.Module] | None = None
+    """As `prepare()` returned it."""
+    optimizers: list[TrainedOptimizer] = field(default_factory=list)
+    schedulers: list[weakref.ref[Any]] = field(default_factory=list)
+    """Wrappers of its schedulers, as `prepare()` returned them."""
+    waiting: int = 0
+    """Micro-batches whose gradients no step has used yet."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The prepared model."""
+        prepared = None if self.wrapper is None else self.wrapper()
+        if prepared is None:
+            message = "a prepared model is gone; run the cell that prepares it again."
+            raise SwitchError(message)
+        return prepared
+
+    @property
+    def owner(self) -> Accelerator:
+        """The Accelerator that prepared it."""
+        found = self.accelerator()
+        if found is None:
+            message = "the accelerator of a prepared model is gone; prepare the model again."
+            raise SwitchError(message)
+        return found
+
+    @property
+    def kept(self) -> Skeleton:
+        """What it can be made from again."""
+        if self.skeleton is None:
+            raise SwitchError(self.problem)
+        return self.skeleton
+
+    @property
+    def schedules(self) -> list[Any]:
+        """Schedulers that are still in use, as `prepare()` returned them."""
+        return [one for one in (known() for known in self.schedulers) if one is not None]
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything but an Accelerator may still use it."""
+        return self.wrapper is not None and self.wrapper() is not None
+
+    @property
+    def living(self) -> list[TrainedOptimizer]:
+        """Optimizers that are still in use."""
+        return [one for one in self.optimizers if one.wrapper() is not None]
+
+
+_trained: list[Trained] = []
+_loaders: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+
+
+def everything() -> list[Trained]:
+    """All models in training, in the order in which they were prepared."""
+    _trained[:] = [one for one in _trained if one.alive]
+    return list(_trained)
+
+
+def loaders() -> list[DataLoader[Any]]:
+    """All prepared loaders that are still in use."""
+    return list(_loaders)
+
+
+class Meeting:
+    """What is known of the arguments of one `prepare()` before it."""
+
+    def __init__(self, accelerator: Accelerator, args: Sequence[object]) -> None:
+        """Look at models and optimizers while they are bare."""
+        self._args = list(args)
+        self._new = {
+            id(one): _meet(accelerator, one)
+            for one in args
+            if isinstance(one, nn.Module) and not any(one is old.model for old in everything())
+        }
+        known = [*everything(), *self._new.values()]
+        owners = {identity: one for one in known for identity in _names(one)}
+        self._recipes: dict[int, tuple[Trained, Recipe]] = {}
+        for one in args:
+            if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer):
+                self._take_down(one, owners)
+
+    @property
+    def twin(self) -> nn.Module | None:
+        """The last new model without its data; None where it cannot be copied."""
+        kept = [one.skeleton for one in self._new.values()]
+        return kept[-1].model if kept and kept[-1] is not None else None
+
+    def _take_down(self, optimizer: Optimizer, owners: dict[int, Trained]) -> None:
+        held = [id(one) for group in optimizer.param_groups for one in group["params"]]
+        found = {id(owners[one]): owners[one] for one in held if one in owners}
+        for owner in found.values():
+            if len(found) > 1:
+                owner.problem = owner.problem or (
+                    "one optimizer holds parameters of several models; give each model its own."
+                )
+        if len(found) != 1:
+            return  # the engine will say what it cannot take
+        (owner,) = found.values()
+        try:
+            self._recipes[id(optimizer)] = owner, recipes.recipe(optimizer, _names(owner))
+        except SwitchError as error:
+            owner.problem = owner.problem or str(error)
+
+    def learn(self, result: object) -> None:
+        """Remember what came of it."""
+        made = result if len(self._args) > 1 and isinstance(result, (list, tuple)) else [result]
+        pairs = list(zip(self._args, made, strict=False))
+        for before, after in pairs:
+            if id(before) in self._new and isinstance(after, nn.Module):
+                one = self._new[id(before)]
+                one.wrapper = weakref.ref(after)
+                _trained.append(one)
+            elif isinstance(after, DataLoader):
+                _loaders.add(after)
+        for before, after in pairs:
+            if not isinstance(before, Optimizer) or not isinstance(after, AcceleratedOptimizer):
+                continue
+            if id(before) in self._recipes:
+                owner, recipe = self._recipes[id(before)]
+                owner.optimizers.append(
+                    TrainedOptimizer(
+                        recipe=recipe, given=weakref.ref(before), wrapper=weakref.ref(after)
+                    )
+                )
+        for before, after in pairs:
+            if isinstance(before, LRScheduler) and isinstance(after, AcceleratedScheduler):
+                for owner in _owners(before):
+                    owner.schedulers.append(weakref.ref(after))
+
+
+def forget() -> None:
+    """Forget all models; what prepares them anew says so again."""
+    _trained.clear()
+
+
+def counting_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Accelerator.backward`: gradients wait for a step from now on."""
+
+    @functools.wraps(original)
+    def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        for one in _trained:
+            if one.accelerator() is self:
+                one.waiting += 1
+        return result
+
+    return backward
+
+
+def using_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `step()` or `zero_grad()` of a prepared optimizer: no gradients wait after it."""
+
+    @functools.wraps(original)
+    def method(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self.gradient_state.sync_gradients:
+            for one in _trained:
+                if any(owned.wrapper() is self for owned in one.optimizers):
+                    one.waiting = 0
+        return result
+
+    return method
+
+
+def _meet(accelerator: Accelerator, model: nn.Module) -> Trained:
+    """Look at a bare model; a module that is prepared already keeps its record."""
+    one = Trained(accelerator=weakref.ref(accelerator), bare=weakref.ref(model))
+    try:
+        one.skeleton = skeleton.skeleton(model)
+    except SwitchError as error:
+        one.problem = str(error)
+    return one
+
+
+def _names(one: Trained) -> dict[int, str]:
+    """Id of a parameter -> its plain name; of what took its place under FSDP2 too."""
+    model = one.model if one.alive else one.bare()
+    if model is None:
+        return {}
+    named = {id(p): skeleton.plain(name) for name, p in model.named_parameters()}
+    return named | {id(old): named[id(new)] for old, new in fsdp.moved() if id(new) in named}
+
+
+def _owners(scheduler: LRScheduler) -> Iterator[Trained]:
+    """The model whose optimizer a scheduler is for."""
+    meant = {id(getattr(one, "optimizer", None)) for one in recipes.schedules(scheduler)}
+    for one in everything():
+        for owned in one.living:
+            if meant & {id(owned.given()), *map(id, layers(owned.wrapper()))}:
+                yield one
+
+
+def layers(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and those inside it: Accelerate's wrapper, ZeRO's, torch's own."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def innermost(optimizer: Any) -> Optimizer:
+    """Torch's own optimizer inside Accelerate's and DeepSpeed's."""
+    found: Optimizer = list(layers(optimizer))[-1]
+    return found

@@ -1,0 +1,86 @@
+"""FSDP2: each parameter is a DTensor, cut in blocks of rows.
+
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`:
+`torch.chunk` of dimension 0, the last ranks with fewer rows or none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from nbdist.errors import SwitchError
+from nbdist.state.layouts.layout import Layout, Place, bare, check_world
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+class Fsdp2(Layout):
+    """What an optimizer steps is the DTensor; this rank's rows are its local tensor."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Return to shards first: an evaluation leaves the outermost unit whole."""
+        super().__init__(model, optimizers)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @classmethod
+    def holds(cls, model: nn.Module) -> bool:
+        """Whether any of a model's modules was given to `fully_shard`."""
+        return any(isinstance(module, FSDPModule) for module in bare(model).modules())
+
+    def places(self) -> Iterator[Place]:
+        """Each parameter's rows on this rank; what FSDP was told to ignore is whole."""
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter, DTensor):
+                yield self._cut(name, parameter)
+            else:
+                yield self.replica(name, parameter)
+
+    def _cut(self, name: str, parameter: DTensor) -> Place:
+        """Find this rank's rows of a parameter."""
+        _check_cut(name, parameter)
+        mesh, shape = parameter.device_mesh, tuple(parameter.shape)
+        with torch.no_grad():
+            local = parameter.to_local().detach()
+        rows = -(-shape[0] // mesh.size())
+        first = min(shape[0], mesh.get_local_rank() * rows)
+        here = min(shape[0], first + rows) - first
+        if local.shape != (here, *shape[1:]) or not local.is_contiguous():
+            self._refuse_version("DTensor", f"rows {first} to {first + here} of {name} here")
+        return Place(
+            name=name,
+            shape=shape,
+            weight=local.view(-1),
+            start=first * math.prod(shape[1:]),
+            stepped=self.if_stepped(parameter),
+        )
+
+    def internals(self) -> Iterator[tuple[object, str]]:
+        """Return what is used of DTensor, of all parameters, which also checks their cut."""
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter, DTensor):
+                _check_cut(name, parameter)
+                yield parameter, "device_mesh placements to_local"
+
+
+def _check_cut(name: str, parameter: DTensor) -> None:
+    """Refuse a mesh of several axes and a cut along another dimension."""
+    mesh = parameter.device_mesh
+    if mesh.ndim != 1 or tuple(parameter.placements) != (Shard(0),):
+        cut = ", ".join(map(str, parameter.placements))
+        message = (
+            f"{name} is laid out as ({cut}) over {mesh.ndim} mesh axes; nbdist moves the state of"
+            " FSDP2 models whose parameters are all cut along dimension 0 over one axis."
+        )
+        raise SwitchError(message)
+    check_world(mesh.size(), "FSDP2")

@@ -1,0 +1,163 @@
+"""How an optimizer and its schedulers are made again for the parameters of another engine."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from nbdist.errors import SwitchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+
+Options = dict[str, Any]
+"""Of one parameter group: learning rate and so on, all but its parameters."""
+
+ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "DeepSpeedCPUAdagrad",
+        "DeepSpeedCPUAdam",
+        "DeepSpeedCPULion",
+        "FusedAdam",
+        "FusedLion",
+        "Lion",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+"""Optimizers that treat each element by itself, so that any cut of a parameter will do."""
+
+_ENGINES_OWN = frozenset({"bias_correction", "param_names", "params"})
+"""Keys of a group that a later optimizer must not get."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """An optimizer by its class and the names of its parameters."""
+
+    cls: type[Optimizer]
+    arguments: Mapping[str, Any]
+    """Of its constructor, besides the parameters."""
+    groups: tuple[tuple[str, ...], ...]
+    """Names of each group's parameters, in order."""
+
+
+def recipe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
+    """Take down how an optimizer was made.
+
+    Args:
+        optimizer: torch's own, no wrapper.
+        names: id of a parameter -> its name in the bare model.
+
+    Raises:
+        SwitchError: a parameter without a name, or a constructor that wants what it keeps to
+            itself.
+    """
+    cls = type(optimizer)
+    unknown = sum(
+        id(one) not in names for group in optimizer.param_groups for one in group["params"]
+    )
+    if unknown:
+        message = (
+            f"{unknown} parameters of the {cls.__name__} are of no prepared model; build it from"
+            " model.parameters() of one model and prepare both."
+        )
+        raise SwitchError(message)
+    signature = inspect.signature(cls.__init__).parameters
+    wanted = [name for name in signature if name not in {"self", "params"}]
+    arguments = {name: optimizer.defaults[name] for name in wanted if name in optimizer.defaults}
+    missing = [
+        name
+        for name in wanted
+        if name not in arguments
+        and signature[name].default is inspect.Parameter.empty
+        and signature[name].kind
+        not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    ]
+    if missing:
+        message = (
+            f"{cls.__name__} does not keep its arguments {', '.join(missing)} among its defaults,"
+            " so it cannot be made again."
+        )
+        raise SwitchError(message)
+    groups = tuple(
+        tuple(names[id(one)] for one in group["params"]) for group in optimizer.param_groups
+    )
+    return Recipe(cls=cls, arguments=arguments, groups=groups)
+
+
+def refusal(cls: type) -> str:
+    """Why an optimizer's state cannot be cut and put together otherwise; empty where it can."""
+    known = {base.__name__ for base in cls.__mro__ if base.__module__.split(".")[0] in _LIBRARIES}
+    if known & ELEMENTWISE and not known & _NOT_ELEMENTWISE:
+        return ""
+    return (
+        f"{cls.__name__} is not known to treat each element of a parameter by itself, so its state"
+        " means nothing in another engine's cut"
+    )
+
+
+_LIBRARIES = frozenset({"torch", "deepspeed", "transformers", "lion_pytorch"})
+_NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "Shampoo", "SparseAdam"})
+
+
+def options(optimizer: Optimizer) -> list[Options]:
+    """Options of each group as they are now."""
+    return [
+        {key: value for key, value in group.items() if key not in _ENGINES_OWN}
+        for group in optimizer.param_groups
+    ]
+
+
+def made(
+    kept: Recipe, parameters: Mapping[str, torch.Tensor], groups: Sequence[Options]
+) -> Optimizer:
+    """Make the optimizer again, without state.
+
+    Args:
+        kept: how.
+        parameters: of the model by name.
+        groups: options of each group.
+    """
+    named = [
+        {**given, "params": [parameters[name] for name in names]}
+        for names, given in zip(kept.groups, groups, strict=True)
+    ]
+    made_again: Optimizer = kept.cls(named, **kept.arguments)
+    return made_again
+
+
+def schedules(scheduler: object) -> Iterator[Any]:
+    """A scheduler and those that it is made of (ChainedScheduler, SequentialLR)."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from schedules(inner)
+
+
+def repoint(scheduler: object, renewed: Mapping[int, object]) -> None:
+    """Let a scheduler go on with the optimizer that took the place of its own.
+
+    Args:
+        scheduler: torch's own, no wrapper.
+        renewed: id of an old optimizer -> the new one.
+    """
+    for one in schedules(scheduler):
+        after = renewed.get(id(getattr(one, "optimizer", None)))
+        if isinstance(after, Optimizer):
+            one.optimizer = after
+            # torch 2.13 would warn that the first step of the schedule came too early.
+            after._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001

@@ -1,0 +1,220 @@
+"""A model in training goes from each engine to each other one, and nothing is lost."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist import CellError, OptionError, Session, SwitchError
+from nbdist.strategies import STRATEGIES
+from tests.e2e.test_engines import WRAPPED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(600)
+
+BACKENDS = list(STRATEGIES)
+MODEL = textwrap.dedent(
+    """
+    import random
+    import numpy as np
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    # Odd sizes, so that every engine pads; tied embeddings.
+    SIZES = dict(vocab_size=211, bos_token_id=0, eos_token_id=0)
+
+    def gpt2(dropout=0.0):
+        return GPT2LMHeadModel(GPT2Config(
+            n_embd=45, n_head=3, n_layer=2, n_positions=24, resid_pdrop=dropout,
+            embd_pdrop=dropout, attn_pdrop=dropout, **SIZES))
+
+    def llama(tied=True):
+        return LlamaForCausalLM(LlamaConfig(
+            hidden_size=36, intermediate_size=70, num_attention_heads=2, num_key_value_heads=1,
+            num_hidden_layers=2, tie_word_embeddings=tied, max_position_embeddings=24, **SIZES))
+
+    def groups(model):
+        parameters = list(model.parameters())
+        return [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+
+    tokens = torch.randint(0, 211, (256, 24), generator=torch.Generator().manual_seed(5))
+
+    def build(model=gpt2, make=torch.optim.AdamW, seed=0, **options):
+        accelerator.step = 0
+        torch.manual_seed(seed); random.seed(rank); np.random.seed(rank)
+        bare = model()
+        optimizer = make(groups(bare), **({"lr": 3e-3} | options))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n / 40))
+        loader = torch.utils.data.DataLoader(tokens, batch_size=2, shuffle=True)
+        prepared = accelerator.prepare(bare, optimizer, schedule, loader)
+        torch.manual_seed(100 + rank)
+        return bare, *prepared
+
+    def train(steps):
+        global batches
+        losses = []
+        while len(losses) < steps:
+            for batch in batches:
+                with accelerator.accumulate(model):
+                    loss = model(input_ids=batch, labels=batch).loss
+                    accelerator.backward(loss)
+                    optimizer.step(); schedule.step(); optimizer.zero_grad()
+                losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
+                if len(losses) == steps:
+                    return losses
+            batches = iter(loader)
+        return losses
+    """
+)
+START = "bare, model, optimizer, schedule, loader = build({}); batches = iter(loader); train(4)"
+
+
+def all_pairs(names: list[str]) -> Iterator[str]:
+    """A walk over each ordered pair of names once, beginning at the first."""
+    left = {one: [other for other in names if other != one] for one in names}
+    path, found = [names[0]], []
+    while path:
+        following = left[path[-1]]
+        if following:
+            path.append(following.pop())
+        else:
+            found.append(path.pop())
+    return reversed(found[:-1])
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Session]:
+    """Two ranks whose model is built anew by each test."""
+    with Session(nproc=2) as session:
+        session.run(MODEL)
+        yield session
+
+
+def one(session: Session, code: str) -> Any:
+    """The value of a cell on rank 0."""
+    return session.run(code).values[0]
+
+
+def straight(session: Session, build: str, steps: int, **options: Any) -> list[float]:
+    """Losses of the same training without a switch."""
+    session.switch("ddp", **{"precision": "no", "clip": None, "accumulate": 1, **options})
+    session.run(START.format(build))
+    return list(one(session, f"train({steps})"))
+
+
+def apart(found: list[float], expected: list[float]) -> float:
+    """Largest difference of two loss curves."""
+    assert len(found) == len(expected)
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+
+def test_all_pairs_in_one_training(trained: Session) -> None:
+    walk = list(all_pairs(BACKENDS))
+    assert len({*zip([BACKENDS[0], *walk], walk, strict=False)}) == 30
+    expected = straight(trained, "", 2 * len(walk))
+    trained.switch("ddp")
+    trained.run(START.format(""))
+    found: list[float] = []
+    for backend in walk:
+        report = trained.switch(backend)
+        assert report.verified > 0
+        wrapped, losses = one(trained, "(type(model).__name__, train(2))")
+        assert wrapped == WRAPPED[backend]
+        found += losses
+    assert apart(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        ("lambda: gpt2(0.1)", {}),
+        ("llama", {}),
+        ("lambda: llama(tied=False)", {}),
+        ("", {"clip": 0.5}),
+        ("", {"accumulate": 2}),
+        ("make=torch.optim.SGD, momentum=0.9", {}),
+        ("make=torch.optim.RMSprop, lr=1e-4", {}),
+        ("make=torch.optim.Adagrad", {}),
+    ],
+    ids=["dropout", "llama", "untied", "clip", "accumulate", "sgd", "rmsprop", "adagrad"],
+)
+def test_variations_go_on_as_without_a_switch(
+    trained: Session, build: str, options: dict[str, Any]
+) -> None:
+    walk = ["fsdp2", "zero3", "zero1", "fsdp1", "zero2", "ddp"]
+    expected = straight(trained, build, 2 * len(walk), **options)
+    trained.switch("ddp", **options)
+    trained.run(START.format(build))
+    found: list[float] = []
+    for backend in walk:
+        trained.switch(backend)
+        found += one(trained, "train(2)")
+    assert apart(found, expected) <= (1e-6 if not options else 2e-6)
+
+
+def test_variables_go_on_and_stale_references_say_so(trained: Session) -> None:
+    trained.switch("ddp")
+    trained.run(START.format(""))
+    trained.run(
+        "mine = {'a': [1, 2]}; head = bare.lm_head; weight = bare.lm_head.weight;"
+        " hidden = [model]; count = accelerator.step; same = accelerator"
+    )
+    report = trained.switch("fsdp2")
+    assert {"model", "optimizer", "bare", "head", "weight"} <= set(report.bound)
+    assert one(trained, "mine == {'a': [1, 2]} and same is accelerator")
+    assert one(trained, "head is model.lm_head and weight is model.lm_head.weight")
+    with pytest.raises(
+        CellError, match="prepared under ddp, and the session has switched to fsdp2"
+    ):
+        trained.run("hidden[0](input_ids=tokens[:2])")
+    trained.run("train(1)")
+
+
+def test_a_failed_phase_brings_the_old_engine_back(trained: Session) -> None:
+    expected = straight(trained, "", 8)
+    trained.run(START.format(""))
+    trained.switch("fsdp2")
+    found = []
+    for phase in ("checking", "keeping", "freeing", "building", "loading", "verifying", "binding"):
+        trained.run(
+            "import nbdist.rank.switch as inside\n"
+            f"def fail(phase, wanted={phase!r}):\n"
+            "    if phase == wanted and rank == 1:\n"
+            "        inside.before_phase.clear(); raise RuntimeError('on purpose')\n"
+            "inside.before_phase.append(fail)"
+        )
+        message = f"failed while {phase}, on rank 1: RuntimeError: on purpose"
+        with pytest.raises(SwitchError, match=message):
+            trained.switch("zero3")
+        trained.run("inside.before_phase.clear()")
+        assert trained.backend == "fsdp2"
+        assert one(trained, "type(model).__name__") == WRAPPED["fsdp2"]
+        found += one(trained, "train(1)")
+    found += one(trained, "train(1)")
+    assert apart(found, expected) <= 1e-6
+
+
+def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Session) -> None:
+    trained.switch("ddp")
+    trained.run(START.format("make=torch.optim.Adafactor, lr=1e-3"))
+    with pytest.raises(SwitchError, match=r"Adafactor is not known.*--reset-optimizer"):
+        trained.switch("fsdp2")
+    assert len(one(trained, "train(1)")) == 1
+    trained.switch("fsdp2", reset_optimizer=True)
+    assert len(one(trained, "train(1)")) == 1
+    with pytest.raises(OptionError):
+        trained.switch("zero9")
+    trained.run(
+        START.format("")
+        + "; accelerator.backward(model(input_ids=tokens[:2], labels=tokens[:2]).loss)"
+    )
+    with pytest.raises(SwitchError, match="1 micro-batches wait"):
+        trained.switch("ddp")
+    trained.run("optimizer.zero_grad()")
+    trained.switch("ddp")

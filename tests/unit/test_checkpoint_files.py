@@ -1,0 +1,409 @@
+"""Tensors to files and back: any cut into any other, read by torch and safetensors as well."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import subprocess
+import sys
+import zlib
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import saved
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from nbdist import checkpoint
+from nbdist.checkpoint import headers
+from nbdist.errors import CheckpointError
+from nbdist.state import files
+from nbdist.state.shards import Piece, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+State = dict[str, torch.Tensor]
+Cut = list[tuple[int, int]]
+PLAIN = "ignore:.*torch.distributed is disabled:UserWarning"
+
+
+def state() -> State:
+    """All that can be odd about a tensor."""
+    torch.manual_seed(0)
+    made: State = {
+        "model.cube": torch.randn(7, 5, 3),
+        "model.bias": torch.randn(13),
+        "model.scalar": torch.tensor(3.5),
+        "model.none": torch.empty(0, 4),
+        "model.half": torch.randn(11, 3).bfloat16(),
+        "model.flags": torch.tensor([True, False, True]),
+        "optim.state.cube.exp_avg": torch.randn(7, 5, 3),
+        "optim.state.bias.exp_avg": torch.randn(13, dtype=torch.float64),
+    }
+    return made
+
+
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def evenly(numel: int, rank: int, ranks: int) -> Cut:
+    return [(numel * rank // ranks, numel * (rank + 1) // ranks)]
+
+
+def at_random(numel: int, rank: int, ranks: int) -> Cut:
+    """Several intervals for each rank, some of which follow each other."""
+    dice = random.Random(numel)  # noqa: S311 - cases of a test
+    marks = sorted({0, numel, *(dice.randint(0, numel) for _ in range(4 * ranks))})
+    spans = list(pairwise(marks))
+    owners = [dice.randrange(ranks) for _ in spans]
+    return [span for span, owner in zip(spans, owners, strict=True) if owner == rank]
+
+
+def shard(tensor: torch.Tensor, cut: Cut) -> Shard:
+    """Pieces of a tensor; each a view into memory of its own."""
+    flat = tensor.detach().reshape(-1)
+    pieces = tuple(Piece(start, stop, flat[start:stop].clone()) for start, stop in cut)
+    return Shard(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=pieces)
+
+
+def save(
+    root: Path,
+    full: State,
+    *,
+    ranks: int = 1,
+    cut: Callable[[int, int, int], Cut] = evenly,
+    aliases: dict[str, str] | None = None,
+) -> Path:
+    """A checkpoint as so many ranks would write it."""
+    tmp = checkpoint.begin(root, "a", overwrite=True)
+    for rank in range(ranks):
+        parts = []
+        for kind in ("model", "optim"):
+            shards = {
+                name: shard(tensor, cut(tensor.numel(), rank, ranks))
+                for name, tensor in full.items()
+                if name.startswith(kind)
+            }
+            parts += files.write(shards, tmp, rank, kind)
+        checkpoint.report(tmp, rank, parts)
+    made = saved.manifest(
+        checkpoint.parts(tmp, ranks),
+        world_size=ranks,
+        keys={
+            name: checkpoint.Key(
+                shape=tuple(one.shape), dtype=str(one.dtype).removeprefix("torch."), digest=0
+            )
+            for name, one in full.items()
+        },
+        aliases=aliases or {},
+    )
+    return checkpoint.commit(tmp, "a", made, overwrite=True)
+
+
+def blank(full: State, cut: Cut | None = None) -> dict[str, Shard]:
+    """Room for all of each tensor, or for a part."""
+    return {
+        name: shard(torch.zeros_like(one), [(0, one.numel())] if cut is None else cut)
+        for name, one in full.items()
+    }
+
+
+def assert_filled(target: dict[str, Shard], full: State) -> None:
+    for name, found in target.items():
+        flat = full[name].reshape(-1)
+        for start, stop, view in found.pieces:
+            assert torch.equal(octets(view), octets(flat[start:stop])), name
+
+
+@pytest.mark.parametrize("cut", [evenly, at_random])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_any_cut_into_any_other(tmp_path: Path, ranks: int, cut: Callable[..., Cut]) -> None:
+    full = state()
+    path = save(tmp_path, full, ranks=ranks, cut=cut)
+    manifest = checkpoint.verify(path)
+    for wanted in (1, 2, 4):
+        total = 0
+        for rank in range(wanted):
+            target = {
+                name: shard(torch.zeros_like(one), at_random(one.numel(), rank, wanted))
+                for name, one in full.items()
+            }
+            total += files.read(path, manifest, target)
+            assert_filled(target, full)
+        assert total == sum(one.nbytes for one in full.values())
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+    full = state()
+    path = save(tmp_path, full, ranks=2)
+    target = {"model.cube": shard(torch.zeros(7, 5, 3), [(3, 5), (100, 105)])}
+    assert files.read(path, checkpoint.verify(path), target) == 4 * 7
+    assert_filled(target, full)
+    assert files.read(path, checkpoint.verify(path), {}) == 0
+    nothing = {"model.cube": shard(torch.zeros(7, 5, 3), [])}
+    assert files.read(path, checkpoint.verify(path), nothing) == 0
+
+
+def test_pieces_that_overlap_are_all_filled(tmp_path: Path) -> None:
+    full = state()
+    path = save(tmp_path, full, ranks=3)
+    target = {"model.cube": shard(torch.zeros(7, 5, 3), [(0, 105), (20, 80), (79, 81)])}
+    files.read(path, checkpoint.verify(path), target)
+    assert_filled(target, full)
+
+
+def test_a_box_of_a_tensor_is_in_a_file_of_its_own(tmp_path: Path) -> None:
+    full = {"model.cube": torch.randn(4, 4, 4)}
+    path = save(tmp_path, full, cut=lambda *_: [(1, 20), (20, 63)])  # one interval: five boxes
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+    assert names == [f"model-00000-{number}.safetensors" for number in range(5)]
+    for name in names:
+        with safe_open(path / name, framework="pt") as file:
+            assert list(file.keys()) == ["model.cube"]
+
+
+def test_numbers_are_converted(tmp_path: Path) -> None:
+    full = {"model.w": torch.randn(50, 7)}
+    path = save(tmp_path, full, ranks=2)
+    target = {"model.w": shard(torch.zeros(50, 7, dtype=torch.bfloat16), [(0, 9), (30, 350)])}
+    read_bytes = files.read(path, checkpoint.verify(path), target)
+    assert read_bytes == 4 * 329
+    assert_filled(target, {"model.w": full["model.w"].bfloat16()})
+
+
+def test_large_tensors_are_converted_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SLICE_BYTES", 64)
+    full = {"model.w": torch.randn(50, 7)}
+    path = save(tmp_path, full)
+    target = {"model.w": shard(torch.zeros(50, 7, dtype=torch.float64), [(0, 350)])}
+    files.read(path, checkpoint.verify(path), target)
+    assert_filled(target, {"model.w": full["model.w"].double()})
+
+
+@pytest.mark.parametrize("name", sorted(headers.TORCH_NAMES))
+def test_every_dtype_of_the_format(tmp_path: Path, name: str) -> None:
+    dtype = getattr(torch, name)
+    bits = torch.randint(0, 2, (6 * dtype.itemsize,), dtype=torch.uint8)
+    full = {"model.w": bits.view(dtype).view(2, 3), "model.b": torch.tensor(2.0)}
+    path = save(tmp_path, full, ranks=2)
+    target = blank(full)
+    files.read(path, checkpoint.verify(path), target)
+    assert_filled(target, full)
+    with safe_open(path / "model-00000-0.safetensors", framework="pt") as file:
+        assert file.get_tensor("model.w").dtype == dtype
+
+
+def test_a_dtype_that_no_file_has_is_refused(tmp_path: Path) -> None:
+    shards = {"model.w": shard(torch.zeros(3, dtype=torch.complex128), [(0, 3)])}
+    with pytest.raises(CheckpointError, match="complex128, which safetensors does not have"):
+        files.write(shards, tmp_path, 0, "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_without_anything_writes_no_file(tmp_path: Path) -> None:
+    nothing = {"model.w": Shard(shape=(3,), dtype=torch.float32)}
+    assert files.write(nothing, tmp_path, 1, "model") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_names_the_rank(tmp_path: Path) -> None:
+    shards = {"model.w": shard(torch.zeros(1 << 20), [(1, 1 << 20)])}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"rank 3 cannot write .* \(File too large, err"):
+            files.write(shards, tmp_path, 3, "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+# What does not fit
+
+
+def test_missing_tensors_are_named_before_anything_is_filled(tmp_path: Path) -> None:
+    full = state()
+    path = save(tmp_path, full)
+    target = blank(full) | {f"model.new{n}": shard(torch.zeros(2), [(0, 2)]) for n in range(12)}
+    with pytest.raises(
+        CheckpointError, match=r"lacks 12 of 20 tensors: 'model\.new0', .*, \.\.\.;"
+    ):
+        files.read(path, checkpoint.verify(path), target)
+    assert not any(octets(view).any() for one in target.values() for _, _, view in one.pieces)
+
+
+def test_other_shapes_are_named_before_anything_is_filled(tmp_path: Path) -> None:
+    full = state()
+    path = save(tmp_path, full)
+    target = blank(full) | {"model.cube": shard(torch.zeros(5, 7, 3), [(0, 105)])}
+    with pytest.raises(CheckpointError, match=r"\(5, 7, 3\) \(saved \(7, 5, 3\)\)"):
+        files.read(path, checkpoint.verify(path), target)
+    assert not any(octets(view).any() for one in target.values() for _, _, view in one.pieces)
+
+
+def test_a_checkpoint_that_was_replaced_is_not_mixed_in(tmp_path: Path) -> None:
+    full = state()
+    manifest = checkpoint.verify(save(tmp_path, full))
+    path = save(tmp_path, full)
+    with pytest.raises(CheckpointError, match="replaced by a newer save"):
+        files.read(path, manifest, blank(full))
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> checkpoint.Manifest:
+    """Change what the manifest says."""
+    tree = json.loads((path / "manifest.json").read_text())
+    change(tree)
+    (path / "manifest.json").write_text(json.dumps(tree))
+    return checkpoint.verify(path)
+
+
+def test_a_manifest_that_promises_more_is_found_out(tmp_path: Path) -> None:
+    full = {"model.w": torch.randn(4, 4)}
+    path = save(tmp_path, full)
+    huge = [1 << 30, 1 << 30]
+    manifest = rewritten(path, lambda tree: tree["keys"]["model.w"].update(shape=huge))
+    target = {"model.w": Shard(shape=(1 << 30, 1 << 30), dtype=torch.float32)}
+    files.read(path, manifest, target)  # nothing is wanted
+    wanted = Shard(
+        shape=(1 << 30, 1 << 30), dtype=torch.float32, pieces=(Piece(0, 8, torch.zeros(8)),)
+    )
+    with pytest.raises(CheckpointError, match="no file of the checkpoint has element 4 of"):
+        files.read(path, manifest, {"model.w": wanted})
+    with pytest.raises(CheckpointError, match=r"do not have all elements of 'model\.w'"):
+        files.state_dict(path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"shape": [4, 3]}, {"dtype": "int32"}, {"shape": [16]}], ids=str
+)
+def test_a_manifest_that_says_otherwise_is_found_out(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    path = save(tmp_path, {"model.w": torch.randn(4, 4)})
+    rewritten(path, lambda tree: tree["keys"]["model.w"].update(change))
+    with pytest.raises(CheckpointError, match=r"is not what the manifest says|all elements of"):
+        files.state_dict(path)
+
+
+# Without ranks
+
+
+def test_a_state_dict_in_any_process(tmp_path: Path) -> None:
+    full = state()
+    for ranks in (1, 3):
+        path = save(tmp_path, full, ranks=ranks, aliases={"model.tied": "model.cube"})
+        found = files.state_dict(path)
+        assert found.pop("tied") is found["cube"]
+        assert {f"model.{name}" for name in found} == {n for n in full if n.startswith("model")}
+        for name, tensor in found.items():
+            assert tensor.shape == full[f"model.{name}"].shape
+            assert tensor.dtype == full[f"model.{name}"].dtype
+            assert torch.equal(octets(tensor), octets(full[f"model.{name}"]))
+
+
+def test_a_state_dict_is_mapped_and_private(tmp_path: Path) -> None:
+    full = {"model.w": torch.randn(1000), "model.b": torch.randn(3)}
+    path = save(tmp_path, full)
+    first, second = files.state_dict(path), files.state_dict(path)
+    assert first["w"].data_ptr() - first["b"].data_ptr() == 12  # as they lie in the file
+    first["w"].zero_()
+    assert torch.equal(second["w"], full["model.w"])
+    checkpoint.verify(path)
+    save(tmp_path, {"model.w": torch.zeros(1000), "model.b": torch.zeros(3)})
+    assert torch.equal(second["w"], full["model.w"])  # lives on after it was replaced
+
+
+def test_a_state_dict_of_the_optimizer(tmp_path: Path) -> None:
+    full = state()
+    found = files.state_dict(save(tmp_path, full), prefix="optim.state.")
+    assert found.keys() == {"cube.exp_avg", "bias.exp_avg"}
+    with pytest.raises(CheckpointError, match="no finished checkpoint"):
+        files.state_dict(tmp_path / "nothing")
+
+
+# Other readers
+
+
+@pytest.mark.filterwarnings(PLAIN)
+@pytest.mark.parametrize("cut", [evenly, at_random])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_plain_torch_reads_it(tmp_path: Path, ranks: int, cut: Callable[..., Cut]) -> None:
+    full = state()
+    path = save(tmp_path, full, ranks=ranks, cut=cut)
+    flat = {name: torch.zeros_like(one) for name, one in full.items()}
+    dcp.load(flat, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    for name, one in full.items():
+        assert torch.equal(octets(flat[name]), octets(one)), name
+    model = {n.removeprefix("model."): torch.zeros_like(flat[n]) for n in full if "model" in n}
+    nested = {"model": model}
+    dcp.load(nested, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert torch.equal(model["cube"], full["model.cube"])
+
+
+def test_safetensors_reads_it(tmp_path: Path) -> None:
+    full = state()
+    path = save(tmp_path, full)
+    found = load_file(path / "model-00000-0.safetensors")
+    assert found.keys() == {name for name in full if name.startswith("model")}
+    for name, tensor in found.items():
+        assert torch.equal(octets(tensor), octets(full[name]))
+
+
+def test_nothing_of_it_is_pickled(tmp_path: Path) -> None:
+    path = save(tmp_path, state(), ranks=2)
+    for file in path.iterdir():
+        assert file.suffix in {".json", ".safetensors"}
+        content = file.read_bytes()
+        head = content[:1] if file.suffix == ".json" else content[8:9]
+        assert head == b"{"
+
+
+def test_the_room_needs_no_torch() -> None:
+    code = (
+        "import sys, nbdist.checkpoint as c; from pathlib import Path; import tempfile\n"
+        "c.entries(Path(tempfile.gettempdir()))\n"
+        "print(sorted({'torch', 'numpy', 'safetensors', 'pickle'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+# Strangers
+
+
+def test_a_file_of_a_stranger_runs_nothing(tmp_path: Path) -> None:
+    path = save(tmp_path / "root", {"model.w": torch.randn(4)})
+    marker = tmp_path / "marker"
+    code = f"cposix\nsystem\n(S'touch {marker}'\ntR.".encode()
+    (file,) = (file for file in path.iterdir() if file.suffix == ".safetensors")
+    file.write_bytes(code)
+    with pytest.raises(CheckpointError):
+        checkpoint.verify(path)
+
+    def fit(tree: dict[str, Any]) -> None:
+        tree["files"][0].update(bytes=len(code), crc32=f"{zlib.crc32(code):08x}")
+
+    manifest = rewritten(path, fit)
+    for use in (
+        lambda: files.read(path, manifest, blank({"model.w": torch.zeros(4)})),
+        lambda: files.state_dict(path),
+    ):
+        with pytest.raises(CheckpointError, match="no safetensors file to trust"):
+            use()
+    (path / "manifest.json").write_bytes(code)
+    with pytest.raises(CheckpointError):
+        files.state_dict(path)
+    assert not marker.exists()
+    assert [one.name for one in tmp_path.iterdir()] == ["root"]
