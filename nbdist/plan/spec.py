@@ -194,6 +194,10 @@ class Step(NamedTuple):
     """Elements of the group's own gradients that exist by then."""
 
 
+Visits = tuple[tuple[int, ...], ...]
+"""For each group of a model, which of its `count` a walk goes to."""
+
+
 class Walk(NamedTuple):
     """Through a micro-batch: forward, loss, backward; in bytes, before an engine adds its own."""
 
@@ -205,52 +209,74 @@ class Walk(NamedTuple):
     """At each step: what the cell's variable keeps; in the loss, what that makes of it too."""
 
 
-def walk(model: ModelSpec, run: MicroBatch) -> Walk:
-    """Walk through a micro-batch of a model.
+def ends(groups: tuple[Group, ...]) -> Visits:
+    """The first two and the last two of each group.
 
-    Of a group that repeats, only the first two and the last two are visited: in between
-    every engine's bytes are affine in the index, so that no peak is missed. All engines that
-    compute alike walk the same way, which is kept as long as the micro-batch is.
+    Where an engine's bytes are affine in the index in between, no peak is missed.
     """
-    if run not in _walked:
+    return tuple(
+        tuple(sorted({0, min(1, one.count - 1), max(0, one.count - 2), one.count - 1}))
+        for one in groups
+    )
+
+
+def last_and(groups: tuple[Group, ...], others: Iterable[tuple[int, int]]) -> Visits:
+    """The last of each group, which has the most activations, and others as (group, index)."""
+    found = [{one.count - 1} for one in groups]
+    for number, nth in others:
+        found[number].add(nth)
+    return tuple(tuple(sorted(one)) for one in found)
+
+
+def walk(model: ModelSpec, run: MicroBatch, visited: Visits | None = None) -> Walk:
+    """Walk through a micro-batch of a model; without more said, to the `ends` of its groups.
+
+    Engines that compute alike and visit the same walk the same way, which is kept as long as
+    the micro-batch is.
+    """
+    walks = _walked.setdefault(run, {})
+    visited = visited or ends(model.groups)
+    if visited not in walks:
         grads = tuple(tuple(one.grads for one in part.backward) for part in run.passes)
-        _walked[run] = Walk(_steps(model.groups, grads), *_alive(model, run))
-    return _walked[run]
+        walks[visited] = Walk(_steps(model.groups, grads, visited), *_alive(model, run, visited))
+    return walks[visited]
 
 
-_walked: WeakKeyDictionary[MicroBatch, Walk] = WeakKeyDictionary()
+_walked: WeakKeyDictionary[MicroBatch, dict[Visits, Walk]] = WeakKeyDictionary()
 
 
 @lru_cache(maxsize=64)
-def _steps(groups: tuple[Group, ...], grads: tuple[tuple[int, ...], ...]) -> tuple[Step, ...]:
+def _steps(
+    groups: tuple[Group, ...], grads: tuple[tuple[int, ...], ...], visited: Visits
+) -> tuple[Step, ...]:
     """The steps of a walk; `grads` has each group's `Instant.grads`."""
     steps: list[Step] = []
     for number, group in enumerate(groups):
-        for nth in ends(group.count):
+        for nth in visited[number]:
             name = _name("forward", group, nth)
             steps += [Step(name, "before", number, nth), Step(name, "forward", number, nth)]
     steps.append(Step("loss", "loss", len(groups) - 1))
     for number, group in reversed([*enumerate(groups)]):
-        for nth in reversed(ends(group.count)) if grads[number] else ():
+        for nth in reversed(visited[number]) if grads[number] else ():
             name = _name("backward", group, nth)
             steps += [Step(name, "backward", number, nth, made) for made in grads[number]]
             steps.append(Step(name, "after", number, nth))
     return tuple(steps)
 
 
-def _alive(model: ModelSpec, run: MicroBatch) -> tuple[list[int], list[int]]:
+def _alive(model: ModelSpec, run: MicroBatch, visited: Visits) -> tuple[list[int], list[int]]:
     """Bytes of activations and of logits at each of `_steps`."""
-    groups, before = model.groups, _saved_before(model, run)
+    before = saved_before(model, run)
     activations: list[int] = []
-    for group, part, base in zip(groups, run.passes, before, strict=False):
-        for nth in ends(group.count):
+    for indices, part, base in zip(visited, run.passes, before, strict=False):
+        for nth in indices:
             saved = base + nth * part.saved
             activations += [saved, saved + part.forward]
     # The variable still holds the logits of the micro-batch before.
     logits = [run.outputs] * len(activations) + [run.outputs + run.loss]
     activations.append(before[-1])
-    for group, part, base in reversed([*zip(groups, run.passes, before, strict=False)]):
-        for nth in reversed(ends(group.count)) if part.backward else ():
+    for indices, part, base in reversed([*zip(visited, run.passes, before, strict=False)]):
+        for nth in reversed(indices) if part.backward else ():
             saved = base + nth * part.saved
             activations += [saved + one.held for one in part.backward]
             activations.append(saved + part.gradient)
@@ -261,12 +287,7 @@ def _name(phase: str, group: Group, nth: int) -> str:
     return f"{phase} of {group.name}{f' {nth}' if group.count > 1 else ''}"
 
 
-def ends(count: int) -> list[int]:
-    """The first two and the last two of `count` indices."""
-    return sorted({0, min(1, count - 1), max(0, count - 2), count - 1})
-
-
-def _saved_before(model: ModelSpec, run: MicroBatch) -> list[int]:
+def saved_before(model: ModelSpec, run: MicroBatch) -> list[int]:
     """Bytes saved before each group, and after the last."""
     sums = [0]
     for group, part in zip(model.groups, run.passes, strict=True):

@@ -194,7 +194,9 @@ def _fullest(case: Case) -> int:
         model = closed.from_config(case.config)
         shares = layout.shares(model.groups, tied=model.tied, world_size=case.world_size)
         touched = [share.touched for share in shares]
-        ranks |= {touched.index(max(touched)), case.world_size - 1}
+        last = case.world_size - 1
+        # A reduction may be the peak of those whose gradients come first, or last.
+        ranks |= {1, touched.index(max(touched)), last - 1, last}
     return max(
         footprint.measured(dataclasses.replace(case, rank=rank), timeout_s=LIMIT_S)["total"]
         for rank in ranks

@@ -126,7 +126,7 @@ class ByValue(nn.Linear):
     ("module", "inputs", "said"),
     [
         (ByValue(4, 4), torch.zeros(2, 4), "depend on the values"),
-        (nn.Linear(4, 4), None, "give example inputs"),
+        (nn.Linear(4, 4), None, "with example inputs"),
         (nn.Linear(4, 4), torch.zeros(2, 5), "RuntimeError"),
         (nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4), "no parameter of this model"),  # noqa: FBT003
     ],

@@ -56,8 +56,7 @@ class Whole(Story):
 def _gradients(model: ModelSpec, step: Step, setup: Setup) -> Parts:
     """Bytes of the gradients; those of earlier micro-batches take the new ones in, one by one."""
     if setup.options.accumulate > 1:
-        elements = spec.trainable(model)
-        new = min(step.grads, model.groups[step.group].largest)
+        elements, new = spec.trainable(model), layout.coming(model, step)
     elif step.phase == "backward":
         elements, new = layout.finished(model, step) + step.grads, 0
     else:

@@ -130,8 +130,8 @@ class Story(story.Story):
         return 0
 
     @abstractmethod
-    def reduced(self) -> Iterator[tuple[Reduction | None, Held]]:
-        """What is held at reductions; None for those that are after the backward."""
+    def reduced(self) -> Iterator[tuple[Reduction, Parts]]:
+        """What comes on top at those reductions that may be the fullest, in their order."""
 
     @abstractmethod
     def updated(self) -> Iterator[tuple[str, Held]]:
@@ -139,15 +139,21 @@ class Story(story.Story):
 
     def between(self, run: MicroBatch) -> Iterator[tuple[str, Held, int]]:
         """Reductions, then the optimizer's step."""
+        before = spec.saved_before(self.model, run)
         for reduction, held in self._reduced:
-            activations = 0 if reduction is None else self.at(reduction, run)
-            yield "gradient reduction", held, activations
+            yield "gradient reduction", held, self._alive(reduction, run, before)
         for name, held in self._updated:
             yield name, held, 0
 
     @cached_property
-    def _reduced(self) -> list[tuple[Reduction | None, Held]]:
-        return list(self.reduced())
+    def _reduced(self) -> list[tuple[Reduction, Held]]:
+        """Reductions one of which is the fullest for any micro-batch."""
+        found: list[tuple[Reduction, int, Parts]] = []
+        for one, parts in self.reduced():
+            size = sum(parts.values())
+            if not any(more >= size and _is_before(other, one) for other, more, _ in found):
+                found.append((one, size, parts))
+        return [(one, self.holding(parts)) for one, _, parts in found]
 
     @cached_property
     def _updated(self) -> list[tuple[str, Held]]:
@@ -186,19 +192,17 @@ class Story(story.Story):
 
     def coming(self, step: Step) -> dict[str, int]:
         """Bytes of gradients that are made and not in the bucket yet."""
-        if step.phase != "backward":
-            return {}
-        new = min(step.grads, self.model.groups[step.group].largest)
-        tail = step.group == len(self.model.groups) - 1
-        return {"temporaries": self.unit * (new + (0 if tail else self.shared))}
+        return {"temporaries": self.unit * layout.coming(self.model, step)}
 
     def outside(self, reduction: Reduction) -> int:
         """Bytes of gradients in no bucket while one is reduced.
 
-        The one that comes next, a tied head's, and a large one, which is reduced where it is.
+        The one that comes next, a tied head's, which waits for the embedding's part until the
+        backward is over, and a large one, which is reduced where it is.
         """
         at = reduction.at
-        waits = 0 if at is None else max(at.size, self.shared)
+        head = 0 if at is None or self._is_tied_head(at) else self.shared
+        waits = 0 if at is None else at.size + head
         large = reduction.filled if self.is_large(reduction) else 0
         return self.unit * (waits + large)
 
@@ -206,19 +210,19 @@ class Story(story.Story):
         """Whether it is of one parameter above the bucket's size."""
         return reduction.filled > self.config.bucket
 
-    def at(self, reduction: Reduction, run: MicroBatch) -> int:
-        """Bytes of activations when a reduction begins."""
+    def _alive(self, reduction: Reduction, run: MicroBatch, before: list[int]) -> int:
+        """Bytes of activations when a reduction begins, those `before` its group's included.
+
+        It begins when the gradient that finds no room exists: at the first instant of its group
+        with so many gradients.
+        """
         place = reduction.at
         if place is None or self._is_tied_head(place):
             return 0
-        before = sum(
-            group.count * part.saved
-            for group, part in list(zip(self.model.groups, run.passes, strict=True))[: place.group]
-        )
         own = run.passes[place.group]
         made = [one.held for one in own.backward if one.grads >= reduction.own]
-        held = min(made or [one.held for one in own.backward], default=0)
-        return before + place.nth * own.saved + held
+        held = max(made or [one.held for one in own.backward], default=0)
+        return before[place.group] + place.nth * own.saved + held
 
     def _is_tied_head(self, place: Place) -> bool:
         """Whether it is the first of all: its gradient is complete when the backward is over."""
@@ -233,3 +237,10 @@ class Story(story.Story):
             bucket=self.config.bucket,
             backward=backward,
         )
+
+
+def _is_before(other: Reduction, one: Reduction) -> bool:
+    """Whether another reduction, not later than one, has its activations and perhaps more."""
+    if one.at is None or other.at is None:
+        return one.at is None
+    return other.at.group == one.at.group and other.own <= one.own

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 from nbdist.plan.engines import layout
+from nbdist.plan.engines.story import records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +48,8 @@ class Gathered:
     """When a group has all it needs."""
     loss: int
     """Between forward and backward."""
+    fullest: tuple[tuple[int, int], ...]
+    """Group and index where, in one direction, more is gathered than at all later ones of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,20 @@ def gathered(groups: tuple[Group, ...], *, tied: bool, recompute: bool, rules: R
         most=replay.most,
         least=replay.least,
         loss=loss,
+        fullest=tuple(_fullest(groups, replay.most)),
+    )
+
+
+def _fullest(groups: tuple[Group, ...], most: Mapping[Where, int]) -> list[tuple[int, int]]:
+    """Group and index where more is gathered than at all later ones of the group."""
+    late = [
+        (number, nth) for number, one in enumerate(groups) for nth in reversed(range(one.count))
+    ]
+    ways: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+    return records(
+        ((way, number), (most.get((way, number, nth), 0),), (number, nth))
+        for way in ways
+        for number, nth in late
     )
 
 

@@ -8,7 +8,9 @@ reduces gradients in the order in which a backward makes them.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nbdist.plan.engines.story import records
 
 if TYPE_CHECKING:
     from nbdist.plan.spec import Group, ModelSpec, Step
@@ -80,6 +82,17 @@ def finished(model: ModelSpec, step: Step) -> int:
 def shared(model: ModelSpec) -> int:
     """Elements of a tied head: its gradient waits for the embedding's part of it."""
     return max(sizes(model.groups[-1]), default=0) if model.tied else 0
+
+
+def coming(model: ModelSpec, step: Step) -> int:
+    """Elements of the gradients of a step that are on their way to where gradients are kept.
+
+    The newest, and in the groups before the tail a tied head's.
+    """
+    if step.phase != "backward":
+        return 0
+    newest = min(step.grads, model.groups[step.group].largest)
+    return newest + (0 if step.group == len(model.groups) - 1 else shared(model))
 
 
 @lru_cache(maxsize=64)
@@ -161,3 +174,83 @@ def reductions(
             moved += place.size
         at = place
     return tuple(made)
+
+
+class Kept(NamedTuple):
+    """Reduced gradients on the fullest rank, in elements, as a bucket is emptied."""
+
+    of: Reduction
+    before: int
+    during: int
+    """While the bucket is copied out, but for the bucket itself."""
+    after: int
+
+
+@lru_cache(maxsize=256)
+def kept(
+    groups: tuple[Group, ...],
+    *,
+    tied: bool,
+    world_size: int,
+    bucket: int,
+    backward: bool,
+    buffered: bool,
+    large_stay: bool,
+) -> tuple[Kept, ...]:
+    """What a rank keeps of each of the `reductions` of one backward.
+
+    Args:
+        groups: the model's.
+        tied: as in `reductions`, as are `world_size`, `bucket` and `backward`.
+        world_size: number of partitions.
+        bucket: elements of a bucket.
+        backward: gradients come from the last parameter to the first; else from the first.
+        buffered: a rank has a buffer for all that reaches into its partition, from the first
+            gradient of it on.
+        large_stay: a gradient above the bucket's size stays where it is, on ranks that have no
+            buffer for it.
+    """
+    found = shares(groups, tied=tied, world_size=world_size)
+    total = sum(place.size for place in places(groups, tied=tied))
+    each = max(1, partition(total, world_size))
+    own = [share.touched if buffered else 0 for share in found]
+    """What a rank has more than all large gradients that stay."""
+    stay, passed, before = 0, -total, 0
+    told: list[Kept] = []
+    made = reductions(groups, tied=tied, world_size=world_size, bucket=bucket, backward=backward)
+    for one in made:
+        low = total - one.moved if backward else one.moved - one.filled
+        first, last = low // each, (low + one.filled - 1) // each
+        edge, to_come = (first, first) if backward else (last, world_size - 1 - last)
+        others = max(passed, 0 if to_come else -total)
+        during = stay + max(others, *own[first : last + 1])
+        if large_stay and one.filled > bucket:
+            stay += one.filled
+            for rank in range(first, last + 1):
+                own[rank] -= one.filled
+        after = stay + max(others, *own[first : last + 1])
+        told.append(Kept(one, before, during, after))
+        before = after
+        complete = [own[rank] for rank in range(first, last + 1) if rank != edge]
+        passed = max(passed, *complete) if complete else passed
+    return tuple(told)
+
+
+@lru_cache(maxsize=256)
+def telling(groups: tuple[Group, ...], **how: Any) -> tuple[Kept, ...]:
+    """What is `kept` at those reductions that may be the fullest, whatever an element's bytes.
+
+    Of alike ones the first has the most activations, and leaves the most to be reduced.
+    """
+    return tuple(
+        records(
+            ((*alike(one.of), one.of.split), (one.before, one.during), one)
+            for one in kept(groups, **how)
+        )
+    )
+
+
+def alike(one: Reduction) -> tuple[int, ...]:
+    """What equal reductions of a group's equal blocks have in common."""
+    waits = (one.at.group, one.at.size) if one.at is not None else ()
+    return (*waits, one.own, one.filled)

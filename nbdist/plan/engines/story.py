@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cache
-from operator import attrgetter
+from functools import cache, cached_property
+from operator import attrgetter, gt
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from nbdist.plan.spec import walk
+from nbdist.plan.spec import ends, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator
 
-    from nbdist.plan.spec import MicroBatch, ModelSpec, Step
+    from nbdist.plan.spec import MicroBatch, ModelSpec, Step, Visits
+
+T = TypeVar("T")
 
 Parts = Mapping[str, int]
 """Bytes, by what they are for (`memory.PARTS`)."""
@@ -70,6 +72,11 @@ class Story(ABC):
         self.model = model
         self._told = cache(lambda steps: list(self.during(steps)))
 
+    @cached_property
+    def visited(self) -> Visits:
+        """Where a walk goes: to all blocks that may be the fullest."""
+        return ends(self.model.groups)
+
     @abstractmethod
     def during(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, Held]]:
         """What is held at the steps of a walk, each with the step's index.
@@ -83,7 +90,7 @@ class Story(ABC):
 
     def moments(self, run: MicroBatch) -> Iterator[Moment]:
         """All moments of an optimizer step whose micro-batches are like this one."""
-        steps, activations, logits = walk(self.model, run)
+        steps, activations, logits = walk(self.model, run, self.visited)
         for at, held in self._told(steps):
             yield _moment(steps[at].name, held, activations[at], logits[at], held.host)
         for name, held, alive in self.between(run):
@@ -91,7 +98,7 @@ class Story(ABC):
 
     def peak(self, run: MicroBatch) -> Moment:
         """The fullest moment; of host memory the most of any moment."""
-        steps, activations, logits = walk(self.model, run)
+        steps, activations, logits = walk(self.model, run, self.visited)
         told, between = self._told(steps), list(self.between(run))
         totals = [held.total + activations[at] + logits[at] for at, held in told]
         totals += [held.total + alive + run.outputs for _, held, alive in between]
@@ -103,6 +110,22 @@ class Story(ABC):
             return _moment(steps[at].name, held, activations[at], logits[at], host)
         name, held, alive = between[first - len(told)]
         return _moment(name, held, alive, run.outputs, host)
+
+
+def records(many: Iterable[tuple[Hashable, tuple[int, ...], T]]) -> list[T]:
+    """Those that have more of something than all before them that are alike.
+
+    Args:
+        many: what makes them alike, how much of each thing they have, and they themselves.
+    """
+    most: dict[Hashable, tuple[int, ...]] = {}
+    found: list[T] = []
+    for alike, sizes, one in many:
+        before = most.get(alike)
+        if before is None or any(map(gt, sizes, before)):
+            most[alike] = sizes if before is None else tuple(map(max, sizes, before))
+            found.append(one)
+    return found
 
 
 _host_bytes = attrgetter("host_bytes")

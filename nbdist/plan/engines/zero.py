@@ -9,19 +9,20 @@ DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import accumulate
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nbdist.plan.engines import layout, zero3
 from nbdist.plan.engines.deepspeed import CUTS_GRADIENTS, CUTS_PARAMETERS, MASTER, NORM, Story
+from nbdist.plan.spec import last_and
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from nbdist.plan.engines.layout import Reduction
-    from nbdist.plan.engines.story import Held
+    from nbdist.plan.engines.layout import Kept, Reduction
+    from nbdist.plan.engines.story import Held, Parts
     from nbdist.plan.memory import Setup
-    from nbdist.plan.spec import ModelSpec, Step
+    from nbdist.plan.spec import ModelSpec, Step, Visits
 
 
 def story(model: ModelSpec, setup: Setup) -> Story:
@@ -40,11 +41,7 @@ class _Whole(Story):
         """Gradients are reduced while the backward runs, not after it."""
         shares = layout.shares(model.groups, tied=model.tied, world_size=setup.world_size)
         self._shares = shares
-        touched = [share.touched for share in shares]
-        self._from_the_first = list(accumulate(touched, max))
-        self._from_the_last = list(accumulate(reversed(touched), max))
-        """Elements on the fullest of the ranks whose partitions a backward came to."""
-        self._most_touched = max(touched)
+        self._most_touched = max(share.touched for share in shares)
 
     def held(self) -> dict[str, int]:
         """All parameters; the rest is here or in host memory."""
@@ -72,69 +69,112 @@ class _Whole(Story):
             if step.phase not in {"before", "after"}:
                 yield at, self.holding(self._during(step))
 
-    def reduced(self) -> Iterator[tuple[Reduction | None, Held]]:
+    @cached_property
+    def visited(self) -> Visits:
+        """The last blocks; where the bucket comes; the first, or where a rank keeps more."""
+        groups = self.model.groups
+        if self._at_once:
+            grown = [one.of.at for one in self._kept if one.of.at and one.after > one.before]
+            begins = [(at.group, at.nth) for at in grown]
+        else:
+            begins = [(number, 0) for number in range(len(groups))]
+        # The bucket comes with the first gradient.
+        earliest = max(number for number, one in enumerate(groups) if one.trainable)
+        begins.append((earliest, groups[earliest].count - 1))
+        # Instants of a block may be before its gradient; those of the next one are after it.
+        also = [(number, max(0, nth)) for number, at in begins for nth in (at, at - 1)]
+        return last_and(groups, also)
+
+    def reduced(self) -> Iterator[tuple[Reduction, Parts]]:
         """Reductions while the backward runs, or after it."""
-        yield from self._reduced_at_once() if self._at_once else self._reduced_after()
+        return self._reduced_at_once() if self._at_once else self._reduced_after()
 
     def _bucket(self) -> dict[str, int]:
         return {"buffers": self.unit * self.config.bucket * self.config.buffers}
 
-    def _earlier(self) -> dict[str, int]:
-        """Gradients that stage 1 has of earlier micro-batches: all of them."""
-        whole = self.again and not self._cuts_gradients
-        return {"gradients": self.unit * self.trainable} if whole else {}
+    @property
+    def _adds_up(self) -> bool:
+        """Stage 1 adds to gradients of earlier micro-batches, which are all there."""
+        return self.again and not self._cuts_gradients
+
+    def _earlier(self, gone: int) -> int:
+        """Bytes of gradients of earlier micro-batches, `gone` elements being elsewhere.
+
+        In the last one, which is reduced, a gradient becomes a view of the bucket that it is
+        copied to, so that its own tensor is free (stage_1_and_2.py:1457 to 1461).
+        """
+        return self.unit * (self.trainable - gone) if self._adds_up else 0
 
     def _during(self, step: Step) -> dict[str, int]:
         """Bytes of gradients, and of the bucket they wait in."""
         made = layout.finished(self.model, step) + step.grads
-        if self.again and not self._cuts_gradients:
-            # Stage 1 keeps its bucket from one micro-batch to the next.
-            return self._earlier() | self._bucket() | self.coming(step)
+        kept = self._mine(self._kept_at(step, made))
+        if self._adds_up:
+            # The bucket stays too. The fullest is the last micro-batch, or the one before it.
+            reduces = self._at_once and step.phase == "backward"
+            done = max(0, made - self.shared) if reduces else 0
+            gradients = max(self._earlier(0), self._earlier(done) + kept)
+            return self._bucket() | {"gradients": gradients} | self.coming(step)
         if step.phase != "backward" or not made:
-            return {"gradients": self._mine(0)}
+            return {"gradients": kept}
         if not self._at_once:
             return self._bucket() | {"gradients": self.unit * made}
-        reductions, done = self.reductions(backward=True), made - self.shared
-        ends = [one.moved for one in reductions]
-        number = bisect_left(ends, done)
-        # A full bucket is reduced when the next gradient comes, a large gradient at once.
-        if done in ends[number : number + 1] and self.is_large(reductions[number]):
-            number += 1
-        moved = ends[number - 1] if number else 0
-        return self._bucket() | {"gradients": self._mine(moved)} | self.coming(step)
+        return self._bucket() | {"gradients": kept} | self.coming(step)
 
-    def _mine(self, moved: int) -> int:
+    def _kept_at(self, step: Step, made: int) -> int:
+        """Elements of reduced gradients; a bucket waits for the gradient after it.
+
+        A large gradient waits as well (stage_1_and_2.py:1420, 1450).
+        """
+        if step.phase != "backward" or not self._at_once:
+            return 0
+        number = bisect_left(self._moved, made - self.shared)
+        return self._kept[number - 1].after if number else 0
+
+    @cached_property
+    def _moved(self) -> list[int]:
+        return [one.of.moved for one in self._kept]
+
+    @cached_property
+    def _kept(self) -> tuple[Kept, ...]:
+        return self._stays(layout.kept, backward=True)
+
+    def _stays(self, read: Callable[..., tuple[Kept, ...]], *, backward: bool) -> tuple[Kept, ...]:
+        """What stays of each reduction; offloaded gradients go to the host.
+
+        Stage 2 clears what is in other ranks' partitions, stage 1 does not
+        (stage_1_and_2.py:2261 to 2274).
+        """
+        return read(
+            self.model.groups,
+            tied=self.model.tied,
+            world_size=self.setup.world_size,
+            bucket=self.config.bucket,
+            backward=backward,
+            buffered=not self.offloaded,
+            large_stay=not self._cuts_gradients,
+        )
+
+    def _mine(self, kept: int) -> int:
         """Bytes of reduced gradients of this micro-batch, and under stage 2 of earlier ones."""
-        mine = self._partition_buffer(moved)
+        mine = self.unit * kept
         if not self.again or not self._cuts_gradients or self.offloaded:
             return mine
         return max(self.unit * self._most_touched, 2 * mine)
 
-    def _partition_buffer(self, moved: int, *, backward: bool = True) -> int:
-        """Bytes of reduced gradients on the fullest of the ranks that were reached by now."""
-        if not moved or self.offloaded:
-            return 0
-        reached = -(-moved // max(1, self.partition))
-        most = self._from_the_last if backward else self._from_the_first
-        return self.unit * most[reached - 1]
+    def _reduced_at_once(self) -> Iterator[tuple[Reduction, Parts]]:
+        """Buckets that fill while the backward runs, before and after each reduction.
 
-    def _reduced_at_once(self) -> Iterator[tuple[Reduction, Held]]:
-        """Buckets that fill while the backward runs."""
-        made = self.reductions(backward=True)
-        for one in _telling(made):
-            before = self._mine(one.moved - one.filled)
-            after = self._mine(one.moved)
-            around = {"gradients": self.outside(one)}
-            for grads, temporary in ((before, self._flat(one)), (after, self._norm())):
-                yield (
-                    one,
-                    self.holding(
-                        self._earlier(),
-                        self._bucket(),
-                        around,
-                        {"gradients": grads, "temporaries": temporary},
-                    ),
-                )
+        Any may be it: activations become fewer, while more ranks have gradients of their own.
+        """
+        bucket = self._bucket()
+        for kept in self._stays(layout.telling, backward=True):
+            one = kept.of
+            comes = one.at.size if one.at is not None else 0
+            around = self.outside(one) + self._earlier(one.moved + comes)
+            for grads, extra in ((kept.before, self._flat(one)), (kept.during, self._norm(one))):
+                gradients = around + self._mine(grads)
+                yield one, bucket | {"gradients": gradients, "temporaries": extra}
 
     def _flat(self, one: Reduction) -> int:
         """Bytes of the copy that is reduced, where pieces go to several ranks.
@@ -145,28 +185,18 @@ class _Whole(Story):
             return 0
         return self.unit * min(one.filled, self.config.bucket + self.partition)
 
-    def _norm(self) -> int:
+    def _norm(self, one: Reduction) -> int:
         """Bytes of the fp64 copy, for its norm, of a gradient on its way to the host."""
-        return NORM * min(self.largest, self.partition) if self.offloaded else 0
+        return NORM * min(one.filled, self.largest, self.partition) if self.offloaded else 0
 
-    def _reduced_after(self) -> Iterator[tuple[None, Held]]:
+    def _reduced_after(self) -> Iterator[tuple[Reduction, Parts]]:
         """Stage 1: all gradients exist, and go through the bucket from the first to the last."""
-        worst = max(self._one_after_the_other(), key=sum)
-        gradients, temporaries = worst
-        yield (
-            None,
-            self.holding(self._bucket(), {"gradients": gradients, "temporaries": temporaries}),
-        )
-
-    def _one_after_the_other(self) -> Iterator[tuple[int, int]]:
-        """Bytes of gradients and temporaries, before and after each reduction."""
-        outside = 0
-        for one in self.reductions(backward=False):
-            outside += one.filled if self.is_large(one) else 0
-            rest = self.unit * (self.trainable - one.moved + outside)
-            before = self._partition_buffer(one.moved - one.filled, backward=False)
-            yield rest + before, self._flat(one)
-            yield rest + self._partition_buffer(one.moved, backward=False), self._norm()
+        for kept in self._stays(layout.telling, backward=False):
+            one = kept.of
+            rest = self.trainable - one.moved + (one.filled if self.is_large(one) else 0)
+            for grads, extra in ((kept.before, self._flat(one)), (kept.during, self._norm(one))):
+                parts = {"gradients": self.unit * (rest + grads), "temporaries": extra}
+                yield one._replace(at=None), self._bucket() | parts
 
     def updated(self) -> Iterator[tuple[str, Held]]:
         """The norm, the flat fp32 gradients, the step."""

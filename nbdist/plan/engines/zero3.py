@@ -6,21 +6,22 @@ bucket have buffers that stay. DeepSpeed 0.19.8, runtime/zero/stage3.py.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from nbdist.plan.engines import gathering, layout
 from nbdist.plan.engines.deepspeed import MASTER, NORM, Story
-from nbdist.plan.engines.story import total
+from nbdist.plan.engines.story import records, total
+from nbdist.plan.spec import last_and
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from nbdist.plan.engines.gathering import Where
+    from nbdist.plan.engines.gathering import Rules, Where
     from nbdist.plan.engines.layout import Reduction
     from nbdist.plan.engines.story import Held, Parts
     from nbdist.plan.memory import Setup
-    from nbdist.plan.spec import Group, ModelSpec, Step
+    from nbdist.plan.spec import Group, ModelSpec, Step, Visits
 
 _SWAP_BUFFERS = 4
 _PARAM_BUFFERS = 5
@@ -43,6 +44,11 @@ class Cut(Story):
             recompute=setup.options.activation_checkpointing,
             rules=self.config.rules,
         )
+
+    @cached_property
+    def visited(self) -> Visits:
+        """Gathered bytes are not affine in a block's index; all else is the same in each."""
+        return last_and(self.model.groups, self._gathered.fullest)
 
     @cached_property
     def partition(self) -> int:
@@ -134,23 +140,20 @@ class Cut(Story):
     def _gather(self, elements: int) -> dict[str, int]:
         return {"gathered": self.unit * (self._gathered.persistent + elements)}
 
-    def reduced(self) -> Iterator[tuple[Reduction, Held]]:
+    def reduced(self) -> Iterator[tuple[Reduction, Parts]]:
         """Buckets that fill while the backward runs, each copied for its reduction."""
-        made = self.reductions(backward=True)
-        for one in (made[0], max(made, key=lambda one: one.filled), made[-1]):
-            gathered = (
-                self._at_work(("backward", one.at.group, one.at.nth))
-                if one.at is not None
-                else self._gather(0)
-            )
+        found = _telling(
+            self.model.groups,
+            tied=self.model.tied,
+            world_size=self.setup.world_size,
+            bucket=self.config.bucket,
+            recompute=self.setup.options.activation_checkpointing,
+            rules=self.config.rules,
+        )
+        for one, gathered in found:
             copied = 0 if self.is_large(one) else self.unit * one.filled
-            yield (
-                one,
-                self.holding(
-                    gathered,
-                    {"gradients": self.outside(one), "temporaries": copied + self._norm(one)},
-                ),
-            )
+            parts = {"gradients": self.outside(one), "temporaries": copied + self._norm(one)}
+            yield one, parts | self._gather(gathered)
 
     def _norm(self, one: Reduction) -> int:
         """Bytes of the fp64 copy, for its norm, of a share of a gradient on its way to the host."""
@@ -168,3 +171,23 @@ class Cut(Story):
         flat = {"temporaries": (self.unit + cast) * size}
         yield "gradients to fp32", self.holding(flat)
         yield "optimizer step", self.holding(self.update(size))
+
+
+@lru_cache(maxsize=64)
+def _telling(
+    groups: tuple[Group, ...],
+    *,
+    tied: bool,
+    world_size: int,
+    bucket: int,
+    recompute: bool,
+    rules: Rules,
+) -> tuple[tuple[Reduction, int], ...]:
+    """Those reductions that may be the fullest, and the elements that are gathered then."""
+    most = gathering.gathered(groups, tied=tied, recompute=recompute, rules=rules).most
+    made = layout.reductions(groups, tied=tied, world_size=world_size, bucket=bucket, backward=True)
+    pairs = [
+        (one, 0 if one.at is None else most.get(("backward", one.at.group, one.at.nth), 0))
+        for one in made
+    ]
+    return tuple(records((layout.alike(one), (there,), (one, there)) for one, there in pairs))
