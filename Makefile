@@ -31,7 +31,7 @@ demo: env ## run notebooks/01_first_cell.ipynb from start to finish and show its
 
 test: env ## all tests: unit, real ranks, notebooks
 	@echo "==> tests: unit, real ranks, notebooks (about twenty minutes on two cores)"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: env ## lint, formatting, types and unit tests: before each commit
 	@$(BIN)/ruff check

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         SwitchError,
     )
     from nbdist.kernel.cell import CellResult
+    from nbdist.kernel.saving import Checkpoint, LoadReport, Save
     from nbdist.kernel.session import Session
     from nbdist.kernel.switching import SwitchReport
 
@@ -39,12 +40,15 @@ __all__ = [
     "CellError",
     "CellInterrupted",
     "CellResult",
+    "Checkpoint",
     "CheckpointError",
+    "LoadReport",
     "NbdistError",
     "OptionError",
     "PayloadError",
     "PlanError",
     "RankDied",
+    "Save",
     "Session",
     "SessionBusy",
     "SessionError",
@@ -58,6 +62,9 @@ __all__ = [
 
 _HOMES = {
     "CellResult": "nbdist.kernel.cell",
+    "Checkpoint": "nbdist.kernel.saving",
+    "LoadReport": "nbdist.kernel.saving",
+    "Save": "nbdist.kernel.saving",
     "Session": "nbdist.kernel.session",
     "SwitchReport": "nbdist.kernel.switching",
 }

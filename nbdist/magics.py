@@ -7,6 +7,7 @@ import inspect
 import shlex
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -24,7 +25,7 @@ import nbdist
 from nbdist import completion, doctor, machine, plan_magic, strategies
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellSyntaxError, OptionError, SessionError
-from nbdist.kernel import source
+from nbdist.kernel import exporting, saving, source
 from nbdist.kernel.session import Session, current
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 NOT_YET = {
-    "save": "checkpoints; send() or %nbdist pull brings a state_dict into the notebook meanwhile",
-    "load": "checkpoints; %nbdist push takes a state_dict to the ranks meanwhile",
-    "checkpoints": "checkpoints",
-    "export": "export; %nbdist pull brings a state_dict into the notebook meanwhile",
     "panel": "the panel; %nbdist status shows the ranks as text",
     "profile": "the profiler",
 }
@@ -148,8 +145,8 @@ class NbDist(Magics):
         """Run the cell on every rank; start the ranks if there are none.
 
         The ranks stay alive between cells and keep their variables. From the start they
-        have `accelerator`, `rank`, `local_rank`, `world_size`, `device`, `report`, `send`
-        and `torch`. The last expression is displayed, per rank, once where equal.
+        have `accelerator`, `rank`, `local_rank`, `world_size`, `device`, `report`, `send`,
+        `save` and `torch`. The last expression is displayed, per rank, once where equal.
 
         Example:
             %%distribute --backend fsdp --pull final
@@ -183,7 +180,7 @@ class NbDist(Magics):
         """Look at the session and steer it: `%nbdist COMMAND`.
 
         status          state of the session and of each rank
-        pull NAMES      variables of rank 0 into the notebook, as a,b
+        pull NAMES      variables of rank 0 into the notebook, as a,b; a model as its state dict
         push NAMES      variables of the notebook to all ranks
         wait            join the cell that runs in the background
         interrupt       stop the running cell on all ranks; variables are kept
@@ -191,10 +188,14 @@ class NbDist(Magics):
         stop            end ranks and launcher
         log [RANK]      last lines of a rank; without RANK, of the launcher
         doctor          check this machine: devices, versions, compilers, memory
+        export DIR      the model as from_pretrained reads it; -h for its options
         switch NAME     another engine for the living models; -h for its options
+        save NAME       a checkpoint of the training, written while it goes on; -h for its options
+        load NAME       a checkpoint into the prepared models, under any engine and ranks
+        checkpoints     those there are, the newest last
         plan [MODEL]    predicted memory and speed under every strategy; -h for its options
         plan --check    predicted beside measured, for the model on the ranks
-        save, load, checkpoints, export, panel, profile: in later versions
+        panel, profile: in later versions
         """
         command, _, rest = line.strip().partition(" ")
         if not command:
@@ -305,16 +306,68 @@ class NbDist(Magics):
     def switch_command(self, line: str) -> None:
         """Give the living models another engine."""
         parser = switch_parser()
-        try:
-            asked = parser.parse_args(shlex.split(line))
-        except ValueError as error:
-            msg = f"%nbdist switch {line}: {error}."
-            raise UsageError(msg) from None
+        asked = parser.parse_args(words(line, "switch"))
         changes = session_options(asked)
         if asked.help or not changes:
             print(parser.format_help())
             return
         print(self.session_now().switch(**changes, reset_optimizer=asked.reset_optimizer))
+
+    def export_command(self, line: str) -> None:
+        """Write the prepared model as a folder that `from_pretrained` reads."""
+        parser = export_parser()
+        asked = parser.parse_args(words(line, "export"))
+        if asked.help or not asked.folder:
+            print(parser.format_help())
+            return
+        print(
+            self.session_now().export(
+                asked.folder,
+                asked.dtype,
+                model=asked.model,
+                max_shard_size=asked.max_shard_size,
+                overwrite=asked.overwrite,
+            )
+        )
+
+    def save_command(self, line: str) -> None:
+        """Write a checkpoint of the training in the background."""
+        parser = save_parser()
+        asked = parser.parse_args(words(line, "save"))
+        if asked.help or not asked.name:
+            print(parser.format_help())
+            return
+        save = self.session_now().save(
+            asked.name, asked.overwrite, asked.keep, asked.wait, folder=asked.dir
+        )
+        print(save)
+        if not save.done:
+            saving.show_later(save)
+
+    def load_command(self, line: str) -> None:
+        """Load a checkpoint into the prepared models."""
+        parser = load_parser()
+        asked = parser.parse_args(words(line, "load"))
+        if asked.help or not asked.name:
+            print(parser.format_help())
+            return
+        print(
+            self.session_now().load(
+                asked.name, weights_only=asked.weights_only, folder=asked.dir, trust=asked.trust
+            )
+        )
+
+    def checkpoints_command(self, line: str) -> None:
+        """List checkpoints, also without a session."""
+        parser = checkpoints_parser()
+        asked = parser.parse_args(words(line, "checkpoints"))
+        session = current()
+        if asked.help:
+            print(parser.format_help())
+        elif asked.dir is not None or session is None:
+            print(saving.Checkpoints(Path.cwd() / (asked.dir or saving.FOLDER)))
+        else:
+            print(session.checkpoints)
 
     def plan_command(self, line: str) -> None:
         """Show what every strategy needs for a model, or how well that was predicted."""
@@ -341,7 +394,9 @@ ENGINE_OPTIONS = (
     "clip",
 )
 
-SWITCHED = frozenset({*ENGINE_OPTIONS, "gpus", "deepspeed_config", "fsdp_config"} - {"backend"})
+SWITCHED = frozenset(
+    {*ENGINE_OPTIONS, "help", "gpus", "deepspeed_config", "fsdp_config"} - {"backend"}
+)
 """Destinations of options that `%nbdist switch` takes too."""
 
 
@@ -356,6 +411,10 @@ COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
     "log": NbDist.log_command,
     "plan": NbDist.plan_command,
     "switch": NbDist.switch_command,
+    "export": NbDist.export_command,
+    "save": NbDist.save_command,
+    "load": NbDist.load_command,
+    "checkpoints": NbDist.checkpoints_command,
     "doctor": NbDist.doctor_command,
 }
 
@@ -380,6 +439,94 @@ def switch_parser() -> MagicArgumentParser:
     return made
 
 
+def export_parser() -> MagicArgumentParser:
+    """The options of `%nbdist export`."""
+    made = MagicArgumentParser(
+        "%nbdist export",
+        description="Write the prepared model as from_pretrained reads it, whatever the engine.",
+        add_help=False,
+    )
+    made.add_argument("folder", nargs="?", metavar="DIR", help="to be made, or empty")
+    made.add_argument("--dtype", metavar="NAME", help="bf16, fp16 or fp32; default: as trained")
+    made.add_argument(
+        "--max-shard-size",
+        default=exporting.MAX_SHARD_SIZE,
+        metavar="SIZE",
+        help="of a file, as 500MB; default: 5GB",
+    )
+    made.add_argument(
+        "--overwrite", action="store_true", help="replace the model in DIR; other files there stay"
+    )
+    made.add_argument("--model", metavar="NAME", help="the variable, where several are prepared")
+    made.add_argument("-h", "--help", action="store_true", help="show this text")
+    return made
+
+
+def save_parser() -> MagicArgumentParser:
+    """The options of `%nbdist save`."""
+    made = MagicArgumentParser(
+        "%nbdist save",
+        description="Write a checkpoint of the training; the next cell runs meanwhile.",
+        add_help=False,
+    )
+    made.add_argument("name", nargs="?", metavar="NAME", help="letters, digits, . - _")
+    made.add_argument("--overwrite", action="store_true", help="replace the checkpoint NAME")
+    made.add_argument(
+        "--keep", type=int, metavar="N", help="remove the oldest beyond N, once this one is whole"
+    )
+    made.add_argument("--wait", action="store_true", help="return once it is on the disk")
+    _add_common(made)
+    return made
+
+
+def load_parser() -> MagicArgumentParser:
+    """The options of `%nbdist load`."""
+    made = MagicArgumentParser(
+        "%nbdist load",
+        description="Load a checkpoint into the models that are prepared now.",
+        add_help=False,
+    )
+    made.add_argument(
+        "name", nargs="?", metavar="NAME", help="of a checkpoint, or the path of a folder"
+    )
+    made.add_argument(
+        "--weights-only", action="store_true", help="leave optimizer, schedule and loaders alone"
+    )
+    made.add_argument(
+        "--trust", action="store_true", help="run code in files that something else wrote"
+    )
+    _add_common(made)
+    return made
+
+
+def checkpoints_parser() -> MagicArgumentParser:
+    """The options of `%nbdist checkpoints`."""
+    made = MagicArgumentParser(
+        "%nbdist checkpoints", description="List whole checkpoints.", add_help=False
+    )
+    _add_common(made)
+    return made
+
+
+def _add_common(parser: MagicArgumentParser) -> None:
+    """Options of all three that are about checkpoints."""
+    parser.add_argument("--dir", metavar="ROOT", help="of all checkpoints; default: checkpoints")
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+
+
+def words(line: str, command: str) -> list[str]:
+    """Split a line as a shell does.
+
+    Raises:
+        UsageError: a quote is left open.
+    """
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        msg = f"%nbdist {command} {line}: {error}."
+        raise UsageError(msg) from None
+
+
 def flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> list[str]:
     """Options of a parser by their long names; with `valued` those that take a value, short too."""
     actions = parser._actions  # noqa: SLF001 - argparse has no other way
@@ -392,7 +539,14 @@ MATCHER = completion.matcher(
     options=flags(NbDist.distribute.parser),
     valued=flags(NbDist.distribute.parser, valued=True),
     commands=[*COMMANDS, *NOT_YET],
-    of_commands={"plan": flags(plan_magic.parser()), "switch": flags(switch_parser())},
+    of_commands={
+        "plan": flags(plan_magic.parser()),
+        "switch": flags(switch_parser()),
+        "export": flags(export_parser()),
+        "save": flags(save_parser()),
+        "load": flags(load_parser()),
+        "checkpoints": flags(checkpoints_parser()),
+    },
 )
 
 NEW_RANKS = frozenset({"auto"})

@@ -6,6 +6,7 @@ Its end means that the kernel is gone, and the launcher ends with everything it 
     Launch        kernel -> launcher   start ranks
     Halt          kernel -> launcher   end the ranks, keep the launcher warm
     Warm          launcher -> kernel   imports are done
+    RemoveAtEnd   kernel -> launcher   a folder to remove too when the kernel is gone
     Progress      launcher -> kernel   a long step (DeepSpeed's first build), as text
     Ended         launcher -> kernel   the ranks ended; exit code or signal of those that failed
 
@@ -17,11 +18,19 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_pull_request/_reply    shell    variables into a payload file
     nbdist_model_request/_reply   shell    what the planner must know of a model on a rank
     nbdist_switch_request/_reply  shell    another engine for the living models
+    nbdist_leave_request/_reply   shell    everything into files, for ranks that take over
+    nbdist_arrive_request/_reply  shell    everything out of the files of the ranks before
+    nbdist_export_request/_reply  shell    the prepared model as a folder
+    nbdist_gather_request/_reply  shell    the prepared model into a payload file, by all ranks
+    nbdist_save_request/_reply    shell    begin to write a checkpoint
+    nbdist_load_request/_reply    shell    a checkpoint into the prepared models
+    nbdist_foreign_request/_reply  shell   what something else wrote, into the prepared model
     nbdist_measured_request/_reply  control  a rank's own peak of memory
     interrupt_request             control  Jupyter's own, with the request to interrupt
     nbdist_report                 iopub    rows of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
     nbdist_chosen                 iopub    the options that auto chose, from rank 0
+    nbdist_saved                  iopub    a checkpoint was begun, is there, or failed; from rank 0
     nbdist_phase                  iopub    what a long request is doing, from rank 0
     nbdist_advice                 iopub    why memory ran out on a rank, and what would fit
 """
@@ -38,15 +47,23 @@ JOIN = "nbdist_join_request"
 PUSH = "nbdist_push_request"
 PULL = "nbdist_pull_request"
 MODEL = "nbdist_model_request"
+LEAVE = "nbdist_leave_request"
+ARRIVE = "nbdist_arrive_request"
 SWITCH = "nbdist_switch_request"
+EXPORT = "nbdist_export_request"
+GATHER = "nbdist_gather_request"
+FOREIGN = "nbdist_foreign_request"
 MEASURED = "nbdist_measured_request"
+SAVE = "nbdist_save_request"
+LOAD = "nbdist_load_request"
 REPORT = "nbdist_report"
 SEND = "nbdist_send"
 CHOSEN = "nbdist_chosen"
 ADVICE = "nbdist_advice"
 PHASE = "nbdist_phase"
+SAVED = "nbdist_saved"
 
-OF_SESSION = frozenset({REPORT, CHOSEN, PHASE})
+OF_SESSION = frozenset({REPORT, CHOSEN, PHASE, SAVED})
 """Messages on iopub that are the session's, whatever cell they came under."""
 
 NOTE = "nbdist"
@@ -108,6 +125,8 @@ class FileReply(TypedDict, total=False):
     status: Literal["ok", "error"]
     path: str
     """Of a pull: the payload file, the kernel's to delete."""
+    prepared: list[str]
+    """Of a pull, instead of a file: those names are prepared models, to be gathered."""
     error: str
     """One sentence."""
 
@@ -158,6 +177,153 @@ class SwitchReply(TypedDict, total=False):
     status: Literal["ok", "error"]
     report: dict[str, Any]
     """Fields of `rank.switch.Report`."""
+    error: str
+    """One sentence, the same on all ranks."""
+
+
+class ExportRequest(TypedDict):
+    """Write the prepared model as a folder that others read."""
+
+    folder: str
+    """Absolute."""
+    dtype: str | None
+    """Of floating-point tensors, as torch names it; None: as trained."""
+    max_shard_size: str
+    """Of a file: "5GB"."""
+    overwrite: bool
+    model: str | None
+    """The variable that holds it; None: the only one."""
+
+
+class ExportReply(TypedDict, total=False):
+    """What an export did on a rank, or why there is none."""
+
+    status: Literal["ok", "error"]
+    report: dict[str, Any]
+    """Fields of `rank.exporting.Report`."""
+    error: str
+    """One sentence, the same on all ranks."""
+
+
+class GatherRequest(TypedDict):
+    """Write the state dict of a prepared model into one payload file, all ranks together.
+
+    Answered by a `FileReply`.
+    """
+
+    name: str
+    folders: list[str]
+
+
+class SaveRequest(TypedDict):
+    """Begin to write a checkpoint."""
+
+    root: str
+    """Absolute."""
+    name: str
+    overwrite: bool
+    keep: int | None
+
+
+class SaveReply(TypedDict, total=False):
+    """The state is copied and is being written, or nothing was."""
+
+    status: Literal["ok", "error"]
+    id: str
+    """As in `Saved`."""
+    error: str
+    """One sentence, the same on all ranks."""
+
+
+class Saved(TypedDict, total=False):
+    """How far a save is: begun, whole and named, or given up without a trace."""
+
+    id: str
+    state: Literal["running", "done", "failed"]
+    root: str
+    name: str
+    seconds: float
+    """Since it was asked for."""
+    pause_s: float
+    """Of these, training stood still."""
+    path: str
+    step: int
+    size_bytes: int
+    backend: str
+    removed: list[str]
+    """Older checkpoints that `keep` did not count."""
+    notes: list[str]
+    """What is not in it."""
+    error: str
+    """One sentence, with the rank."""
+
+
+class LoadRequest(TypedDict):
+    """Bring a checkpoint into the prepared models."""
+
+    path: str
+    id: str
+    """Of its manifest, so that it is not another one by now."""
+    weights_only: bool
+
+
+class LoadReply(TypedDict, total=False):
+    """What was loaded on a rank, or why all is as it was."""
+
+    status: Literal["ok", "error"]
+    report: dict[str, Any]
+    """Fields of `rank.loading.Report`."""
+    error: str
+    """One sentence, the same on all ranks."""
+
+
+class LeaveRequest(TypedDict):
+    """Write everything that new ranks need; nothing is changed."""
+
+    options: dict[str, Any]
+    """`strategies.Options.to_json()` of the new ranks, checked."""
+    world_size: int
+    """Number of the new ranks."""
+    reset_optimizer: bool
+    folders: list[str]
+    """Private and empty; the first with room is taken."""
+
+
+class ArriveRequest(TypedDict):
+    """Make everything again that the ranks before have written."""
+
+    folder: str
+    world_size: int
+    """Number of the ranks before."""
+
+
+class HandoverReply(TypedDict, total=False):
+    """What came of it on a rank."""
+
+    status: Literal["ok", "error"]
+    report: dict[str, Any]
+    """Fields of `rank.handover.Report`."""
+    error: str
+    """One sentence, the same on all ranks."""
+
+
+class ForeignRequest(TypedDict):
+    """Load a checkpoint that something else wrote into the prepared model."""
+
+    path: str
+    """Absolute, of a folder or a file."""
+    trust: bool
+    """Whether code in it may run."""
+    model: str | None
+    """The variable that holds the model; None: the only one."""
+
+
+class ForeignReply(TypedDict, total=False):
+    """What was loaded on a rank, or why all is as it was."""
+
+    status: Literal["ok", "error"]
+    report: dict[str, Any]
+    """Fields of `rank.foreign.Report`."""
     error: str
     """One sentence, the same on all ranks."""
 
@@ -258,6 +424,15 @@ class Halt:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoveAtEnd:
+    """Remove this folder too when the kernel is gone; it may be gone before."""
+
+    folder: str
+    remove: bool = True
+    """False: not any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Warm:
     """The launcher's imports are done."""
 
@@ -282,8 +457,8 @@ class Ended:
     """The launcher's own error, where it could not start them."""
 
 
-LinkMessage = Launch | Halt | Warm | Progress | Ended
-_TYPES = {cls.__name__: cls for cls in (Launch, Halt, Warm, Progress, Ended)}
+LinkMessage = Launch | Halt | RemoveAtEnd | Warm | Progress | Ended
+_TYPES = {cls.__name__: cls for cls in (Launch, Halt, RemoveAtEnd, Warm, Progress, Ended)}
 
 
 def death_note(run_dir: str | Path, rank: int) -> Path:

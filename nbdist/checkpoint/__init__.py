@@ -21,11 +21,12 @@ allow-list, nothing is a link, sizes and checksums come before content (strict, 
 
 from __future__ import annotations
 
-from nbdist.checkpoint.draft import abort, begin, commit, parts, report
-from nbdist.checkpoint.leftovers import keep
+from nbdist.checkpoint.draft import abort, begin, commit
+from nbdist.checkpoint.leftovers import keep, tidy
 from nbdist.checkpoint.manifest import FilePart, Group, Key, Manifest, Optimizer
 from nbdist.checkpoint.opened import Opened
 from nbdist.checkpoint.root import Entry, entries, find, latest, opened
+from nbdist.checkpoint.told import Told, failed, keys, parts, report, told
 from nbdist.checkpoint.verify import share, verify
 
 __all__ = [
@@ -36,16 +37,21 @@ __all__ = [
     "Manifest",
     "Opened",
     "Optimizer",
+    "Told",
     "abort",
     "begin",
     "commit",
     "entries",
+    "failed",
     "find",
     "keep",
+    "keys",
     "latest",
     "opened",
     "parts",
     "report",
     "share",
+    "tidy",
+    "told",
     "verify",
 ]

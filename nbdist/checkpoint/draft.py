@@ -1,7 +1,7 @@
 """A checkpoint that is being written: private until it is whole, then it gets its name; pure.
 
     begin        one process makes .tmp-<32 hex>/ and marks it as its own
-    (ranks)      each writes its files, syncs them, and reports (name, bytes, crc32)
+    (ranks)      each writes its files, syncs them, and reports (see `told`)
     commit       one process: manifest.json, sync, sync of the folder, rename, sync of the root
     abort        or removes it
 
@@ -12,25 +12,20 @@ the name: at every moment one of the two is found (see `root`).
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint import disk, leftovers, strict
-from nbdist.checkpoint.manifest import FilePart, file_tree, read_file
-from nbdist.checkpoint.names import DRAFT, MANIFEST, OWNER, checked, is_part, part, path_of, shown
+from nbdist.checkpoint import disk, leftovers
+from nbdist.checkpoint.names import DRAFT, MANIFEST, OWNER, checked, is_part, path_of, shown
 from nbdist.checkpoint.opened import Opened
 from nbdist.checkpoint.owner import Owner
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from nbdist.checkpoint.manifest import Manifest
-
-_REPORT = strict.sequence(read_file)
 
 
 def begin(root: Path, name: str, *, overwrite: bool = False, size_bytes: int = 0) -> Path:
@@ -69,36 +64,6 @@ def begin(root: Path, name: str, *, overwrite: bool = False, size_bytes: int = 0
         for path in garbage:
             disk.remove_folder(path)
     return tmp
-
-
-def report(tmp: Path, rank: int, parts: Sequence[FilePart]) -> None:
-    """Say what a rank has written and synced; the last thing that it does.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    # Not synced: `commit` reads it now, and what it says comes into the manifest.
-    (tmp / part(rank)).write_text(json.dumps([file_tree(one) for one in parts]))
-
-
-def parts(tmp: Path, world_size: int) -> tuple[FilePart, ...]:
-    """Read the reports of all ranks, in their order.
-
-    Raises:
-        CheckpointError: a rank has not reported; says which.
-    """
-    found: list[FilePart] = []
-    missing: list[int] = []
-    for rank in range(world_size):
-        try:
-            text = (tmp / part(rank)).read_bytes()
-            found += _REPORT(strict.loads(text), "")
-        except (OSError, strict.Refused):
-            missing.append(rank)
-    if missing:
-        ranks = ", ".join(map(str, missing))
-        raise CheckpointError(f"no finished part of rank {ranks} is in {tmp}; save again.")
-    return tuple(found)
 
 
 def commit(tmp: Path, name: str, manifest: Manifest, *, overwrite: bool = False) -> Path:

@@ -85,15 +85,21 @@ class Header:
     metadata: Mapping[str, str]
 
 
-def header(tensors: Sequence[Stored]) -> bytes:
+def header(tensors: Sequence[Stored], *, metadata: Mapping[str, str] | None = None) -> bytes:
     """Give the head of a file in which these tensors follow each other.
+
+    Args:
+        tensors: in order.
+        metadata: what is said of them. Default: what torch's reader wants of a checkpoint.
 
     Raises:
         ValueError: two of one name, or one that would lie at a place that its dtype cannot
             have: order them by the size of their elements, the largest first.
         CheckpointError: there are too many for one file.
     """
-    tree: dict[str, object] = {_METADATA: _metadata(tensors)}
+    tree: dict[str, object] = {
+        _METADATA: _metadata(tensors) if metadata is None else dict(metadata)
+    }
     start = 0
     for tensor in tensors:
         stop = start + tensor.size_bytes

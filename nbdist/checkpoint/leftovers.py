@@ -57,6 +57,15 @@ def keep(root: Path, count: int, *, written: str | None = None) -> list[str]:
     return removed
 
 
+def tidy(root: Path) -> None:
+    """Remove what dead processes of this user left in `root`; what cannot go now goes later."""
+    garbage: list[Path] = []
+    with suppress(OSError, CheckpointError), disk.locked(root):
+        garbage += sort_out(root)
+    for path in garbage:
+        disk.remove_folder(path)
+
+
 def sort_out(root: Path) -> list[Path]:
     """Put back what lost its name in a crash; give the folders that can be removed.
 

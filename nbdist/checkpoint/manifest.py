@@ -147,7 +147,7 @@ def _tree(manifest: Manifest) -> dict[str, Plain]:
     """The manifest as JSON has it."""
     own: dict[str, Callable[[Any], Plain]] = {
         "created": datetime.isoformat,
-        "keys": lambda keys: {name: _key_tree(key) for name, key in keys.items()},
+        "keys": lambda keys: {name: key_tree(key) for name, key in keys.items()},
         "files": lambda files: [file_tree(file) for file in files],
         "optimizers": lambda optimizers: [_optimizer_tree(one) for one in optimizers],
     }
@@ -159,7 +159,8 @@ def _tree(manifest: Manifest) -> dict[str, Plain]:
     return tree
 
 
-def _key_tree(key: Key) -> Plain:
+def key_tree(key: Key) -> Plain:
+    """One tensor as JSON has it."""
     return {"shape": list(key.shape), "dtype": key.dtype, "digest": f"{key.digest:016x}"}
 
 
@@ -240,7 +241,12 @@ def read_file(value: object, where: str) -> FilePart:
     return FilePart(name=found["name"], size_bytes=found["bytes"], crc32=found["crc32"])
 
 
-def _key(value: object, where: str) -> Key:
+def read_key(value: object, where: str) -> Key:
+    """Check what `key_tree` made.
+
+    Raises:
+        Refused: it is something else.
+    """
     key = Key(**_KEY(value, where))
     if key.numel >= strict.MAX_COUNT:
         raise strict.Refused(f"{where}.shape has more elements than any disk")
@@ -297,7 +303,7 @@ _FIELDS: dict[str, strict.Check[Any]] = {
     "options": _PLAIN_BY_NAME,
     "step": strict.count,
     "samples": strict.count,
-    "keys": strict.mapping(strict.text, _key),
+    "keys": strict.mapping(strict.text, read_key),
     "files": strict.sequence(read_file),
     "aliases": strict.mapping(strict.text, strict.text),
     "optimizers": strict.sequence(_made(Optimizer, _OPTIMIZER)),

@@ -59,6 +59,15 @@ class RunDir:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def private_folders() -> list[Path]:
+    """Make an empty folder (0700) wherever bulk values may lie, best first; the caller's to remove.
+
+    Raises:
+        StartError: no folder can be made.
+    """
+    return [_make_private([folder], "bulk values") for folder in _bulk_folders()]
+
+
 def _socket_folders() -> list[Path]:
     named = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]  # noqa: S108
     return [Path(name) for name in dict.fromkeys(named) if name]

@@ -26,7 +26,7 @@ def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     A backend by name ends auto, and auto leaves an earlier backend and config file behind, as
     does another engine with the config file.
     """
-    made = {**asked, **changes}
+    made = {**asked, **changes, **_devices_for(asked, changes)}
     if "backend" in changes and "auto" not in changes:
         made["auto"] = False
     if made["auto"]:
@@ -37,6 +37,17 @@ def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
         engine = strategies.STRATEGIES[strategies.canonical(named)].engine
     left = [name for name, owner in CONFIG_OF.items() if owner != engine and name not in changes]
     return made | dict.fromkeys(left)
+
+
+def _devices_for(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Let an earlier number of ranks or list of GPUs not contradict the one that changes."""
+    if "devices" in changes and "nproc" not in changes:
+        return {"nproc": None}
+    given = asked.get("devices")
+    if changes.get("nproc") is None or "devices" in changes or given is None:
+        return {}
+    chosen = devices.parse_gpus(given) if isinstance(given, str) else tuple(given)
+    return {"devices": chosen[: devices.parse_nproc(changes["nproc"])]}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +82,19 @@ class Choice:
     def decided(self, options: strategies.Options) -> Self:
         """The same after auto's decision."""
         return dataclasses.replace(self, options=options, undecided=False)
+
+    def decides(self, then: Choice) -> Choice:
+        """Another choice, with auto's decision where this one has it already.
+
+        Raises:
+            OptionError: what was decided does not go with what is asked for.
+        """
+        asks = then.undecided and self.auto is not None and not self.undecided
+        if not asks:
+            return then
+        given = dataclasses.asdict(self.options) | dict(then.auto or {})
+        options = strategies.Options.of({k: v for k, v in given.items() if v is not None})
+        return then.decided(options.checked(then.hardware))
 
     def differing(self, then: Choice) -> dict[str, tuple[object, object]]:
         """What would change for a session: name -> (now, then).

@@ -26,6 +26,7 @@ from nbdist.kernel.channel import Channels, write_connections
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from nbdist.engines.local import Kind, Launcher, LocalEngine
     from nbdist.engines.run_dir import RunDir
@@ -232,6 +233,11 @@ class Gang:
         self._routes.clear()
         self.members = []
 
+    def remove_at_end(self, folder: Path, *, remove: bool = True) -> None:
+        """Let the launcher remove a folder when this kernel is gone, or not any more."""
+        if self._launcher is not None and self._launcher.alive:
+            self._launcher.send(wire.RemoveAtEnd(str(folder), remove))
+
     # -- requests
 
     @property
@@ -271,11 +277,18 @@ class Gang:
             self._routes.pop(request, None)
 
     def ask(
-        self, ranks: Iterable[int], kind: str, content: Any, *, channel: Channel = "shell"
+        self,
+        ranks: Iterable[int],
+        kind: str,
+        content: Any,
+        *,
+        channel: Channel = "shell",
+        all_or_error: bool = False,
     ) -> dict[int, Any]:
         """Send a request to ranks and wait for the replies, by rank.
 
-        On the control channel ranks answer while a cell runs.
+        On the control channel ranks answer while a cell runs. With `all_or_error` the first
+        reply that is an error ends the waiting: ranks in a collective may wait for ever then.
 
         Raises:
             RankDied: a rank ended before it answered.
@@ -293,6 +306,8 @@ class Gang:
                 rank, answered_on, message = self._answer(answers, kind)
                 if answered_on == channel:
                     replies[rank] = message["content"]
+                    if all_or_error and replies[rank]["status"] == "error":
+                        break
         finally:
             self.forget(requests)
         return replies

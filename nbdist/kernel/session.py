@@ -9,13 +9,21 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist import ranks as rank_names
 from nbdist import strategies, wire
 from nbdist.engines.local import LocalEngine
-from nbdist.errors import CellInterrupted, PlanError, RankDied, SessionBusy, SessionError
-from nbdist.kernel import asked, source, switching, transfer
+from nbdist.errors import (
+    CellInterrupted,
+    PlanError,
+    RankDied,
+    SessionBusy,
+    SessionError,
+    SwitchError,
+)
+from nbdist.kernel import asked, exporting, foreign, handover, saving, source, switching, transfer
 from nbdist.kernel.asked import Choice
 from nbdist.kernel.cell import Cell, CellResult
 from nbdist.kernel.gang import Gang
@@ -32,7 +40,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from nbdist.kernel.channel import Message
+    from nbdist.kernel.exporting import ExportReport
+    from nbdist.kernel.foreign import ForeignReport
     from nbdist.kernel.render import Show
+    from nbdist.kernel.saving import Checkpoints, LoadReport, Save
 
 State = Literal["new", "ready", "running", "dead", "stopped"]
 
@@ -80,6 +91,7 @@ class Session:
         """Check the options; start nothing yet."""
         self.state: State = "new"
         self._on_phase: Callable[[str], object] | None = None
+        self._saves = saving.Saves()
         self._pid = os.getpid()
         self.received: dict[str, Any] = {}
         """Values of send(), by name."""
@@ -156,17 +168,11 @@ class Session:
         if self.state in {"ready", "running"}:
             return self
         started, choice = time.monotonic(), self._choice
+        self._saves.checkpoints.root = Path.cwd() / saving.FOLDER  # the ranks' own, from now on
         with StatusLine() as line:
             line.show(f"nbdist: starting {self.describe()}")
             try:
-                self._gang.start(
-                    world_size=self.world_size,
-                    devices=choice.visible,
-                    options=choice.options.to_json(),
-                    auto=choice.auto,
-                    hardware=choice.hardware.to_json(),
-                    progress=lambda text: line.show(f"nbdist: {text}"),
-                )
+                self._start_ranks(choice, lambda text: line.show(f"nbdist: {text}"))
             except KeyboardInterrupt:
                 line.show("nbdist: the start was stopped")
                 msg = "stopped while the ranks were starting; the next cell starts them anew."
@@ -176,10 +182,25 @@ class Session:
         _set_current(self)
         return self
 
+    def _start_ranks(self, choice: Choice, progress: Callable[[str], None]) -> None:
+        self._gang.start(
+            world_size=choice.placement.nproc,
+            devices=choice.visible,
+            options=choice.options.to_json(),
+            auto=choice.auto if choice.undecided else None,
+            hardware=choice.hardware.to_json(),
+            progress=progress,
+        )
+
     def stop(self) -> None:
-        """End ranks and launcher; nothing of the session is left on the machine."""
+        """End ranks and launcher; nothing of the session is left on the machine.
+
+        Waits up to a minute for a checkpoint that is being written.
+        """
+        self._saves.finish()
         self._end_cells(RankDied("The session was stopped; %%distribute starts a new one."))
         self._gang.close()
+        self._no_more_saves("the session was stopped")
         self.state = "stopped"
         if current() is self:
             _set_current(None)
@@ -192,8 +213,10 @@ class Session:
             StartError: the new ranks did not come up.
         """
         self._configure(self._with(changes))
+        self._saves.finish()
         self._end_cells(RankDied("The ranks were restarted; their variables are gone."))
         self._gang.halt()
+        self._no_more_saves("the ranks were restarted")
         self.state = "new"
         return self.start()
 
@@ -212,7 +235,13 @@ class Session:
 
     def _die(self, death: RankDied) -> None:
         self.state, self._death = "dead", death
+        self._saves.give_up(str(death))
         self._end_cells(death)
+
+    def _no_more_saves(self, why: str) -> None:
+        """Once the ranks are gone: nothing is left of a save that they could not finish."""
+        self._saves.give_up(f"{why} while it was written.")
+        self._saves.tidy()
 
     def _end_cells(self, death: RankDied) -> None:
         for cell in self._cells:
@@ -376,6 +405,8 @@ class Session:
         elif message["header"]["msg_type"] == wire.CHOSEN:
             chosen = strategies.Options.from_json(content["options"])
             self._choice = self._choice.decided(chosen)
+        elif message["header"]["msg_type"] == wire.SAVED:
+            self._saves.receive(content)
         elif message["header"]["msg_type"] == wire.PHASE and self._on_phase is not None:
             self._on_phase(content["text"])
 
@@ -409,16 +440,29 @@ class Session:
     def pull(self, *names: str, rank: int = 0, as_numpy: bool = False) -> Any:
         """Fetch variables of one rank: one value for one name, else a list.
 
+        A model comes as its state dict; of a prepared one all ranks give their share, and
+        weights are fp32 where the engine keeps them so. Tied tensors are one.
+
         torch tensors come as CPU tensors (torch is imported here, at this moment), or with
         `as_numpy` as NumPy arrays.
 
         Raises:
             PayloadError: no such variable, or one that cannot be moved.
+            CheckpointError: a prepared model whose ranks cannot give it.
         """
         (chosen,) = rank_names.chosen([rank], self.world_size, option="rank")
         self._ensure_free()
         self.start()
-        values = transfer.pull(names, chosen, self._gang, as_numpy=as_numpy)
+        everyone = range(self.world_size)
+        values = transfer.pull(
+            names,
+            chosen,
+            self._gang,
+            as_numpy=as_numpy,
+            gather=lambda name, folders: exporting.gather(
+                name, folders, everyone, self._gang, self._listen
+            ),
+        )
         return values[names[0]] if len(names) == 1 else [values[name] for name in names]
 
     # -- another engine
@@ -430,10 +474,14 @@ class Session:
         epoch and all variables go on; a variable that was bound to a prepared object is bound
         to its successor.
 
+        Another number of ranks, other devices and an offload to NVMe take new processes:
+        everything goes there through shared memory. Variables that cannot be pickled (open
+        files, generators) stay behind; the report lists them.
+
         Args:
             backend: ddp, fsdp (= fsdp2), fsdp1, zero1, zero2 or zero3. Default: the same.
-            changes: precision, offload, activation_checkpointing and what else a `Session`
-                takes; `reset_optimizer=True` leaves the state of optimizers behind.
+            changes: nproc, devices, precision, offload, activation_checkpointing and what
+                else a `Session` takes; `reset_optimizer=True` leaves the state of optimizers behind.
 
         Raises:
             OptionError: a value that is not allowed; nothing was touched.
@@ -443,13 +491,17 @@ class Session:
         reset = bool(changes.pop("reset_optimizer", False))
         wished = {"backend": backend, **changes} if backend is not None else changes
         asked_for = self._with(wished)
-        then = Choice.of(asked_for)
+        then = self._choice.decides(Choice.of(asked_for))
         differing = self._choice.differing(then)
         if self.state in {"new", "stopped"} or not differing:
             if self.state == "new":
                 self._configure(asked_for)
             return SwitchReport.nothing(self._choice.describe())
         self._ensure_free()
+        if handover.needed(self._choice, then):
+            report = self._hand_over(then, reset_optimizer=reset)
+            self._asked = asked_for
+            return report
         with StatusLine() as line:
             request = switching.Request(
                 before=self._choice, then=then, reset_optimizer=reset, line=line
@@ -458,9 +510,187 @@ class Session:
         self._asked, self._choice = asked_for, then
         return report
 
+    def _hand_over(self, then: Choice, *, reset_optimizer: bool) -> SwitchReport:
+        """Let new ranks take over; on failure others with the old options do."""
+        self._saves.finish()
+        self._end_cells(RankDied("New ranks took over; what the old ones still wrote is lost."))
+        with StatusLine() as line:
+            change = handover.Handover(
+                gang=self._gang,
+                before=self._choice,
+                then=then,
+                reset_optimizer=reset_optimizer,
+                line=line,
+                listen=self._listen,
+                start=self._start_ranks,
+            )
+            try:
+                report = change.run()
+            except SwitchError as error:
+                if change.lost:
+                    self.state, self._death = "dead", RankDied(str(error))
+                else:
+                    self._is_up()
+                raise
+        self._choice = then
+        self._is_up()
+        self.metrics.world_size = self.world_size
+        self.logs |= {rank: RankLog() for rank in range(self.world_size) if rank not in self.logs}
+        return report
+
+    def _is_up(self) -> None:
+        self.state, self._death = "ready", None
+
     def _listen(self, on_phase: Callable[[str], object] | None) -> None:
         """Let the ranks' words about a long request be heard."""
         self._on_phase = on_phase
+
+    # -- checkpoints
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Whole checkpoints in the folder "checkpoints" of the notebook, the newest last.
+
+        Also those of earlier sessions. By place or by name: `checkpoints["base"].state_dict()`.
+        """
+        return self._saves.checkpoints
+
+    def save(
+        self,
+        name: str,
+        overwrite: bool = False,  # noqa: FBT001, FBT002 - the contract
+        keep: int | None = None,
+        wait: bool = False,  # noqa: FBT001, FBT002
+        *,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> Save:
+        """Save the training state of this moment, crash-safe; loads under any backend and ranks.
+
+        Returns once the ranks have copied their state to host memory, after an earlier save
+        that still runs; the next cell runs while they write. A cell can do the same with
+        `save(name)`.
+
+        Args:
+            name: 1 to 64 letters, digits, dots, dashes and underscores.
+            overwrite: replace a checkpoint of this name; it stays until the new one is whole.
+            keep: remove the oldest checkpoints beyond so many, once this one is whole.
+            wait: return once the checkpoint is on the disk.
+            folder: of all checkpoints. Default: "checkpoints" where the notebook runs.
+
+        Raises:
+            CheckpointError: no model, no room, a name that is taken, micro-batches that wait for
+                a step; with `wait` which rank could not write, and why. Nothing was written.
+            SessionBusy: a cell is still running.
+        """
+        self._ensure_free()
+        self.start()
+        request = wire.SaveRequest(
+            root=str(self._folder(folder)), name=name, overwrite=overwrite, keep=keep
+        )
+        save = self._saves.begin(request, range(self.world_size), self._gang)
+        if wait:
+            save.wait()
+        return save
+
+    def load(
+        self,
+        name: str,
+        *,
+        weights_only: bool = False,
+        folder: str | os.PathLike[str] | None = None,
+        trust: bool = False,
+    ) -> LoadReport | ForeignReport:
+        """Load a checkpoint into the models that are prepared now, under any backend and ranks.
+
+        Run the cell that prepares them first. Everything goes on as after the save: weights,
+        optimizer, schedule, random generators, loaders in the middle of their epoch.
+
+        Args:
+            name: of a checkpoint, or the path of its folder; a path to what something else wrote
+                goes to `load_foreign`.
+            weights_only: leave all but weights and buffers as it is.
+            folder: of all checkpoints. Default: "checkpoints" where the notebook runs.
+            trust: as for `load_foreign`.
+
+        Raises:
+            CheckpointError: what does not fit, is damaged or failed; all is as it was.
+            SessionBusy: a cell is still running.
+        """
+        root, last = self._folder(folder), name
+        if os.sep in name:
+            path = Path.cwd() / name
+            root, last = path.parent, path.name
+            if saving.is_foreign(path):
+                return self.load_foreign(path, trust=trust)
+        self._ensure_free()
+        self.start()
+        ranks = range(self.world_size)
+        return saving.load(last, root, ranks, self._gang, self._listen, weights_only=weights_only)
+
+    def _folder(self, given: str | os.PathLike[str] | None) -> Path:
+        """Folder of checkpoints, absolute: the ranks may be elsewhere."""
+        return self.checkpoints.root if given is None else Path.cwd() / given
+
+    # -- out of here
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        dtype: object = None,
+        *,
+        model: str | None = None,
+        max_shard_size: str | int = exporting.MAX_SHARD_SIZE,
+        overwrite: bool = False,
+    ) -> ExportReport:
+        """Write the prepared model as `save_pretrained` would, whatever the engine.
+
+        Each rank writes its own share of each tensor; none holds the model. The folder
+        appears whole, or not at all.
+
+        Args:
+            folder: to be made; may exist if it is empty.
+            dtype: bf16, fp16 or fp32, of floating-point tensors. Default: as trained, the fp32
+                masters where the engine has them.
+            model: the variable that holds it. Default: the only prepared one.
+            max_shard_size: of a file, as "5GB".
+            overwrite: replace the model in a folder that is not empty; other files there stay.
+
+        Raises:
+            OptionError: a dtype that is not allowed.
+            CheckpointError: no model, no room, not empty: which rank, and why; nothing is left.
+            SessionBusy: a cell is still running.
+        """
+        content = exporting.request(
+            folder, dtype, model=model, max_shard_size=max_shard_size, overwrite=overwrite
+        )
+        self._ensure_free()
+        self.start()
+        return exporting.export(content, range(self.world_size), self._gang, self._listen)
+
+    def load_foreign(
+        self, path: str | os.PathLike[str], *, trust: bool = False, model: str | None = None
+    ) -> ForeignReport:
+        """Load what something else wrote into the prepared model, under any backend and ranks.
+
+        safetensors of Hugging Face (weights), `save_state` of Accelerate under DDP and FSDP,
+        folders of DeepSpeed ZeRO 1, 2 and 3 (weights and the state of the optimizer). Nothing
+        in the files is run.
+
+        Args:
+            path: of a folder or a file.
+            trust: run what is in files that hold more than tensors and plain values: whatever
+                code their writer put there.
+            model: the variable that holds the model. Default: the only prepared one.
+
+        Raises:
+            CheckpointError: nothing known is there, it needs trust, or is of another model;
+                all is as it was.
+            SessionBusy: a cell is still running.
+        """
+        self._ensure_free()
+        self.start()
+        ranks = range(self.world_size)
+        return foreign.load(path, ranks, self._gang, self._listen, trust=trust, model=model)
 
     # -- the planner
 

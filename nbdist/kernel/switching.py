@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -9,7 +12,7 @@ from nbdist import wire
 from nbdist.errors import SwitchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from nbdist.kernel.asked import Choice
     from nbdist.kernel.gang import Gang
@@ -56,7 +59,7 @@ class SwitchReport:
             return f"{self.after}: nothing to switch"
         share = self.moved_bytes / self.state_bytes if self.state_bytes else 0.0
         lines = [
-            f"{self.before} -> {self.after} in {self.total_s:.1f} s",
+            f"{arrow(self.before, self.after)} in {self.total_s:.1f} s",
             f"  carried: {'; '.join(self.carried)}",
             f"  {self.verified} tensors, {size(self.state_bytes)}, each the same as before",
             f"  {size(self.moved_bytes)} ({share:.0%}) crossed between ranks",
@@ -69,6 +72,12 @@ class SwitchReport:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
         """Show the lines where IPython shows a value."""
         printer.text("SwitchReport(...)" if cycle else str(self))
+
+
+def arrow(before: str, after: str) -> str:
+    """Say both, but the ranks once where they are the same."""
+    (ranks, _, old), (then, _, new) = before.partition(", "), after.partition(", ")
+    return f"{ranks}: {old} -> {new}" if ranks == then else f"{before} -> {after}"
 
 
 def size(count: int) -> str:
@@ -108,7 +117,8 @@ class Request:
         listen(lambda phase: self.line.show(f"{title}: {phase}"))
         content = wire.SwitchRequest(options=then.to_json(), reset_optimizer=self.reset_optimizer)
         try:
-            replies = gang.ask(range(self.before.placement.nproc), wire.SWITCH, content)
+            with not_stopped(lambda: self.line.show(f"{title}: cannot be stopped half-way")):
+                replies = gang.ask(range(self.before.placement.nproc), wire.SWITCH, content)
         finally:
             listen(None)
         errors = [reply["error"] for reply in replies.values() if reply["status"] == "error"]
@@ -133,6 +143,19 @@ class Request:
         )
         self.line.show(f"{title} in {report.total_s:.1f} s")
         return report
+
+
+@contextlib.contextmanager
+def not_stopped(tell: Callable[[], object]) -> Iterator[None]:
+    """Let Stop have no effect meanwhile but a word of why."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: tell())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def differences(now: Options, then: Options) -> list[str]:

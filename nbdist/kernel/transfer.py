@@ -9,7 +9,7 @@ from nbdist import payload, wire
 from nbdist.errors import PayloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nbdist.engines.run_dir import RunDir
     from nbdist.kernel.gang import Gang
@@ -25,13 +25,36 @@ def push(values: Mapping[str, object], ranks: Sequence[int], gang: Gang) -> int:
         path.unlink(missing_ok=True)
 
 
-def pull(names: Sequence[str], rank: int, gang: Gang, *, as_numpy: bool) -> dict[str, Any]:
-    """Fetch variables of one rank, by name."""
-    request = wire.PullRequest(names=list(names), folders=[str(f) for f in _folders(gang.run_dir)])
+def pull(
+    names: Sequence[str],
+    rank: int,
+    gang: Gang,
+    *,
+    as_numpy: bool,
+    gather: Callable[[str, Sequence[Path]], str],
+) -> dict[str, Any]:
+    """Fetch variables of one rank, by name.
+
+    Args:
+        names: of them.
+        rank: whose.
+        gang: all ranks.
+        as_numpy: arrays in the place of tensors.
+        gather: lets all ranks write a prepared model into one file; which no rank can alone.
+    """
+    folders = _folders(gang.run_dir)
+    request = wire.PullRequest(names=list(names), folders=[str(f) for f in folders])
     reply: wire.FileReply = gang.ask([rank], wire.PULL, request)[rank]
     if reply["status"] == "error":
         raise PayloadError(reply["error"])
-    return received(reply["path"], gang.run_dir, as_numpy=as_numpy)
+    if "prepared" not in reply:
+        return received(reply["path"], gang.run_dir, as_numpy=as_numpy)
+    values: dict[str, Any] = {}
+    for name in reply["prepared"]:
+        values |= received(gather(name, folders), gang.run_dir, as_numpy=as_numpy)
+    if others := [name for name in names if name not in values]:
+        values |= pull(others, rank, gang, as_numpy=as_numpy, gather=gather)
+    return values
 
 
 def received(path: str, run_dir: RunDir, *, as_numpy: bool = False) -> dict[str, Any]:

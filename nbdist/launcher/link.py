@@ -50,6 +50,9 @@ class Link:
                     self.launches.put(message)
                 elif isinstance(message, wire.Halt):
                     family.end_descendants()
+                elif isinstance(message, wire.RemoveAtEnd):
+                    self._folders = [one for one in self._folders if one != message.folder]
+                    self._folders += [message.folder] if message.remove else []
         self._kernel_is_gone()
 
     def _kernel_is_gone(self) -> None:

@@ -16,6 +16,15 @@ attributes. torch and numpy are imported only to read a file that holds values o
 from __future__ import annotations
 
 from nbdist.payload.reading import from_inline, read
-from nbdist.payload.writing import inline, size, write, write_where_room
+from nbdist.payload.writing import Blank, inline, reserve, size, write, write_where_room
 
-__all__ = ["from_inline", "inline", "read", "size", "write", "write_where_room"]
+__all__ = [
+    "Blank",
+    "from_inline",
+    "inline",
+    "read",
+    "reserve",
+    "size",
+    "write",
+    "write_where_room",
+]

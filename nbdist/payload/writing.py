@@ -30,7 +30,7 @@ from nbdist.payload.form import (
 from nbdist.payload.refusal import Where, a, advice_for, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 
 @dataclass(slots=True)
@@ -216,13 +216,19 @@ def write_where_room(value: object, folders: Iterable[str | Path]) -> Path:
     """
     writer = _Writer()
     head = writer.head(value)
-    needed, full = len(head) + writer.buffer_bytes(), []
+    needed = len(head) + writer.buffer_bytes()
+    return _where_room(needed, folders, lambda path: _save(writer, head, path))
+
+
+def _where_room(needed: int, folders: Iterable[str | Path], save: Callable[[Path], object]) -> Path:
+    """Save into the first folder that has room; give the new file."""
+    full = []
     for folder in map(Path, folders):
         path = folder / f"{secrets.token_hex(8)}.payload"
         free = shutil.disk_usage(folder).free
         if needed <= free:
             try:
-                _save(writer, head, path)
+                save(path)
             except OSError as error:
                 if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                     raise
@@ -233,6 +239,62 @@ def write_where_room(value: object, folders: Iterable[str | Path]) -> Path:
     given = f"needs {-(-needed >> 20)} MiB"
     advice = "move less at once, or free memory in these folders"
     raise refused(Where(None, "value"), given, allowed=allowed, advice=advice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blank:
+    """A tensor whose elements come later."""
+
+    same: object
+    """Equal for two names of one tensor."""
+    dtype: str
+    """As torch names it: "bfloat16"."""
+    itemsize: int
+    shape: tuple[int, ...]
+
+
+def reserve(
+    name: str, tensors: Mapping[str, Blank], folders: Iterable[str | Path]
+) -> tuple[Path, dict[object, int]]:
+    """Make a payload file of one dict of tensors, without their elements.
+
+    Whoever has elements writes them in place; the file can be read when all are there.
+
+    Returns:
+        The file, in the first folder that has room, and where each tensor begins in it: by
+        its `same`, in bytes.
+
+    Raises:
+        PayloadError: no folder has room.
+    """
+    numbers = {one: at for at, one in enumerate({blank.same: 0 for blank in tensors.values()})}
+    sizes = [0] * len(numbers)
+    nodes = []
+    for blank in tensors.values():
+        number = numbers[blank.same]
+        sizes[number] = math.prod(blank.shape) * blank.itemsize
+        nodes.append({"tensor": [number, blank.dtype, list(blank.shape)]})
+    root = {"dict": [[name], [{"dict": [list(tensors), nodes]}]]}
+    text = json.dumps([sizes, root], separators=(",", ":")).encode()
+    head = MAGIC + len(text).to_bytes(HEADER_BYTES - len(MAGIC), "little") + text
+    head = head.ljust(aligned(len(head)), b"\0")
+    offsets, at = {}, len(head)
+    for same, number in numbers.items():
+        offsets[same] = at
+        at += aligned(sizes[number])
+    return _where_room(at, folders, lambda path: _reserve(head, at, path)), offsets
+
+
+def _reserve(head: bytes, size_bytes: int, path: Path) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)  # a full disk is known now, not half-way
+        _write_all(fd, head)
+    except BaseException:
+        path.unlink()
+        raise
+    finally:
+        os.close(fd)
 
 
 def inline(value: object, limit: int = 65536) -> Any:

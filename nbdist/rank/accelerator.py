@@ -28,7 +28,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from nbdist.errors import OptionError, SessionError
-from nbdist.rank import fsdp, leftovers, measure, rehearsal, training, wrap, zero
+from nbdist.rank import fsdp, leftovers, measure, positions, rehearsal, training, wrap, zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,6 +79,7 @@ _original_init = Accelerator.__init__
 _original_prepare = Accelerator.prepare
 _original_prepare_model = Accelerator.prepare_model
 _original_clip = Accelerator.clip_grad_norm_
+_original_free_memory = Accelerator.free_memory
 
 _evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that were prepared for evaluation only."""
@@ -132,10 +133,12 @@ def install(options: Options, hardware: Hardware, *, chooser: Chooser | None = N
     zero.install()
     late = LateAccelerator()
     measure.install(late.device)
+    positions.install()
     Accelerator.__init__ = _init
     Accelerator.prepare = _prepare
     Accelerator.prepare_model = _prepare_model
     Accelerator.clip_grad_norm_ = _clip_grad_norm
+    Accelerator.free_memory = Accelerator.clear = _free_memory
     for name in ("backward", "save_state", "load_state"):
         setattr(Accelerator, name, _after_letting_go(getattr(Accelerator, name)))
     Accelerator.backward = training.counting_backward(Accelerator.backward)
@@ -381,6 +384,18 @@ def _after_letting_go(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return method
+
+
+@functools.wraps(_original_free_memory)
+def _free_memory(self: Accelerator, *objects: Any) -> Any:
+    """Forget what was prepared; what something else still uses lives on.
+
+    accelerate 1.15 destroys DeepSpeed's engine here, and a Trainer calls this first in each
+    `train()`: the second one would have neither model nor optimizer.
+    """
+    if "deepspeed_engine_wrapped" in vars(self):
+        self.deepspeed_engine_wrapped = None
+    return _original_free_memory(self, *objects)
 
 
 @functools.wraps(_original_prepare_model)

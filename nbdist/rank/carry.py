@@ -41,6 +41,23 @@ class Carried:
         self._model, self._optim = f"model{suffix}.", f"optim{suffix}.state."
         self._layout = layouts.of(one.model, [owned.raw for owned in one.living])
 
+    @property
+    def optim(self) -> str:
+        """First part of the keys of optimizer state: "optim"."""
+        return self._optim.partition(".")[0]
+
+    @property
+    def model(self) -> str:
+        """What the keys of weights and buffers begin with: "model."."""
+        return self._model
+
+    def aliases(self) -> dict[str, str]:
+        """Further keys of tied parameters -> the first."""
+        return {
+            self._model + name: self._model + first
+            for name, first in self._trained.kept.aliases.items()
+        }
+
     def share(self, *, optimizers: bool = True) -> dict[str, Shard]:
         """This rank's share: each element of a tensor is on exactly one rank. Live."""
         return self._keyed(owned=True, optimizers=optimizers)

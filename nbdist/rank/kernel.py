@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +26,13 @@ from traitlets import DottedObjectName, Float, Type
 from traitlets.config import Config
 
 from nbdist import payload, wire
-from nbdist.errors import PayloadError, SessionError, SwitchError
+from nbdist.errors import (
+    CheckpointError,
+    NbdistError,
+    PayloadError,
+    SessionError,
+    SwitchError,
+)
 from nbdist.rank import describe, measure
 from nbdist.strategies import Options
 
@@ -34,6 +41,10 @@ if TYPE_CHECKING:
 
     import zmq
     from jupyter_client.session import Session as Signer
+
+    from nbdist.rank.handover import Report
+    from nbdist.rank.namespace import Beginning
+    from nbdist.rank.saving import Saver
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +80,8 @@ class RankKernel(IPythonKernel):
     """Runs cells and answers the requests of `wire`."""
 
     shell: RankShell
+    saver: Saver
+    """Set when the namespace is filled."""
     session: Signer  # traitlets' types say that both may be None; on a rank they never are
     shell_class = Type(RankShell)
     _execute_sleep = Float(0.0)  # ipykernel 7.4 waits 0.5 ms per cell for old front ends
@@ -83,6 +96,8 @@ class RankKernel(IPythonKernel):
             _no_advice
         )
         """Looks at an error while its frames live; what it returns is called without them."""
+        self.beginning: Beginning
+        """What the namespace had before the first cell; `namespace.connect` sets it."""
         self.running: str | None = None
         """Request of the cell that runs now."""
         self.unwanted: str | None = None
@@ -93,6 +108,13 @@ class RankKernel(IPythonKernel):
             wire.PULL: self.pull_request,
             wire.MODEL: self.model_request,
             wire.SWITCH: self.switch_request,
+            wire.SAVE: self.save_request,
+            wire.LOAD: self.load_request,
+            wire.LEAVE: self.leave_request,
+            wire.ARRIVE: self.arrive_request,
+            wire.EXPORT: self.export_request,
+            wire.GATHER: self.gather_request,
+            wire.FOREIGN: self.foreign_request,
         }
         self.control_handlers |= {wire.MEASURED: self.measured_request}
 
@@ -186,10 +208,17 @@ class RankKernel(IPythonKernel):
 
     def pull_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Write variables of the user's namespace into a payload file."""
+        from nbdist.rank import pulling
+
         request = parent["content"]
         try:
-            path = payload.write_where_room(self._named(request["names"]), request["folders"])
-            reply = wire.FileReply(status="ok", path=str(path))
+            values = self._named(request["names"])
+            if prepared := pulling.prepared(values):
+                reply = wire.FileReply(status="ok", prepared=prepared)
+            else:
+                plain = {name: pulling.plain(value) for name, value in values.items()}
+                path = payload.write_where_room(plain, request["folders"])
+                reply = wire.FileReply(status="ok", path=str(path))
         except (NameError, PayloadError, OSError) as error:
             reply = wire.FileReply(status="error", error=str(error))
         self._answer(stream, ident, parent, reply)
@@ -213,6 +242,127 @@ class RankKernel(IPythonKernel):
             reply = wire.SwitchReply(status="ok", report=change.run().to_json())
         except SwitchError as error:
             reply = wire.SwitchReply(status="error", error=str(error))
+        self._answer(stream, ident, parent, reply)
+
+    def export_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Write the prepared model as a folder; all ranks do it together."""
+        from nbdist.rank.exporting import Export
+
+        request: wire.ExportRequest = parent["content"]
+        export = Export(
+            request["folder"],
+            names=self.shell.user_ns,
+            tell=self.tell_phase,
+            dtype=request["dtype"],
+            max_shard_size=request["max_shard_size"],
+            overwrite=request["overwrite"],
+            model=request["model"],
+        )
+        try:
+            reply = wire.ExportReply(status="ok", report=export.run().to_json())
+        except CheckpointError as error:
+            reply = wire.ExportReply(status="error", error=str(error))
+        self._answer(stream, ident, parent, reply)
+
+    def gather_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Write a prepared model into a payload file; all ranks do it together."""
+        from nbdist.rank import pulling
+
+        request: wire.GatherRequest = parent["content"]
+        name = request["name"]
+        try:
+            path = pulling.pull(
+                name, self.shell.user_ns.get(name), request["folders"], tell=self.tell_phase
+            )
+            reply = wire.FileReply(status="ok", path=str(path))
+        except CheckpointError as error:
+            reply = wire.FileReply(status="error", error=str(error))
+        self._answer(stream, ident, parent, reply)
+
+    def leave_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Write everything that new ranks need; all ranks do it together."""
+        from nbdist.rank import handover
+
+        request: wire.LeaveRequest = parent["content"]
+        leaving = handover.Leaving(
+            Options.from_json(request["options"]),
+            self.shell.user_ns,
+            self.beginning,
+            tell=self.tell_phase,
+            world_size=request["world_size"],
+            reset_optimizer=request["reset_optimizer"],
+        )
+        folders = [Path(folder) for folder in request["folders"]]
+        self._answer(stream, ident, parent, _handed_over(lambda: leaving.run(folders)))
+
+    def arrive_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Make everything again that the ranks before have written; all do it together."""
+        from nbdist.rank import handover
+
+        request: wire.ArriveRequest = parent["content"]
+        arriving = handover.Arriving(
+            Path(request["folder"]),
+            self.shell.user_ns,
+            self.beginning,
+            tell=self.tell_phase,
+            old_world_size=request["world_size"],
+        )
+        self._answer(stream, ident, parent, _handed_over(arriving.run))
+
+    def save_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Copy the training state and begin to write it; all ranks do it together."""
+        from nbdist.rank.saving import Order
+
+        request: wire.SaveRequest = parent["content"]
+        try:
+            reply = wire.SaveReply(status="ok", id=self.saver.begin(Order(**request)))
+        except NbdistError as error:
+            reply = wire.SaveReply(status="error", error=str(error))
+        self._answer(stream, ident, parent, reply)
+
+    def load_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Bring a checkpoint into the prepared models; all ranks do it together."""
+        from nbdist.rank.loading import Load
+
+        request: wire.LoadRequest = parent["content"]
+        load = Load(
+            Path(request["path"]),
+            request["id"],
+            tell=self.tell_phase,
+            weights_only=request["weights_only"],
+        )
+        try:
+            reply = wire.LoadReply(status="ok", report=load.run().to_json())
+        except NbdistError as error:
+            reply = wire.LoadReply(status="error", error=str(error))
+        self._answer(stream, ident, parent, reply)
+
+    def complain_later(self) -> Callable[[str], None]:
+        """Give what writes below the cell that runs now, from any thread, also after its end."""
+        parent = self.get_parent("shell")
+
+        def complain(text: str) -> None:
+            content = {"name": "stderr", "text": text}
+            self.session.send(self.iopub_socket, "stream", content, parent=parent)
+
+        return complain
+
+    def foreign_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Load what something else wrote; all ranks do it together."""
+        from nbdist.rank import foreign
+
+        request: wire.ForeignRequest = parent["content"]
+        try:
+            report = foreign.load(
+                request["path"],
+                names=self.shell.user_ns,
+                tell=self.tell_phase,
+                trust=request["trust"],
+                model=request["model"],
+            )
+            reply = wire.ForeignReply(status="ok", report=report.to_json())
+        except CheckpointError as error:
+            reply = wire.ForeignReply(status="error", error=str(error))
         self._answer(stream, ident, parent, reply)
 
     def tell_phase(self, text: str) -> None:
@@ -294,6 +444,14 @@ def release_frames(shell: ZMQInteractiveShell) -> None:
         vars(view).update(tb=None, evalue=None, etype=None, last_syntax_error=None)
     shell.last_execution_result = None
     gc.collect()  # exception and frame often refer to each other
+
+
+def _handed_over(half: Callable[[], Report]) -> wire.HandoverReply:
+    """Run one half of a handover and say what came of it."""
+    try:
+        return wire.HandoverReply(status="ok", report=asdict(half()))
+    except SwitchError as error:
+        return wire.HandoverReply(status="error", error=str(error))
 
 
 def _no_advice(_: BaseException | None) -> None:

@@ -61,7 +61,9 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
         namespace.show_choice(app.kernel, chooser)
     # the kernel takes payload files from the launcher's two folders, not from one start's own
     spare = Path(launch.run_dir).parent
-    namespace.connect(app.kernel, bulk=Path(launch.bulk_dir), spare=spare)
+    checkpoints = Path(launch.cwd or Path.cwd()) / "checkpoints"
+    bulk = Path(launch.bulk_dir)
+    namespace.connect(app.kernel, bulk=bulk, spare=spare, checkpoints=checkpoints)
     pass_first_barrier()
     return app
 

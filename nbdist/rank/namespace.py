@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from nbdist import payload, wire
 from nbdist.errors import OptionError
 from nbdist.rank import advice, measure
 from nbdist.rank.report import Reporter
+from nbdist.rank.saving import Saver
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +27,16 @@ if TYPE_CHECKING:
 
 FLUSH_S = 10.0
 """How long the end of a cell waits for copies of reported device tensors."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Beginning:
+    """What a rank has from its start, before any cell: what differs later is the user's."""
+
+    names: dict[str, Any]
+    """The user's namespace."""
+    environ: dict[str, str]
+    reporter: Reporter
 
 
 def initial(
@@ -40,14 +53,18 @@ def initial(
     }
 
 
-def connect(kernel: RankKernel, *, bulk: Path, spare: Path) -> None:
-    """Add `report` and `send`, which need the rank's kernel."""
+def connect(kernel: RankKernel, *, bulk: Path, spare: Path, checkpoints: Path) -> None:
+    """Add `report`, `send` and `save`, which need the rank's kernel."""
     reporter = Reporter(Publisher(kernel).report)
     kernel.before_reply = functools.partial(reporter.flush, FLUSH_S)
     kernel.after_code = measure.cell_ended
     kernel.advice_on = advice.on
     sender = Sender(kernel, [bulk, spare])
-    kernel.shell.push({"report": reporter.report, "send": sender.send})
+    kernel.saver = Saver(checkpoints, Publisher(kernel).saved, kernel.complain_later)
+    kernel.shell.push({"report": reporter.report, "send": sender.send, "save": kernel.saver.save})
+    kernel.beginning = Beginning(
+        names=dict(kernel.shell.user_ns), environ=dict(os.environ), reporter=reporter
+    )
 
 
 def show_choice(kernel: RankKernel, chooser: Chooser) -> None:
@@ -63,7 +80,7 @@ def show_choice(kernel: RankKernel, chooser: Chooser) -> None:
 
 
 class Publisher:
-    """Publishes rows of report() on iopub, from any thread."""
+    """Publishes the session's own messages on iopub, from any thread."""
 
     def __init__(self, kernel: RankKernel) -> None:
         """Publish through `kernel`."""
@@ -73,6 +90,10 @@ class Publisher:
         """Send rows; the reporter never calls this twice at once."""
         encoded = [{k: wire.finite_or_text(v) for k, v in row.items()} for row in rows]
         self._kernel.publish(wire.REPORT, wire.Report(rows=encoded))
+
+    def saved(self, content: wire.Saved) -> None:
+        """Say how far a save is."""
+        self._kernel.publish(wire.SAVED, content)
 
 
 class Sender:

@@ -8,7 +8,6 @@ free, and says what happened when it is used.
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -138,15 +137,3 @@ def _stale_tensor(reason: str) -> type[nn.Parameter]:
             "__repr__": lambda _: "<Parameter of before a switch>",
         },
     )
-
-
-def trainers(names: Mapping[str, Any]) -> list[Any]:
-    """Trainers of transformers among the user's variables."""
-    return [
-        value
-        for value in names.values()
-        if any(
-            base.__name__ == "Trainer" and base.__module__.startswith("transformers.")
-            for base in inspect.getmro(type(value))
-        )
-    ]

@@ -64,7 +64,8 @@ class Reporter:
         """
         self._publish = publish
         self._copy = copy or PinnedMemory().copy
-        self._next_step = 0
+        self.next_step = 0
+        """Of a call that gives none."""
         self._pending: deque[tuple[dict[str, float], Copies | None]] = deque()
         self._publishing = threading.Lock()
         self._wake, self._closed = threading.Event(), threading.Event()
@@ -85,7 +86,7 @@ class Reporter:
         Raises:
             OptionError: a value that is no scalar; nothing of the call is reported.
         """
-        step = self._next_step if step is None else _checked_step(step)
+        step = self.next_step if step is None else _checked_step(step)
         row: dict[str, float] = {"step": step, "time": time.time()}
         if not scalars or not _OWN_NAMES.isdisjoint(scalars):
             raise _refused_names(scalars)
@@ -99,7 +100,7 @@ class Reporter:
             else:
                 row[name] = _number(name, value)
         self._pending.append((row, self._copy(distant) if distant else None))
-        self._next_step = step + 1
+        self.next_step = step + 1
         if not self._wake.is_set():
             self._wake.set()
 

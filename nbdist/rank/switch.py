@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import time
 import weakref
 from dataclasses import asdict, dataclass, field
@@ -25,9 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from nbdist import machine
 from nbdist.errors import SwitchError
+from nbdist.launcher import extensions
 from nbdist.rank import accelerator as accelerators
-from nbdist.rank import leftovers, randomness, rebind, training, wrap
+from nbdist.rank import leftovers, randomness, rebind, scaler, trainer, training, wrap
 from nbdist.rank.carry import Carried
 from nbdist.state import digest, layouts, recipes, shards, skeleton
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from nbdist.rank.carry import Counts
+    from nbdist.rank.scaler import Scale
     from nbdist.rank.training import Trained, TrainedOptimizer
     from nbdist.state.recipes import Recipe
     from nbdist.state.shards import Shard
@@ -66,6 +70,9 @@ class Kept:
     tensors: dict[str, Shard]
     """This rank's share, in host memory."""
     counts: Counts
+    steps: int
+    scale: Scale | None
+    """Of the loss, under fp16."""
     digests: dict[str, int]
 
 
@@ -98,7 +105,7 @@ class Switch:
         then: Options,
         names: MutableMapping[str, Any],
         *,
-        tell: Callable[[str], object],
+        tell: Callable[[str], None],
         reset_optimizer: bool = False,
     ) -> None:
         """Know what is to come.
@@ -128,6 +135,9 @@ class Switch:
             leftovers.let_go()
             trained = training.everything()
             self._check(trained)
+            hardware = accelerators.current().hardware
+            ops = self._then.strategy.extensions(self._then, hardware)
+            extensions.ensure(ops, progress=self._tell)
         with self._phase("keeping"):
             self._kept = [self._keep(number, one) for number, one in enumerate(trained)]
         try:
@@ -168,20 +178,23 @@ class Switch:
     def _keep(self, number: int, one: Trained) -> Kept:
         """Copy this rank's share to host memory."""
         carried = Carried(number, one)
-        share = shards.snapshot(carried.share(optimizers=not self._reset))
-        self.report.state_bytes += sum(
-            piece.view.nbytes for shard in share.values() for piece in shard.pieces
-        )
+        live = carried.share(optimizers=not self._reset)
+        needed = sum(piece.view.nbytes for shard in live.values() for piece in shard.pieces)
+        check_room(needed)
+        self.report.state_bytes += needed
+        share = shards.snapshot(live)
         return Kept(
             number=number,
             accelerator=one.owner,
             skeleton=one.kept,
             attributes=skeleton.attributes(one.model, one.kept),
-            buffers=_buffers(one),
+            buffers=buffers(one),
             optimizers=[(owned.recipe, recipes.options(owned.raw)) for owned in one.living],
             schedulers=one.schedules,
             tensors=share,
             counts={} if self._reset else carried.counts(),
+            steps=one.steps,
+            scale=scaler.scale_of(one),
             digests=digest.agreed(share),
         )
 
@@ -193,7 +206,7 @@ class Switch:
             " what you need from them again."
         )
         for number, one in enumerate(trained):
-            for key, part in _parts(number, one).items():
+            for key, part in parts(number, one).items():
                 self._renewed.old(key, part)
             layouts.free(one.model)
         training.forget()
@@ -221,7 +234,9 @@ class Switch:
             for kept, one in zip(self._kept, trained, strict=True):
                 carried = Carried(kept.number, one)
                 self.report.sent_bytes += carried.take(kept.tensors, kept.counts)
-                _give_buffers(one, kept.buffers)
+                give_buffers(one, kept.buffers)
+                one.steps = kept.steps
+                scaler.give(one, kept.scale)
         with self._phase("verifying"):
             self.report.verified = sum(
                 Carried(kept.number, one).verify(kept.digests, kept.tensors)
@@ -229,9 +244,10 @@ class Switch:
             )
         with self._phase("binding"):
             self.report.bound = self._renewed.bind(self._names)
-            for trainer in rebind.trainers(self._names):
-                self._renewed.bind(vars(trainer))
-                self._renewed.bind(vars(trainer.callback_handler))
+            for one in trainer.found(self._names):
+                self._renewed.bind(vars(one))
+                self._renewed.bind(vars(one.callback_handler))
+                trainer.follow(one)
 
     def _build(self, kept: Kept) -> None:
         """Make a model and what belongs to it, and prepare it."""
@@ -252,7 +268,7 @@ class Switch:
             )
         one = training.everything()[-1]
         _go_on_with(one, kept.schedulers)
-        self._renewed.new(_parts(kept.number, one))
+        self._renewed.new(parts(kept.number, one))
 
     def _go_back(self, error: SwitchError) -> None:
         """Return to the old options.
@@ -276,23 +292,20 @@ class Switch:
 
     def _summarise(self) -> None:
         """Say what was carried, in words."""
-        steps = {
-            count for kept in self._kept for one in kept.counts.values() for count in one.values()
-        }
-        words = []
+        words = [] if self._kept else ["no model was prepared yet"]
         for kept in self._kept:
             model, total = type(kept.skeleton.model).__name__, len(kept.skeleton.names)
-            words.append(f"{model}: {total} parameters, {len(kept.buffers)} buffers")
+            words.append(f"{model} ({total} parameters, {len(kept.buffers)} buffers)")
             words += [
-                f"{recipe.cls.__name__}: {len(groups)} parameter groups"
-                + (", its state reset" if self._reset else "")
-                for recipe, groups in kept.optimizers
+                f"{recipe.cls.__name__}{' without its state' if self._reset else ''}"
+                for recipe, _ in kept.optimizers
             ]
             words += [type(one.scheduler).__name__ for one in kept.schedulers]
-        if steps:
-            words.append(f"step {max(steps):g}")
-        words += ["random generators", f"{len(training.loaders())} loaders, where they are"]
-        self.report.carried = words
+            steps = [count for one in kept.counts.values() for count in one.values()]
+            words += [f"step {max(steps):g}"] if steps else []
+        loaders = len(training.loaders())
+        words += [f"{loaders} loader{'s' * (loaders != 1)}"] if loaders else []
+        self.report.carried = [*words, "random generators", "all variables"]
 
 
 def check(one: Trained, then: Options, *, reset_optimizer: bool) -> None:
@@ -326,6 +339,25 @@ def check(one: Trained, then: Options, *, reset_optimizer: bool) -> None:
         _check_optimizer(owned, one, then)
 
 
+def check_room(needed: int) -> None:
+    """Refuse a copy that the host has no room for.
+
+    Args:
+        needed: bytes of this rank's share.
+
+    Raises:
+        SwitchError: the host's free memory is less than all its ranks' copies.
+    """
+    everyone = needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = machine.host_free_bytes()
+    if everyone > free:
+        message = (
+            f"a copy of the state takes {everyone / 2**30:.1f} GiB of the host's memory and"
+            f" {free / 2**30:.1f} GiB are free; free some, or save, restart and load."
+        )
+        raise SwitchError(message)
+
+
 def _check_optimizer(owned: TrainedOptimizer, one: Trained, then: Options) -> None:
     """Refuse optimizer state that means nothing elsewhere, or has no room there."""
     refusal = recipes.refusal(owned.recipe.cls)
@@ -352,9 +384,9 @@ def agree(phase: str, error: Exception | None) -> None:
     Raises:
         SwitchError: at least one did, this one or another.
     """
-    words = None if error is None else _words(error)
+    said = None if error is None else words(error)
     everyone: list[str | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, words)
+    distributed.all_gather_object(everyone, said)
     failed = {rank: one for rank, one in enumerate(everyone) if one is not None}
     if not failed:
         return
@@ -367,7 +399,7 @@ def agree(phase: str, error: Exception | None) -> None:
     raise SwitchError(message) from error
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
     """Say an error in one sentence."""
     text = str(error).strip() or "no reason given"
     return text if isinstance(error, SwitchError) else f"{type(error).__name__}: {text}"
@@ -382,7 +414,7 @@ def _problem(attempt: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _parts(number: int, one: Trained) -> dict[object, object]:
+def parts(number: int, one: Trained) -> dict[object, object]:
     """What a variable may hold of a model in training, by key."""
     found = rebind.parts(number, one.model, one.bare())
     for place, owned in enumerate(one.living):
@@ -402,7 +434,7 @@ def _go_on_with(one: Trained, wrappers: Sequence[Any]) -> None:
     one.schedulers[:] = map(weakref.ref, wrappers)
 
 
-def _buffers(one: Trained) -> dict[str, torch.Tensor]:
+def buffers(one: Trained) -> dict[str, torch.Tensor]:
     """Copy this rank's buffers to host memory.
 
     DeepSpeed rounds buffers to the type that it computes in; those that no state dict has
@@ -417,7 +449,7 @@ def _buffers(one: Trained) -> dict[str, torch.Tensor]:
     return kept
 
 
-def _give_buffers(one: Trained, kept: dict[str, torch.Tensor]) -> None:
+def give_buffers(one: Trained, kept: dict[str, torch.Tensor]) -> None:
     """Set this rank's buffers."""
     for name, live in one.model.named_buffers():
         live.copy_(kept[skeleton.plain(name)])

@@ -8,14 +8,20 @@ before Trainer builds it.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from nbdist.errors import OptionError
 from nbdist.rank import accelerator
 from nbdist.rank.choose import Batch
+from nbdist.rank.zero import StepsItself
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Mapping
 
     from nbdist.rank.choose import Chooser
     from nbdist.strategies import Options
@@ -57,4 +63,53 @@ def trainer_arguments(
         return chooser.decide(model, OPTIMIZER, lambda: batch)
 
     session = accelerator.decide(choice)
+    _keep_optimizer_of_deepspeed()
     return session.options.strategy.training_arguments(session.options, session.hardware)
+
+
+def _keep_optimizer_of_deepspeed() -> None:
+    """Let a second `train()` under DeepSpeed go on with engine and optimizer, as others do.
+
+    transformers 5.23 (`deepspeed_init`) makes a new optimizer, for an engine that has one.
+    """
+    module: Any = importlib.import_module("transformers.trainer")
+    original = module.deepspeed_init
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def deepspeed_init(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = trainer.optimizer
+        if isinstance(kept, StepsItself) and kept.engine is trainer.model_wrapped:
+            return kept, None
+        return original(trainer, *args, **kwargs)
+
+    module.deepspeed_init = deepspeed_init
+
+
+def found(names: Mapping[str, Any]) -> list[Any]:
+    """Trainers of transformers among variables."""
+    return [value for value in names.values() if _is_trainer(type(value))]
+
+
+def _is_trainer(kind: type) -> bool:
+    """Whether it is a Trainer or made of one, without importing it."""
+    bases = inspect.getmro(kind)
+    return any(
+        base.__name__ == "Trainer" and base.__module__.startswith("transformers.") for base in bases
+    )
+
+
+def follow(trainer: Any) -> None:
+    """Let a Trainer know the engine that its model has now.
+
+    Its `model` is the bare one, but under FSDP the wrapped one (transformers 5.23).
+    """
+    state = trainer.accelerator.state
+    trainer.is_deepspeed_enabled = getattr(state, "deepspeed_plugin", None) is not None
+    trainer.is_fsdp_enabled = getattr(state, "fsdp_plugin", None) is not None
+    wrapped = trainer.model_wrapped
+    if isinstance(wrapped, nn.Module):
+        bare = trainer.accelerator.unwrap_model(wrapped)
+        trainer.model = wrapped if trainer.is_fsdp_enabled else bare
+        trainer.deepspeed = wrapped if trainer.is_deepspeed_enabled else None

@@ -65,6 +65,8 @@ class Trained:
     """Wrappers of its schedulers, as `prepare()` returned them."""
     waiting: int = 0
     """Micro-batches whose gradients no step has used yet."""
+    steps: int = 0
+    """Optimizer steps since its training began, in whatever session."""
 
     @property
     def model(self) -> nn.Module:
@@ -108,7 +110,7 @@ class Trained:
 
 
 _trained: list[Trained] = []
-_loaders: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+_loaders: list[weakref.ref[DataLoader[Any]]] = []
 
 
 def everything() -> list[Trained]:
@@ -118,8 +120,23 @@ def everything() -> list[Trained]:
 
 
 def loaders() -> list[DataLoader[Any]]:
-    """All prepared loaders that are still in use."""
-    return list(_loaders)
+    """All prepared loaders that are still in use, in the order in which they were prepared."""
+    _loaders[:] = [known for known in _loaders if known() is not None]
+    return [one for one in (known() for known in _loaders) if one is not None]
+
+
+def know_loader(prepared: Any, given: object) -> None:
+    """Remember a prepared loader, and the user's that it was made from."""
+    vars(prepared)[_GIVEN] = given
+    _loaders.append(weakref.ref(prepared))
+
+
+def given_loader(prepared: Any) -> object:
+    """The user's loader that a prepared one was made from; None where it is not known."""
+    return vars(prepared).get(_GIVEN)
+
+
+_GIVEN = "_nbdist_given"
 
 
 class Meeting:
@@ -171,8 +188,8 @@ class Meeting:
                 one = self._new[id(before)]
                 one.wrapper = weakref.ref(after)
                 _trained.append(one)
-            elif isinstance(after, DataLoader):
-                _loaders.add(after)
+            elif isinstance(after, DataLoader) and not any(after is one for one in loaders()):
+                know_loader(after, before)
         for before, after in pairs:
             if not isinstance(before, Optimizer) or not isinstance(after, AcceleratedOptimizer):
                 continue
@@ -218,6 +235,8 @@ def using_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
             for one in _trained:
                 if any(owned.wrapper() is self for owned in one.optimizers):
                     one.waiting = 0
+                    first = one.optimizers[0].wrapper() is self
+                    one.steps += int(first and original.__name__ == "step")
         return result
 
     return method

@@ -76,6 +76,11 @@ def filled_later() -> Iterator[None]:
         _filled_later.pop()
 
 
+def have_values() -> bool:
+    """Whether models that are prepared now have their values already."""
+    return not _filled_later
+
+
 @torch.no_grad()
 def same_start(model: nn.Module) -> None:
     """Give every rank rank 0's weights and buffers, as DDP and DeepSpeed do.
@@ -83,7 +88,7 @@ def same_start(model: nn.Module) -> None:
     A collective: all ranks call it with the same model. FSDP takes each rank's own piece
     of what that rank has, so models built without a common seed would be mixed.
     """
-    if _filled_later:
+    if not have_values():
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:

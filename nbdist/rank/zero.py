@@ -26,10 +26,10 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
-from nbdist.rank import leftovers, rehearsal
+from nbdist.rank import leftovers, rehearsal, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from accelerate import Accelerator
 
@@ -139,6 +139,9 @@ def prepare(
     """
     model = next((one for one in args if isinstance(one, nn.Module)), None)
     optimizer = next((one for one in args if isinstance(one, (Optimizer, DummyOptim))), None)
+    if model is None:
+        # A Trainer's second train() brings its prepared optimizer alone.
+        model = getattr(optimizer, "engine", None)
     if engine_of(model) is not None:
         return _again(accelerator, original, args, model, optimizer)
     _check_together(accelerator.state.deepspeed_plugin.zero_stage, model, optimizer)
@@ -149,7 +152,8 @@ def prepare(
     accelerator.deepspeed_engine_wrapped = None
     if options is not None:
         _fill(accelerator, args, model, optimizer)
-    result = original(accelerator, *args, **kwargs)
+    with contextlib.nullcontext() if wrap.have_values() else _nothing_broadcast():
+        result = original(accelerator, *args, **kwargs)
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
     _keep_gradients_in_memory(engine.optimizer)
@@ -160,6 +164,26 @@ def prepare(
     if optimizer is None and before is not None:
         accelerator.deepspeed_engine_wrapped = before
     return result
+
+
+@contextlib.contextmanager
+def _nothing_broadcast() -> Iterator[None]:
+    """Let DeepSpeed skip the exchange of values that a model does not have yet.
+
+    deepspeed 0.19.8 sends each parameter, as bytes, from rank 0 to all others when it is cut.
+    """
+    from deepspeed import comm
+
+    original = comm.broadcast
+
+    def broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return None if tensor.dtype == torch.uint8 else original(tensor, *args, **kwargs)
+
+    comm.broadcast = broadcast
+    try:
+        yield
+    finally:
+        comm.broadcast = original
 
 
 def engine_of(model: nn.Module | None) -> Any:

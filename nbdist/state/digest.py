@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import distributed
 
 from nbdist.state import wires
 
@@ -58,7 +57,7 @@ def digests(shards: ShardMap, *, dtypes: Mapping[str, torch.dtype] | None = None
 
 def agreed(
     shards: ShardMap,
-    group: distributed.ProcessGroup | None = None,
+    group: wires.Group = None,
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, int]:
@@ -74,10 +73,9 @@ def agreed(
     if wires.size(group) == 1:
         return own
     keys = sorted({key for others in wires.everyones(sorted(own), group) for key in others})
-    sums = np.array([own.get(key, 0) for key in keys], dtype=np.uint64).view(np.int64)
-    added = torch.from_numpy(sums).to(wires.device(group))
-    distributed.all_reduce(added, group=group)
-    return {key: one % _WRAP for key, one in zip(keys, added.tolist(), strict=True)}
+    signed = np.array([own.get(key, 0) for key in keys], dtype=np.uint64).view(np.int64)
+    sums = wires.sums(signed.tolist(), group)
+    return {key: one % _WRAP for key, one in zip(keys, sums, strict=True)}
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import distributed
 
 from nbdist.errors import SwitchError
 from nbdist.state import wires
@@ -179,9 +178,8 @@ class _Plan:
         """Return the batches in which anything crosses; a collective."""
         batches = list(self._batches())
         crosses = [any(map(any, self._sends(batch))) for batch in batches]
-        flags = torch.tensor(crosses, dtype=torch.int32, device=wires.device(self._group))
-        distributed.all_reduce(flags, distributed.ReduceOp.MAX, group=self._group)
-        return [batch for batch, flag in zip(batches, flags.tolist(), strict=True) if flag]
+        flags = wires.sums(list(map(int, crosses)), self._group)
+        return [batch for batch, flag in zip(batches, flags, strict=True) if flag]
 
     def _batches(self) -> Iterator[list[_Window]]:
         """Cut all wanted keys into batches."""
@@ -245,10 +243,7 @@ class _Plan:
             for other in range(self.world)
         ]
         splits = [sum(_padded(part, dtype) for part, dtype in parts) for parts in rooms]
-        incoming = torch.empty(sum(splits), dtype=torch.uint8, device=outgoing.buffer.device)
-        distributed.all_to_all_single(
-            incoming, outgoing.buffer, splits, outgoing.splits, group=self._group
-        )
+        incoming = wires.exchange(outgoing.buffer, outgoing.splits, splits, self._group)
         at = 0
         for part, dtype in (one for parts in rooms for one in parts):
             size = (part.stop - part.start) * dtype.itemsize

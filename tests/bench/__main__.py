@@ -1,6 +1,6 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
-    python tests/bench [cells] [starts] [values] [checkpoints] [training] [weight]
+    python tests/bench [cells] [starts] [values] [checkpoints] [switching] [training] [weight]
     python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
@@ -24,6 +24,7 @@ import plan_speed
 import plan_traced
 import results
 import starts
+import switching
 import training
 import values
 import weight
@@ -47,6 +48,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "starts": lambda: starts.measure(others(), BUILD),
     "values": lambda: values.measure(others()),
     "checkpoints": lambda: checkpoints.measure(BUILD),
+    "switching": lambda: switching.measure(BUILD),
     "training": lambda: training.measure(BUILD),
     "weight": weight.measure,
     "plan_speed": plan_speed.measure,

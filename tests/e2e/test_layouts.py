@@ -21,10 +21,14 @@ BEFORE, AFTER = 3, 3
 
 PRELUDE = textwrap.dedent(
     """
-    import gc, math
+    import functools, gc, math
     from accelerate import Accelerator, DistributedDataParallelKwargs
     from torch import nn
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper,
+    )
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
     from nbdist.errors import SwitchError
     from nbdist.rank import accelerator as accelerators
     from nbdist.state import digest, layouts, moving, shards
@@ -69,12 +73,22 @@ PRELUDE = textwrap.dedent(
         ))
 
     def build(kind):
+        if kind == "checkpointed":
+            return checkpointed(Whole(gpt2()))
         if kind == "adapters":
             model = Parts(gpt2())
             model.base.requires_grad_(False)
             model.base.transformer.h[1].mlp.requires_grad_(True)
             return model
         return Whole(gpt2())
+
+    def checkpointed(model):
+        '''Recompute each block's activations, with torch's own wrapper around it.'''
+        wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=wrapper, check_fn=lambda one: isinstance(one, GPT2Block)
+        )
+        return model
 
     def optimizer_for(kind, model):
         trained = [one for one in model.parameters() if one.requires_grad]
@@ -157,6 +171,15 @@ PRELUDE = textwrap.dedent(
     def differing(one, two):
         return sorted(key for key in one.keys() | two.keys() if one.get(key, 0) != two.get(key, 0))
 
+    def apart(training, kept):
+        '''Keys whose values are not the kept ones, in the types that the engine keeps.'''
+        state = training.state(owned=True)
+        types = {key: one.dtype for key, one in state.items()}
+        return differing(digest.agreed(state), digest.agreed(kept.shards, dtypes=types))
+
+    def farthest(one, two):
+        return max(abs(a - b) for a, b in zip(one, two, strict=True))
+
     def covered(state):
         '''Whether all ranks' pieces together have each element once.'''
         mine = [(key, piece.start, piece.stop, math.prod(one.shape))
@@ -172,7 +195,8 @@ PRELUDE = textwrap.dedent(
 )
 MATRIX = textwrap.dedent(
     """
-    sources, targets, kind, options, trained = {sources!r}, {targets!r}, {kind!r}, {options!r}, {before}
+    sources, targets, kind = {sources!r}, {targets!r}, {kind!r}
+    options, trained = {options!r}, {before}
     kept, losses, problems, fractions, worst = {{}}, {{}}, [], {{}}, 0.0
     for source in sources:
         training = Training(source, kind, **options)
@@ -188,16 +212,14 @@ MATRIX = textwrap.dedent(
             training = Training(target, kind, seed=999, **options)
             total = shards.bytes_of(kept[source].shards)
             fractions[source, target] = kept[source].into(training) / total
-            state = training.state(owned=True)
-            types = {{key: one.dtype for key, one in state.items()}}
-            wrong = differing(digest.agreed(state), digest.agreed(kept[source].shards, dtypes=types))
+            wrong = apart(training, kept[source])
             if wrong:
                 problems.append((source, target, len(wrong), wrong[:4]))
             counts = training.layout.counts()
             if any(counts.get(n) != c for n, c in kept[source].counts.items()):
                 problems.append((source, target, "counts"))
-            now = training.train(trained, trained + {after})
-            worst = max(worst, *(abs(a - b) for a, b in zip(now, losses.get(target, losses[source]), strict=True)))
+            expected = losses.get(target, losses[source])
+            worst = max(worst, farthest(expected, training.train(trained, trained + {after})))
             del training
     [problems, worst, fractions,
      {{engine: differing(one.digests, kept[sources[0]].digests) for engine, one in kept.items()}}]
@@ -206,10 +228,17 @@ MATRIX = textwrap.dedent(
 
 
 @pytest.fixture(scope="module")
-def ranks(session: Session) -> Session:
+def prepared(session: Session) -> Session:
     """Two CPU ranks with models and a way to change the engine."""
     session.run(PRELUDE)
     return session
+
+
+@pytest.fixture
+def ranks(prepared: Session) -> Session:
+    """The same, with nothing in use that another test has prepared."""
+    prepared.run("training = other = plain = kept = None")
+    return prepared
 
 
 def matrix(ranks: Session, kind: str, **options: Any) -> list[Any]:
@@ -221,9 +250,246 @@ def matrix(ranks: Session, kind: str, **options: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "adagrad", "adapters"])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["adamw", "adapters"])
 def test_all_state_moves_between_all_engines(ranks: Session, kind: str) -> None:
-    problems, worst, _, apart = matrix(ranks, kind)
+    problems, worst, sent, apart = matrix(ranks, kind)
     assert problems == []
     assert worst <= 1e-6
     assert apart == {engine: [] for engine in ENGINES}
+    assert max(sent["fsdp2", "zero3"], sent["zero3", "fsdp2"]) < 0.05
+
+
+SOME = ["ddp", "fsdp1", "zero3"]
+WAYS: dict[str, dict[str, Any]] = {
+    "momentum": {"kind": "sgd", "targets": ["fsdp2", "fsdp1", "zero2", "zero3"]},
+    # Adagrad's state is as large as the whole parameter when FSDP cuts it: torch fails to step.
+    "Adagrad": {"kind": "adagrad", "sources": ["ddp", "zero1", "zero2", "zero3"]},
+    "before the first step": {"kind": "adamw", "before": 0, "targets": SOME},
+    "accumulation": {"kind": "adamw", "accumulate": 2, "targets": SOME},
+    "offload": {"kind": "sgd", "offload": "cpu", "sources": ENGINES[1:], "targets": ENGINES[1:]},
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", WAYS)
+def test_all_state_moves_whatever_is_trained(ranks: Session, way: str) -> None:
+    problems, worst, *_ = matrix(ranks, **WAYS[way])
+    assert problems == []
+    assert worst <= 1e-6
+
+
+@pytest.mark.timeout(600)
+def test_masters_of_bfloat16_are_carried_in_full(ranks: Session) -> None:
+    # The engines' sums differ in the last bits of bfloat16, so their losses do.
+    problems, worst, *_ = matrix(ranks, "adapters", precision="bf16", targets=["fsdp2", *SOME])
+    assert problems == []
+    assert worst <= 5e-3
+
+
+def test_deepspeeds_other_optimizer_for_bfloat16(ranks: Session) -> None:
+    cell = """
+    config = {"data_types": {"grad_accum_dtype": "fp32"}}
+    training = Training("zero1", precision="bf16", deepspeed_config=config)
+    training.train(0, 3)
+    layouts.check(training.model)
+    kept, complete = Kept(training), covered(training.state(owned=True))
+    expected = training.train(3, 6)
+    other = Training("zero1", seed=9, precision="bf16", deepspeed_config=config)
+    kept.into(other)
+    wrong, far = apart(other, kept), farthest(expected, other.train(3, 6))
+    plain = Training("fsdp1", seed=9, precision="bf16")
+    kept.into(plain)
+    (type(training.model.optimizer).__name__, complete, wrong, far, apart(plain, kept))
+    """
+    found = ranks.run(textwrap.dedent(cell)).values[0]
+    assert found == ("BF16_Optimizer", True, [], 0.0, [])
+
+
+CONFIGS: list[tuple[str, dict[str, Any]]] = [
+    # deepspeed 0.19.8 then forgets the order when it links parameters to their masters
+    ("zero2", {"stage": 2, "round_robin_gradients": True}),
+    ("zero1", {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 1000}),
+    # several masters a parameter group, and few parameters or none that stay gathered
+    ("zero3", {"stage": 3, "sub_group_size": 2000, "stage3_param_persistence_threshold": 0}),
+    ("zero3", {"stage": 3, "sub_group_size": 5000, "stage3_param_persistence_threshold": 100}),
+]
+
+
+@pytest.mark.parametrize(("engine", "zero"), CONFIGS)
+def test_deepspeeds_own_options(ranks: Session, engine: str, zero: dict[str, Any]) -> None:
+    cell = f"""
+    config = {{"zero_optimization": {zero!r}}}
+    training = Training("ddp")
+    training.train(0, 3)
+    kept = Kept(training)
+    training = Training({engine!r}, deepspeed_config=config)
+    training.train(0, 3)
+    layouts.check(training.model)
+    same, complete = apart(training, kept), covered(training.state(owned=True))
+    expected = training.train(3, 6)
+    other = Training({engine!r}, seed=9, deepspeed_config=config)
+    kept.into(other)
+    same, complete, apart(other, kept), farthest(expected, other.train(3, 6))
+    """
+    assert ranks.run(textwrap.dedent(cell)).values[0] == ([], True, [], 0.0)
+
+
+def test_one_flat_tensor_has_one_count(ranks: Session) -> None:
+    cell = """
+    training = Training("zero2")
+    layout = training.layout
+    names = list(layout.weights(owned=True))
+    try:
+        layout.settle({name: {"step": float(number)} for number, name in enumerate(names)})
+    except SwitchError as error:
+        found = str(error)
+    del training, layout
+    found
+    """
+    found = ranks.run(textwrap.dedent(cell)).values[0]
+    assert "was stepped 1 times and others of its parameter group 0 times" in found
+
+
+def test_a_model_under_zero3_without_an_optimizer(ranks: Session) -> None:
+    cell = """
+    hardware = accelerators.current().hardware
+    accelerators.adopt(Options(backend="zero3").checked(hardware))
+    accelerator, models, losses = Accelerator(), [], []
+    for seed in (0, 4):
+        torch.manual_seed(seed)
+        models.append(accelerator.prepare(build("adamw")))
+        layouts.check(models[-1])
+    first, second = (layouts.of(model) for model in models)
+    complete = covered(named(first, True))
+    moving.move(shards.snapshot(named(first, True)), named(second, False))
+    second.settle({})
+    losses = [model(input_ids=tokens[:4], labels=tokens[:4]).item() for model in models]
+    for model in models:
+        layouts.free(model)
+    del model, models, first, second
+    complete, losses[0] == losses[1]
+    """
+    assert ranks.run(textwrap.dedent(cell)).values[0] == (True, True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_living_engine_takes_state_after_an_evaluation(ranks: Session, engine: str) -> None:
+    cell = f"""
+    training = Training({engine!r}, "adapters")
+    training.train(0, 3)
+    kept = Kept(training)
+    expected = training.train(3, 5)
+    training.train(5, 7)
+    training.model.eval()
+    with torch.no_grad():
+        training.model(input_ids=tokens[:4], labels=tokens[:4])
+    before = apart(training, kept)
+    kept.into(training)
+    len(before) > 0, apart(training, kept), farthest(expected, training.train(3, 5))
+    """
+    assert ranks.run(textwrap.dedent(cell)).values[0] == (True, [], 0.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_names_are_those_of_the_bare_model(ranks: Session, engine: str) -> None:
+    cell = f"""
+    names = sorted(name for name, _ in build("adamw").named_parameters())
+    training = Training({engine!r}, "checkpointed")
+    training.train(0, 1)
+    compiled = torch.compile(training.model, backend="eager")
+    layouts.check(compiled)
+    layout = layouts.of(compiled, [training.optimizer])
+    wrapped = any("_checkpoint" in name for name, _ in training.model.named_parameters())
+    found = wrapped, sorted(layout.weights(owned=True)) == names, sorted(layout.counts()) == names
+    del training, compiled, layout
+    found
+    """
+    assert ranks.run(textwrap.dedent(cell)).values[0] == (True, True, True)
+
+
+@pytest.mark.parametrize("sharding", ["NO_SHARD", "SHARD_GRAD_OP"])
+def test_other_cuts_of_fsdp1(ranks: Session, sharding: str) -> None:
+    cell = f"""
+    config = {{"sharding_strategy": {sharding!r}}}
+    training = Training("fsdp1", fsdp_config=config)
+    training.train(0, 3)
+    kept, complete = Kept(training), covered(training.state(owned=True))
+    expected = training.train(3, 6)
+    found = [complete]
+    for engine, options in (("fsdp1", {{"fsdp_config": config}}), ("zero3", {{}})):
+        other = Training(engine, seed=9, **options)
+        kept.into(other)
+        found += [apart(other, kept), farthest(expected, other.train(3, 6))]
+    found
+    """
+    assert ranks.run(textwrap.dedent(cell)).values[0] == [True, [], 0.0, [], 0.0]
+
+
+def test_another_memory_order_is_kept_or_refused(ranks: Session) -> None:
+    cell = """
+    class Picture(nn.Sequential):
+        def forward(self, input_ids, labels):
+            image = torch.nn.functional.one_hot(input_ids[:, :16] % 3, 3).float()
+            return super().forward(image.view(-1, 3, 4, 4)).square().mean()
+
+    def build(kind):
+        layers = [nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 2), nn.Conv2d(5, 4, 1)]
+        layers[2].requires_grad_(False)
+        return Picture(*layers).to(memory_format=torch.channels_last)
+
+    training = Training("ddp")
+    training.train(0, 3)
+    kept = Kept(training)
+    expected = training.train(3, 6)
+    other = Training("ddp", seed=9)
+    kept.into(other)
+    found = [apart(other, kept), farthest(expected, other.train(3, 6))]
+    weight = next(other.model.parameters())
+    found += [not weight.is_contiguous()]
+    try:
+        layouts.check(Training("fsdp1").model)
+    except SwitchError as error:
+        found += [str(error)]
+    found
+    """
+    wrong, far, same_order, refusal = ranks.run(textwrap.dedent(cell)).values[0]
+    ranks.run(PRELUDE)
+    assert (wrong, far, same_order) == ([], 0.0, True)
+    assert "0.weight is in another memory order than row by row" in refusal
+
+
+FREED = textwrap.dedent(
+    """
+    def reachable():
+        '''Bytes of all tensors that the garbage collector can reach.'''
+        gc.collect()
+        found = {{}}
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.Tensor) and not one.is_meta:
+                storage = getattr(one, "_local_tensor", one).untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+        return sum(found.values())
+
+    held, levels, full = [], [], []
+    for _ in range(5):
+        training = Training({engine!r}, "adapters")
+        training.train(0, 1)
+        model, optimizer = training.model, training.optimizer
+        held += [model, training.accelerator.unwrap_model(model), optimizer]
+        held += list(model.parameters())
+        full.append(reachable())
+        layouts.free(model, [optimizer])
+        levels.append(reachable())
+    del training, model, optimizer
+    held.clear()
+    levels, min(full) - levels[0]
+    """
+)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_freed_engine_holds_nothing_though_it_is_held(ranks: Session, engine: str) -> None:
+    levels, freed = ranks.run(FREED.format(engine=engine)).values[0]
+    assert max(levels) - min(levels) < 1000
+    assert freed > 150_000  # bytes of a shard; ZeRO-3's buffers are two gigabytes

@@ -204,9 +204,9 @@ def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Sessio
     trained.switch("ddp")
     trained.run(START.format("make=torch.optim.Adafactor, lr=1e-3"))
     with pytest.raises(SwitchError, match=r"Adafactor is not known.*--reset-optimizer"):
-        trained.switch("fsdp2")
+        trained.switch("zero2")
     assert len(one(trained, "train(1)")) == 1
-    trained.switch("fsdp2", reset_optimizer=True)
+    trained.switch("zero2", reset_optimizer=True)
     assert len(one(trained, "train(1)")) == 1
     with pytest.raises(OptionError):
         trained.switch("zero9")
@@ -218,3 +218,42 @@ def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Sessio
         trained.switch("ddp")
     trained.run("optimizer.zero_grad()")
     trained.switch("ddp")
+
+
+TRAINER = textwrap.dedent(
+    """
+    import nbdist, tempfile
+    from transformers import Trainer, TrainingArguments
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=3,
+        logging_steps=1, learning_rate=3e-3, report_to="none", save_strategy="no", seed=3,
+        disable_tqdm=True, **nbdist.trainer_arguments(),
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = Trainer(model=gpt2(), args=arguments, train_dataset=rows)
+
+    def again():
+        trainer.train()
+        inner = trainer.optimizer
+        while hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        steps = {float(state["step"]) for state in inner.state.values()}
+        history = trainer.state.log_history
+        wrapped = type(trainer.model_wrapped).__name__
+        return wrapped, steps, [row["loss"] for row in history if "loss" in row]
+    """
+)
+
+
+def test_a_trainer_switches_between_two_calls_of_train(trained: Session) -> None:
+    walk = ["ddp", "fsdp2", "zero2", "fsdp1", "zero3", "ddp"]
+    trained.switch("ddp")
+    trained.run(TRAINER)
+    expected = [one(trained, "again()") for _ in walk]
+    trained.run(TRAINER)
+    for number, backend in enumerate(walk):
+        trained.switch(backend)
+        wrapped, steps, losses = one(trained, "again()")
+        assert (wrapped, steps) == (WRAPPED[backend], {3.0 * (number + 1)})
+        assert apart(losses, expected[number][2]) <= 1e-6

@@ -141,3 +141,21 @@ def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "measured" in check
     assert "CPU ranks" in text(notebook, "here")
     assert "L4" in text(notebook, "there")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_switch() -> None:
+    notebook = executed("05_switch.ipynb")
+    assert "ddp -> fsdp2 in" in text(notebook, "to-fsdp")
+    wrapped = {
+        "begin": "DistributedDataParallel",
+        "fsdp": "FSDPLlamaForCausalLM",
+        "to-zero-three": "DeepSpeedEngine",
+        "to-zero-one": "DeepSpeedEngine",
+        "back": "DistributedDataParallel",
+    }
+    for name, kind in wrapped.items():
+        assert kind in text(notebook, name)
+    assert "image/png" in mimes(notebook, "curve")
+    assert "largest difference of 100 losses" in text(notebook, "difference")

@@ -32,9 +32,9 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def free(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     """Let go of all tensors of a prepared model, its engine and its optimizers.
 
-    The objects stay as empty shells that compute nothing any more. No collective. What the
-    caller wants of them (`param_groups`, buffers) must have been taken before. Parameters
-    are emptied in place: a module that shares one with another model takes it away from both.
+    The objects stay as empty shells that compute nothing any more; a second call does nothing.
+    No collective. What the caller wants of them (`param_groups`, buffers) must have been taken
+    before. Parameters are emptied in place: also for another model that shares them.
 
     Args:
         model: as `prepare()` returned it.
@@ -66,7 +66,7 @@ def _free_optimizer(optimizer: Any) -> None:
 
 def _free_deepspeed(engine: Any) -> None:
     """Empty an engine and its optimizer."""
-    zero = engine.optimizer
+    zero = vars(engine).get("optimizer")
     try:
         engine.destroy()
     except Exception as error:  # noqa: BLE001 - half-built engines fail in their own ways
@@ -75,7 +75,7 @@ def _free_deepspeed(engine: Any) -> None:
     if inner is not None:
         _free_optimizer(inner)
     for owned in (getattr(zero, "parameter_offload", None), zero):
-        if owned is not None:
+        if hasattr(owned, "__dict__"):
             vars(owned).clear()
     for name in vars(engine).keys() - _OF_MODULES:
         vars(engine).pop(name)
@@ -84,9 +84,9 @@ def _free_deepspeed(engine: Any) -> None:
 def _free_fsdp1(module: FullyShardedDataParallel) -> list[torch.Tensor]:
     """Empty the flat parameter of a unit; returns what is to be emptied of it."""
     handle = getattr(module, "_handle", None)
-    if handle is None:
+    flat = getattr(handle, "flat_param", None)
+    if flat is None:
         return []
-    flat = handle.flat_param
     found = [one for one in vars(flat).values() if isinstance(one, torch.Tensor)]
     vars(handle).clear()
     return [flat, *found]

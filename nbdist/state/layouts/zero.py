@@ -1,19 +1,23 @@
 """ZeRO-1 and ZeRO-2: each parameter group is one flat tensor, of which each rank steps a part.
 
 Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, and runtime/bf16_optimizer.py, which
-takes the place of stage 1 where a user's config has bf16 and `grad_accum_dtype` fp32. The
-master of a rank's part is a flat fp32 tensor; `_hp_mapping` of a parameter says where in it
-the parameter's part lies (utils/tensor_fragment.py), and is None where the rank has none.
-Frozen parameters are whole on every rank, in the type that DeepSpeed computes in.
+takes the place of stage 1 where a user's config has bf16 and `grad_accum_dtype` fp32. A
+group's parameters follow each other, in another order under `round_robin_gradients`, and each
+rank has the master of an equal part of that in a flat fp32 tensor. `_hp_mapping`, by which a
+parameter should find its part, forgets that order. Frozen parameters are whole on every rank,
+in the type that DeepSpeed computes in.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from nbdist.state.layouts.layout import Layout, Place, is_engine
+from nbdist.state import wires
+from nbdist.state.layouts.layout import Layout, Place, check_world, is_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +25,12 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+_WITH_ORDER = "DeepSpeedZeroOptimizer"
 _ATTRIBUTES: Mapping[str, tuple[str, str]] = {
-    "DeepSpeedZeroOptimizer": ("bit16_groups", "single_partition_of_fp32_groups"),
+    _WITH_ORDER: ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
     "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition"),
 }
-"""Class of the engine's optimizer -> its parameters by group, its masters by group."""
+"""Class of the engine's optimizer -> its parameters in order by group, its masters by group."""
 
 
 class OfDeepSpeed(Layout):
@@ -54,17 +59,25 @@ class Zero(OfDeepSpeed):
         """Whether a model is an engine of stage 1 or 2."""
         return is_engine(model) and type(model.optimizer).__name__ in _ATTRIBUTES
 
-    def _groups(self) -> Iterator[tuple[Sequence[nn.Parameter], torch.Tensor]]:
-        """Parameters that share a flat master, and this rank's part of it."""
-        parameters, masters = _ATTRIBUTES[type(self.zero).__name__]
-        yield from zip(getattr(self.zero, parameters), getattr(self.zero, masters), strict=True)
+    def _groups(self) -> Iterator[_Group]:
+        """Parameter groups with this rank's part of each."""
+        names = _ATTRIBUTES[type(self.zero).__name__]
+        ordered, masters = (getattr(self.zero, name) for name in names)
+        processes = self.zero.real_dp_process_group
+        offsets = getattr(self.zero, "round_robin_bit16_offsets", None)
+        for index, (parameters, master) in enumerate(zip(ordered, masters, strict=True)):
+            check_world(wires.size(processes[index]), "DeepSpeed")
+            sizes = [one.numel() for one in parameters]
+            starts = [0, *accumulate(sizes)][:-1] if offsets is None else offsets[index]
+            first = wires.rank(processes[index]) * master.numel()
+            yield _Group(dict(zip(map(id, parameters), starts, strict=True)), master, first)
 
     def places(self) -> Iterator[Place]:
         """Each trainable parameter's part of the master; all others in the module."""
-        masters = {id(one): master for group, master in self._groups() for one in group}
+        groups = {one: group for group in self._groups() for one in group.starts}
         for name, parameter in self.named_parameters():
-            if id(parameter) in masters:
-                yield _in_master(name, parameter, masters[id(parameter)])
+            if id(parameter) in groups:
+                yield groups[id(parameter)].place(name, parameter)
             else:
                 yield self.replica(name, parameter)
 
@@ -75,7 +88,7 @@ class Zero(OfDeepSpeed):
         right after group 0 was stepped, so that of later groups is missing.
         """
         self.zero._hp_optimizer_states_linked = False  # noqa: SLF001
-        if all(self.zero.optimizer.state.get(master) for _, master in self._groups()):
+        if all(self.zero.optimizer.state.get(group.master) for group in self._groups()):
             self.zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
         self.zero.update_lp_params()
 
@@ -83,26 +96,33 @@ class Zero(OfDeepSpeed):
         """Return what is used of the engine's optimizer and of its parameters."""
         yield self.zero, "optimizer update_lp_params _lazy_init_hp_params_optimizer_state"
         yield self.zero, " ".join(_ATTRIBUTES[type(self.zero).__name__])
-        for group, _ in self._groups():
-            for parameter in group:
-                yield parameter, "_hp_mapping"
-                if (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]  # noqa: SLF001
-                    yield mapping, "lp_fragment_address hp_fragment_address"
-                    yield mapping.lp_fragment_address, "start numel"
-                    yield mapping.hp_fragment_address, "start numel"
+        yield self.zero, "real_dp_process_group"
+        if type(self.zero).__name__ == _WITH_ORDER:
+            yield self.zero, "round_robin_bit16_offsets"
 
 
-def _in_master(name: str, parameter: Any, master: torch.Tensor) -> Place:
-    """Find a parameter's part in this rank's part of the master."""
-    shape, mapping = tuple(parameter.shape), parameter._hp_mapping  # noqa: SLF001
-    if mapping is None:
-        return Place(name=name, shape=shape, weight=master.detach()[:0], stepped=master)
-    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return Place(
-        name=name,
-        shape=shape,
-        weight=master.detach().narrow(0, there.start, there.numel),
-        start=here.start,
-        stepped=master,
-        offset=there.start,
-    )
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parameters that follow each other, and one rank's part of all of them."""
+
+    starts: dict[int, int]
+    """Identity of a parameter -> where its elements begin in the group."""
+    master: torch.Tensor
+    first: int
+    """Where the master's elements begin in the group."""
+
+    def place(self, name: str, parameter: torch.Tensor) -> Place:
+        """Find a parameter's part in this rank's master."""
+        begin = self.starts[id(parameter)]
+        low = max(begin, self.first)
+        high = min(begin + parameter.numel(), self.first + self.master.numel())
+        if low >= high:
+            low = high = self.first
+        return Place(
+            name=name,
+            shape=tuple(parameter.shape),
+            weight=self.master.detach().narrow(0, low - self.first, high - low),
+            start=low - begin if low < high else 0,
+            stepped=self.master,
+            offset=low - self.first,
+        )

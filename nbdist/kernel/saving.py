@@ -1,0 +1,411 @@
+"""Checkpoints as the notebook's kernel sees them: begun, listed, loaded; without torch."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from nbdist import checkpoint, wire
+from nbdist.checkpoint.names import MANIFEST
+from nbdist.errors import CheckpointError
+from nbdist.kernel.screen import PinnedScreen
+from nbdist.kernel.status_line import StatusLine
+from nbdist.kernel.switching import not_stopped, size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from datetime import datetime
+
+    import torch
+
+    from nbdist.checkpoint import Entry
+    from nbdist.kernel.gang import Gang
+
+    Listen = Callable[[Callable[[str], object] | None], None]
+
+FOLDER = "checkpoints"
+"""Of all checkpoints, beside the notebook."""
+FINISH_S = 60.0
+"""How long the end of a session waits for the save that runs."""
+EXIT_S = 4.0
+"""The same at the end of the notebook's kernel: Jupyter kills it after five seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint on the disk."""
+
+    name: str
+    step: int
+    """Optimizer steps taken."""
+    size_bytes: int
+    backend: str
+    """That wrote it; any can load it."""
+    created: datetime
+    path: Path
+    seconds: float | None = None
+    """That this session took to write it; None for another session's."""
+
+    @classmethod
+    def of(cls, entry: Entry, seconds: float | None = None) -> Checkpoint:
+        """Take over what the folder says."""
+        return cls(
+            name=entry.name,
+            step=entry.step,
+            size_bytes=entry.size_bytes,
+            backend=entry.backend,
+            created=entry.created,
+            path=entry.path,
+            seconds=seconds,
+        )
+
+    def state_dict(self, prefix: str = "model.") -> dict[str, torch.Tensor]:
+        """Whole tensors on the CPU by name; imports torch, at this moment.
+
+        A tensor that lies in one piece in a file is read when it is looked at; what is written
+        into it stays in this process. Needs no session.
+
+        Args:
+            prefix: "model." weights and buffers, "optim.state." state of the optimizer.
+
+        Raises:
+            CheckpointError: it is not there any more, or a file is damaged.
+        """
+        from nbdist.state import files
+
+        return files.state_dict(self.path, prefix)
+
+    def __str__(self) -> str:
+        """Say it on one line."""
+        took = f" in {self.seconds:.1f} s" if self.seconds is not None else ""
+        when = self.created.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        return (
+            f"{self.name}: step {self.step}, {size(self.size_bytes)}, {self.backend}, {when}{took}"
+        )
+
+
+class Save:
+    """A save that goes on in the background, or is over."""
+
+    def __init__(self) -> None:
+        """Know nothing of it yet."""
+        self.name = ""
+        self.root = Path()
+        self.error = ""
+        """Why it failed."""
+        self.notes: tuple[str, ...] = ()
+        """What is not in the checkpoint."""
+        self.removed: tuple[str, ...] = ()
+        """Older checkpoints that `keep` did not count."""
+        self.seconds = self.pause_s = 0.0
+        self.path: Path | None = None
+        self._over = threading.Event()
+        self._watchers: list[Callable[[Save], object]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint is there, and return it.
+
+        Raises:
+            CheckpointError: it failed; nothing of it is left.
+            TimeoutError: it still runs.
+        """
+        if not self._over.wait(timeout_s):
+            message = f"the save of {self.name} still runs after {timeout_s:g} s."
+            raise TimeoutError(message)
+        if self.error or self.path is None:
+            raise CheckpointError(f"checkpoint {self.name} was not saved: {self.error}")
+        found = next((one for one in checkpoint.entries(self.root) if one.name == self.name), None)
+        if found is None:
+            raise CheckpointError(f"checkpoint {self.name} was saved, and removed since.")
+        return Checkpoint.of(found, self.seconds)
+
+    def watch(self, watcher: Callable[[Save], object]) -> None:
+        """Call `watcher` once it is over, on any thread; at once where it is."""
+        with self._lock:
+            if not self.done:
+                self._watchers.append(watcher)
+                return
+        watcher(self)
+
+    def receive(self, content: wire.Saved) -> None:
+        """Take what rank 0 says of it."""
+        self.name, self.root = content["name"], Path(content["root"])
+        self.seconds, self.pause_s = content["seconds"], content["pause_s"]
+        if content["state"] == "done":
+            self.path = Path(content["path"])
+            self.notes, self.removed = tuple(content["notes"]), tuple(content["removed"])
+        if content["state"] != "running":
+            self.end(content.get("error", ""))
+
+    def end(self, error: str) -> None:
+        """It is over."""
+        with self._lock:
+            if self.done:
+                return
+            self.error = error
+            self._over.set()
+            watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher(self)
+
+    def __str__(self) -> str:
+        """Say it in a few lines."""
+        pause = f"training paused {self.pause_s:.2f} s"
+        if not self.done:
+            return f"{self.name}: being written; {pause}"
+        if self.error:
+            return f"{self.name} was not saved: {self.error}"
+        lines = [f"{self.name}: saved in {self.seconds:.1f} s; {pause}"]
+        lines += [f"  removed: {', '.join(self.removed)}"] if self.removed else []
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
+        printer.text("Save(...)" if cycle else str(self))
+
+
+class Checkpoints(Sequence[Checkpoint]):
+    """The whole checkpoints of a folder, the newest last; as the folder is now."""
+
+    def __init__(self, root: Path) -> None:
+        """Look at a folder, which need not exist."""
+        self.root = root
+        self.failed: list[Save] = []
+        """Saves of this session that failed."""
+        self._seconds: dict[Path, float] = {}
+        self._seen: tuple[Path, int] | None = None
+        self._entries: list[Checkpoint] = []
+
+    def _now(self) -> list[Checkpoint]:
+        """Read the folder where a name in it has changed."""
+        try:
+            seen = self.root, self.root.stat().st_mtime_ns
+        except OSError:
+            return []
+        if seen != self._seen:
+            found = checkpoint.entries(self.root)
+            self._entries = [Checkpoint.of(one, self._seconds.get(one.path)) for one in found]
+            self._seen = seen
+        return self._entries
+
+    def add(self, save: Save) -> None:
+        """Take note of a save that is over."""
+        if save.error:
+            self.failed.append(save)
+        elif save.path is not None:
+            self._seconds[save.path] = save.seconds
+            self._seen = None
+
+    @overload
+    def __getitem__(self, which: int | str) -> Checkpoint: ...
+    @overload
+    def __getitem__(self, which: slice) -> Sequence[Checkpoint]: ...
+    def __getitem__(self, which: int | str | slice) -> Checkpoint | Sequence[Checkpoint]:
+        """One by its place or its name, or several.
+
+        Raises:
+            IndexError: no such place.
+            KeyError: no such name.
+        """
+        if not isinstance(which, str):
+            return self._now()[which]
+        found = next((one for one in self._now() if one.name == which), None)
+        if found is None:
+            raise KeyError(which)
+        return found
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._now())
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        """The newest last."""
+        return iter(list(self._now()))
+
+    def __repr__(self) -> str:
+        """One on a line."""
+        lines = [f"{self.root}: {len(self)} checkpoints", *(f"  {one}" for one in self)]
+        lines += [f"  {save}" for save in self.failed]
+        return "\n".join(lines)
+
+
+class Saves:
+    """All saves of a session."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.checkpoints = Checkpoints(Path.cwd() / FOLDER)
+        self._saves: dict[str, Save] = {}
+        self._lock = threading.Lock()
+
+    def receive(self, content: wire.Saved) -> None:
+        """Take what rank 0 says; on the reader thread."""
+        with self._lock:
+            save = self._saves.setdefault(content["id"], Save())
+        if content["state"] == "running":
+            # After the launcher's own: this one is called first then.
+            atexit.unregister(self.finish)
+            atexit.register(self.finish, EXIT_S)
+        save.receive(content)
+        if save.done:
+            self.checkpoints.add(save)
+            if not self.running():
+                atexit.unregister(self.finish)
+
+    def begin(self, request: wire.SaveRequest, ranks: Sequence[int], gang: Gang) -> Save:
+        """Have the ranks copy their state and begin to write it.
+
+        Raises:
+            CheckpointError: nothing was written.
+        """
+        replies = gang.ask(ranks, wire.SAVE, request)
+        errors = [reply["error"] for reply in replies.values() if reply["status"] == "error"]
+        if errors:
+            raise CheckpointError(errors[0])
+        with self._lock:
+            save = self._saves.setdefault(replies[0]["id"], Save())
+        if not save.name:
+            save.name, save.root = request["name"], Path(request["root"])
+        return save
+
+    def running(self) -> list[Save]:
+        """Those that are not over."""
+        with self._lock:
+            return [save for save in self._saves.values() if not save.done]
+
+    def finish(self, within_s: float = FINISH_S) -> None:
+        """Wait for what runs before the ranks end; Stop waits no longer."""
+        for save in self.running():
+            with suppress(TimeoutError, CheckpointError, KeyboardInterrupt), StatusLine() as line:
+                if not save.done:
+                    line.show(f"nbdist: waiting for checkpoint {save.name}")
+                    save.wait(within_s)
+
+    def give_up(self, why: str) -> None:
+        """The ranks are gone: what was running has failed."""
+        for save in self.running():
+            save.end(why)
+            self.checkpoints.add(save)
+
+    def tidy(self) -> None:
+        """Remove what was cut short; once the ranks are gone."""
+        for root in {save.root for save in self.checkpoints.failed}:
+            if root.is_dir():
+                checkpoint.tidy(root)
+
+
+def show_later(save: Save) -> None:
+    """Say below the cell that runs now how a save ended, once it has."""
+    screen = PinnedScreen()
+
+    def show(over: Save) -> None:
+        screen.write("stderr" if over.error else "stdout", f"nbdist: checkpoint {over}\n")
+        screen.flush()
+
+    save.watch(show)
+
+
+# -- load
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether something is there, and no nbdist has written it."""
+    return path.exists() and not (path / MANIFEST).exists()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load did."""
+
+    name: str
+    step: int
+    written: str
+    """By which backend, on how many ranks."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase, of the slowest rank."""
+    read_bytes: int = 0
+    """Of all ranks."""
+    verified: int = 0
+    """Tensors whose digest is the saved one."""
+    loaded: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What is not as it was saved, and why."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.seconds.values())
+
+    def __str__(self) -> str:
+        """Say it in a few lines."""
+        lines = [
+            f"{self.name} (step {self.step}, {self.written}) loaded in {self.total_s:.1f} s",
+            f"  loaded: {'; '.join(self.loaded)}",
+            f"  {self.verified} tensors are as they were saved; {size(self.read_bytes)} read",
+        ]
+        return "\n".join([*lines, *(f"  note: {one}" for one in self.notes)])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
+        """Show the lines where IPython shows a value."""
+        printer.text("LoadReport(...)" if cycle else str(self))
+
+
+def load(
+    name: str,
+    root: Path,
+    ranks: Sequence[int],
+    gang: Gang,
+    listen: Listen,
+    *,
+    weights_only: bool,
+) -> LoadReport:
+    """Let the ranks load a checkpoint into the models that are prepared now.
+
+    Raises:
+        CheckpointError: all is as it was, or the message says that it is not.
+    """
+    with checkpoint.opened(root, name) as opened, StatusLine() as line:
+        manifest, title = opened.manifest, f"nbdist: loading {name}"
+        content = wire.LoadRequest(path=str(opened.path), id=manifest.id, weights_only=weights_only)
+        listen(lambda phase: line.show(f"{title}: {phase}"))
+        try:
+            with not_stopped(lambda: line.show(f"{title}: cannot be stopped half-way")):
+                replies = gang.ask(ranks, wire.LOAD, content)
+        finally:
+            listen(None)
+        errors = [reply["error"] for reply in replies.values() if reply["status"] == "error"]
+        if errors:
+            line.show(f"{title}: failed")
+            raise CheckpointError(errors[0])
+        reports = [replies[rank]["report"] for rank in ranks]
+        report = _put_together(name, reports)
+        line.show(f"{title}: done in {report.total_s:.1f} s")
+    return report
+
+
+def _put_together(name: str, reports: Sequence[Mapping[str, Any]]) -> LoadReport:
+    """The reports of all ranks as one."""
+    first = reports[0]
+    return LoadReport(
+        name=name,
+        step=first["step"],
+        written=f"{first['backend']} on {first['world_size']} ranks",
+        seconds={
+            phase: max(one["seconds"].get(phase, 0.0) for one in reports)
+            for phase in first["seconds"]
+        },
+        read_bytes=sum(one["read_bytes"] for one in reports),
+        verified=first["verified"],
+        loaded=tuple(first["loaded"]),
+        notes=tuple(dict.fromkeys(note for one in reports for note in one["notes"])),
+    )

@@ -1,0 +1,467 @@
+"""A checkpoint that one training wrote goes on under any engine, and half of one is never seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist import CheckpointError, RankDied, Session, checkpoint
+from tests.conftest import eventually
+from tests.e2e import saves_killed
+from tests.e2e.test_switch import BACKENDS, MODEL, START, apart, one
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.live_kernel import LiveKernel
+
+pytestmark = pytest.mark.timeout(600)
+
+DROPOUT = "lambda: gpt2(0.1)"
+OTHER = "lambda: gpt2(0.1), seed=9"
+ANY_RANKS = MODEL.replace("batch_size=2", "batch_size=4 // world_size").replace(
+    "lambda n: 1 / (1 + n / 40)", "lambda n: 1.0"
+)
+STATE = textwrap.dedent(
+    """
+    from nbdist.rank import training
+    from nbdist.rank.carry import Carried
+    from nbdist.state import digest
+    def fingerprint():
+        return digest.agreed(Carried(0, training.everything()[0]).share())
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the notebook runs."""
+    before, made = Path.cwd(), tmp_path_factory.mktemp("notebook")
+    os.chdir(made)
+    yield made
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def living(folder: Path) -> Iterator[Session]:
+    """Two ranks; tests may restart them as they like."""
+    with Session(nproc=2) as session:
+        assert session.checkpoints.root == folder / "checkpoints"
+        yield session
+
+
+@pytest.fixture
+def trained(living: Session) -> Session:
+    """Two ranks with the names of `MODEL`, and nothing prepared that a test relies on."""
+    if living.world_size != 2 or living.state != "ready" or living.backend != "ddp":
+        living.restart(nproc=2, backend="ddp")
+    living.run(MODEL + STATE)
+    return living
+
+
+def hidden(root: Path) -> list[str]:
+    """What is left of saves that came to nothing."""
+    return [path.name for path in root.iterdir() if path.name.startswith((".tmp", ".old"))]
+
+
+def test_every_backend_loads_what_every_backend_wrote(trained: Session) -> None:
+    expected = {}
+    for writer in BACKENDS:
+        trained.switch(writer)
+        trained.run(START.format(DROPOUT))
+        trained.save(writer)
+        expected[writer] = one(trained, "train(5)")
+    found = {entry.name: entry for entry in trained.checkpoints}
+    assert {name: (entry.step, entry.backend) for name, entry in found.items()} == {
+        name: (4, name) for name in BACKENDS
+    }
+    for reader in BACKENDS:
+        trained.switch(reader)
+        trained.run(START.format(OTHER))
+        for writer in BACKENDS:
+            report = trained.load(writer)
+            assert report.verified == 84
+            assert report.notes == ()
+            assert report.written == f"{writer} on 2 ranks"
+            losses = one(trained, "train(5)")
+            assert apart(losses, expected[writer]) <= (0.0 if reader == writer else 1e-6)
+    trained.switch("ddp")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, "fsdp2"), (1, "ddp")), ((1, "ddp"), (2, "zero3")), ((2, "ddp"), (4, "fsdp2"))],
+)
+def test_another_number_of_ranks(
+    living: Session, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    nproc, backend = before
+    living.restart(nproc=nproc, backend=backend)
+    living.run(ANY_RANKS)
+    living.run(START.format(""))
+    living.save("ranks", overwrite=True).wait(60)
+    expected = one(living, "train(70)")  # beyond the epoch's end
+    nproc, backend = after
+    living.restart(nproc=nproc, backend=backend)
+    living.run(ANY_RANKS)
+    living.run(START.format("seed=9"))
+    report = living.load("ranks")
+    assert any("random generators stay" in note for note in report.notes)
+    found = one(living, "train(70)")
+    assert apart(found[:10], expected[:10]) <= 2e-6
+    shuffled_alone = any("next epochs are others" in note for note in report.notes)
+    assert shuffled_alone == (before[0] == 1)
+    if not shuffled_alone:
+        assert apart(found, expected) <= 1e-4
+
+
+def test_an_epoch_that_is_just_over(trained: Session) -> None:
+    trained.run(START.format(DROPOUT))
+    trained.run("steps = train(28)")  # 32 batches a rank: the last one is out, the loop not over
+    trained.save("over").wait(60)
+    expected = one(trained, "train(3)")
+    trained.load("over")
+    assert one(trained, "train(3)") == expected
+
+
+@pytest.mark.parametrize(
+    "build", ["make=torch.optim.SGD, momentum=0.9", "make=torch.optim.NAdam", "llama"]
+)
+def test_other_optimizers_and_models(trained: Session, build: str) -> None:
+    trained.run(START.format(build))
+    trained.save("other", overwrite=True).wait(60)
+    assert trained.checkpoints["other"].step == 4
+    expected = one(trained, "train(3)")
+    trained.run(START.format(build + ", seed=9"))
+    trained.load("other")
+    assert one(trained, "train(3)") == expected
+
+
+def test_a_new_kernel_loads_before_the_first_step(trained: Session) -> None:
+    trained.run(START.format(DROPOUT))
+    trained.save("fresh", overwrite=True).wait(60)
+    expected = one(trained, "train(3)")
+    trained.restart()
+    with pytest.raises(CheckpointError, match="no model is prepared"):
+        trained.load("fresh")
+    trained.run(MODEL)
+    trained.run("bare, model, optimizer, schedule, loader = build(lambda: gpt2(0.1), seed=9)")
+    trained.load("fresh")
+    trained.run("batches = iter(loader)")
+    assert one(trained, "train(3)") == expected
+
+
+# -- in the background
+
+
+WAITING = textwrap.dedent(
+    """
+    import threading
+    from nbdist.rank import saving as inside
+    go = threading.Event()
+    inside.before_step[:] = [lambda step: go.wait(60) if step == "write" else None]
+    """
+)
+
+
+def test_training_goes_on_and_the_moment_is_saved(trained: Session) -> None:
+    trained.run(START.format(DROPOUT))
+    trained.run(WAITING)
+    save = trained.save("moment")
+    later = one(trained, "train(4)")
+    assert not save.done
+    assert "moment" not in [entry.name for entry in trained.checkpoints]
+    trained.run("go.set()")
+    assert save.wait(60).step == 4
+    assert "being written" not in str(save)
+    trained.load("moment")
+    assert one(trained, "train(4)") == later
+
+
+def test_save_in_a_cell_and_a_second_one_waits(trained: Session) -> None:
+    trained.run(START.format(DROPOUT))
+    trained.run(WAITING)
+    first_is_there = trained.run(
+        "save('first'); train(2); go.set(); save('second')\n"
+        "import os; os.path.exists('checkpoints/first/manifest.json')"
+    ).values[0]
+    assert first_is_there
+    eventually(lambda: "second" in [entry.name for entry in trained.checkpoints], within_s=60)
+    assert [trained.checkpoints[name].step for name in ("first", "second")] == [4, 6]
+    assert (trained.checkpoints["second"].seconds or 0) > 0
+
+
+def test_micro_batches_that_wait_are_refused(trained: Session) -> None:
+    trained.run(START.format(""))
+    trained.run("accelerator.backward(model(input_ids=tokens[:2], labels=tokens[:2]).loss)")
+    with pytest.raises(CheckpointError, match="1 micro-batches wait"):
+        trained.save("waiting")
+    trained.run("optimizer.zero_grad()")
+
+
+def test_the_end_waits_for_a_save(folder: Path) -> None:
+    with Session(nproc=2) as session:
+        session.run(MODEL)
+        session.run(START.format(""))
+        session.save("at-the-end", folder="others")
+    assert [entry.name for entry in checkpoint.entries(folder / "others")] == ["at-the-end"]
+    assert hidden(folder / "others") == []
+
+
+# -- names
+
+
+def test_overwrite_keep_and_what_is_not_ours(trained: Session, folder: Path) -> None:
+    trained.run(START.format(""))
+    root = folder / "kept"
+    foreign = root / "notes"
+    foreign.mkdir(parents=True)
+    (foreign / "readme.txt").write_text("mine")
+    for name in ("a", "b", "c"):
+        save = trained.save(name, keep=2, wait=True, folder=root)
+    assert save.removed == ("a",)
+    assert [entry.name for entry in checkpoint.entries(root)] == ["b", "c"]
+    with pytest.raises(CheckpointError, match="exists; save under another name"):
+        trained.save("c", folder=root)
+    before = checkpoint.latest(root)
+    trained.save("c", overwrite=True, wait=True, folder=root)
+    after = checkpoint.latest(root)
+    assert before is not None
+    assert after is not None
+    assert after.created > before.created
+    with pytest.raises(CheckpointError, match="not replaced"):
+        trained.save("notes", overwrite=True, folder=root)
+    with pytest.raises(CheckpointError, match="no name for a checkpoint"):
+        trained.save("../outside", folder=root)
+    assert (foreign / "readme.txt").read_text() == "mine"
+    assert hidden(root) == []
+
+
+def test_checkpoints_are_listed_and_read_in_the_notebook(trained: Session) -> None:
+    trained.run(START.format(""))
+    trained.save("listed", overwrite=True, wait=True)
+    weights = trained.pull("model")
+    found = trained.checkpoints["listed"].state_dict()
+    assert set(weights) <= set(found)
+    assert all(bool((found[name] == weights[name]).all()) for name in weights)
+    assert "listed: step 4" in repr(trained.checkpoints)
+    other = Session(nproc=2)
+    assert "listed" in [entry.name for entry in other.checkpoints]
+    assert other.checkpoints["listed"].seconds is None
+
+
+def test_torch_alone_reads_the_folder(trained: Session, folder: Path) -> None:
+    trained.switch("zero3")
+    trained.run(START.format(""))
+    path = trained.save("plain", overwrite=True).wait(60).path
+    code = f"""
+        import sys, json, torch
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+        with open("{path}/manifest.json") as file:
+            keys = json.load(file)["keys"]
+        names = [key.removeprefix("model.") for key in keys if key.startswith("model.")]
+        state = {{"model": {{n: torch.zeros(keys["model." + n]["shape"]) for n in names}}}}
+        dcp.load(state, storage_reader=HuggingFaceStorageReader("{path}"))
+        torch.save(state["model"], "{folder}/plain.pt")
+        assert not [name for name in sys.modules if name.startswith("nbdist")]
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
+    import torch
+
+    plain = torch.load(folder / "plain.pt", weights_only=True)
+    own = trained.checkpoints["plain"].state_dict()
+    assert plain.keys() <= own.keys()
+    assert all(torch.equal(plain[name], own[name]) for name in plain)
+    assert len(plain) == 28
+    trained.switch("ddp")
+
+
+# -- faults
+
+
+def test_one_rank_that_cannot_write_stops_all(trained: Session, folder: Path) -> None:
+    trained.run(START.format(""))
+    trained.run(
+        "import resource\n"
+        "old = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "if rank == 1: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))"
+    )
+    save = trained.save("limited")
+    with pytest.raises(CheckpointError, match=r"rank 1 cannot write .*errno 27"):
+        save.wait(60)
+    assert trained.checkpoints.failed[-1] is save
+    assert "limited" not in [entry.name for entry in trained.checkpoints]
+    assert hidden(folder / "checkpoints") == []
+    trained.run("resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1])) if rank == 1 else None")
+    with pytest.raises(CheckpointError, match="rank 1"):
+        trained.save("limited", wait=True)
+    trained.run("resource.setrlimit(resource.RLIMIT_FSIZE, old); train(1)")
+    trained.save("limited", wait=True)
+
+
+def test_a_failure_in_a_cells_save_is_seen(trained: Session, capsys: Any) -> None:
+    trained.run(START.format(""))
+    trained.run(
+        "from nbdist.rank import saving as inside\n"
+        "def fail(step):\n"
+        "    if step == 'commit': raise OSError(5, 'on purpose')\n"
+        "inside.before_step[:] = [fail]\n"
+        "save('in-a-cell')"
+    )
+    eventually(
+        lambda: [save for save in trained.checkpoints.failed if save.name == "in-a-cell"],
+        within_s=60,
+    )
+    trained.run("inside.before_step.clear()")
+    eventually(lambda: "on purpose" in "".join(capsys.readouterr()), within_s=20)
+
+
+def test_killed_at_any_moment_of_a_save(living: Session, folder: Path) -> None:
+    found = saves_killed.kill(living, folder / "killed", kills=3, seed=1)
+    assert len(found) == 3
+
+
+def test_a_rank_that_dies_fails_its_save(trained: Session, folder: Path) -> None:
+    trained.run(START.format(""))
+    trained.run(WAITING)
+    save = trained.save("dying")
+    with pytest.raises(RankDied):
+        trained.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(CheckpointError, match="SIGKILL"):
+        save.wait(60)
+    trained.restart()
+    assert hidden(folder / "checkpoints") == []
+
+
+# -- refusals
+
+
+def refuse(session: Session, name: str, match: str, **options: Any) -> None:
+    """Loading is refused, and nothing of the training has changed."""
+    before = session.run("fingerprint()").values[0]
+    with pytest.raises(CheckpointError, match=match):
+        session.load(name, **options)
+    assert session.run("fingerprint()").values[0] == before
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read(trained: Session) -> None:
+    trained.run(START.format(""))
+    trained.save("fits", overwrite=True, wait=True)
+    refuse(trained, "nothing", "has no checkpoint nothing; there are")
+    trained.run(START.format("llama"))
+    refuse(trained, "fits", r"another model: of \d+ tensors \d+ are missing: .*; 28 are unexpected")
+    trained.run("SIZES['vocab_size'] = 223")
+    trained.run(START.format(""))
+    refuse(
+        trained, "fits", r"1 have another shape: model.transformer.wte.weight \(223, 45\) \(saved"
+    )
+    trained.run("SIZES['vocab_size'] = 211")
+    trained.run(START.format("make=torch.optim.SGD"))
+    refuse(trained, "fits", "has the state of AdamW, and SGD is prepared; .*--weights-only")
+    report = trained.load("fits", weights_only=True)
+    assert report.verified == 28
+    assert "weights alone" in str(report)
+    trained.run("train(1)")
+
+
+def test_a_bit_that_changed_is_found(trained: Session, folder: Path) -> None:
+    trained.run(START.format(""))
+    path = trained.save("damaged", overwrite=True).wait(60).path
+    file = max(path.glob("optim-*"), key=lambda one: one.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    refuse(trained, "damaged", f"{file.name}.* other bytes")
+    del folder
+
+
+HOSTILE: dict[str, Any] = {
+    "positions": lambda tree: tree["positions"][0].update(epoch="first"),
+    "generators": lambda tree: tree["rng"][1].update(python=["x", None]),
+    "no generators": lambda tree: tree.update(rng=[]),
+    "a scheduler": lambda tree: tree["schedulers"][0].update(kind="os.system"),
+    "an optimizer": lambda tree: tree["optimizers"][0].update(kind="builtins.eval"),
+    "a path": lambda tree: tree["files"][0].update(name="../../etc/passwd"),
+    "a digest": lambda tree: tree["keys"]["model.transformer.wpe.weight"].update(digest="0" * 16),
+    "a shape": lambda tree: tree["keys"]["rng.00001.cpu"].update(shape=[1 << 40]),
+    "a group": lambda tree: tree["optimizers"][0]["groups"].pop(),
+}
+
+
+@pytest.mark.parametrize("part", HOSTILE)
+def test_a_hostile_manifest_is_one_sentence(trained: Session, part: str) -> None:
+    trained.run(START.format(""))
+    path = trained.save("hostile", overwrite=True).wait(60).path / "manifest.json"
+    tree = json.loads(path.read_text())
+    HOSTILE[part](tree)
+    path.write_text(json.dumps(tree))
+    refuse(trained, "hostile", r"^[^\n]+$")
+    path.unlink()
+    for left in path.parent.iterdir():
+        left.unlink()
+    path.parent.rmdir()
+
+
+def test_a_failed_load_puts_everything_back(trained: Session) -> None:
+    trained.run(START.format(OTHER))
+    trained.save("target", overwrite=True, wait=True)
+    for backend in ("ddp", "zero2", "fsdp2"):
+        trained.switch(backend)
+        trained.run(START.format(DROPOUT))
+        expected = one(trained, "train(3)")
+        trained.run(START.format(DROPOUT))
+        found = []
+        for phase in ("reading", "verifying", "checking"):
+            trained.run(
+                "from nbdist.rank import loading as inside\n"
+                f"def fail(phase, wanted={phase!r}):\n"
+                "    if phase == wanted and rank == 1:\n"
+                "        inside.before_phase.clear(); raise RuntimeError('on purpose')\n"
+                "inside.before_phase[:] = [fail]"
+            )
+            refuse(trained, "target", "rank 1: RuntimeError: on purpose")
+            trained.run("inside.before_phase.clear()")
+            found += one(trained, "train(1)")
+        assert found == expected
+    trained.switch("ddp")
+
+
+# -- the magics
+
+
+def test_the_magics(notebook: LiveKernel) -> None:
+    assert "0 checkpoints" in notebook.run("%nbdist checkpoints").text
+    notebook.run(f"%%distribute -n 2\n{MODEL}")
+    assert notebook.run(f"%%distribute\n{START.format('')}").status == "ok"
+    shown = notebook.run("%nbdist save base --wait")
+    assert shown.status == "ok"
+    assert "base: saved in" in shown.text
+    taken = notebook.run("%nbdist save base")
+    assert taken.status == "error"
+    assert "exists" in taken.text
+    assert "base: step 4" in notebook.run("%nbdist checkpoints").text
+    notebook.run("%%distribute\nbefore = train(2)")
+    loaded = notebook.run("%nbdist load base")
+    assert "loaded: GPT2LMHeadModel" in loaded.text
+    assert "True" in notebook.run("%%distribute\ntrain(2) == before").text
+    assert "--keep" in notebook.run("%nbdist save").text
+    notebook.run("%%distribute\nsave('in-a-cell', overwrite=True)")
+    names = "sorted(one.name for one in nbdist.session().checkpoints)"
+    notebook.run("import nbdist")
+    eventually(lambda: "['base', 'in-a-cell']" in notebook.run(names).text, within_s=60)
+    brought = notebook.run(
+        "import sys\nbefore = 'torch' in sys.modules\n"
+        "state = nbdist.session().checkpoints['base'].state_dict()\nbefore, len(state)"
+    )
+    assert "(False, 28)" in brought.text or "(False, 29)" in brought.text
+    wrong = notebook.run("%nbdist load nowhere")
+    assert wrong.status == "error"
+    assert "has no checkpoint nowhere" in wrong.text

@@ -1,0 +1,312 @@
+"""The prepared model as a folder that others read, and back in the notebook, from any engine."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from nbdist import CheckpointError, OptionError, PayloadError, Session
+from nbdist.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.live_kernel import LiveKernel
+
+pytestmark = pytest.mark.timeout(600)
+
+BACKENDS = list(STRATEGIES)
+MODELS = textwrap.dedent(
+    """
+    import copy
+    from torch import nn
+    from transformers import (
+        BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM, GPT2Config,
+        GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM,
+        PreTrainedTokenizerFast, ResNetConfig, ResNetForImageClassification, T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    # Odd sizes, so that every engine pads.
+    SIZES = dict(vocab_size=211, bos_token_id=0, eos_token_id=0)
+    NARROW = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=36, intermediate_size=70)
+
+    def gpt2():
+        return GPT2LMHeadModel(GPT2Config(n_embd=45, n_head=3, n_layer=2, n_positions=24, **SIZES))
+
+    def llama(tied=True):
+        return LlamaForCausalLM(LlamaConfig(
+            num_key_value_heads=1, tie_word_embeddings=tied, max_position_embeddings=24, **SIZES,
+            **NARROW))
+
+    def untied():
+        return llama(tied=False)
+
+    def mixtral():
+        return MixtralForCausalLM(MixtralConfig(
+            num_key_value_heads=1, num_local_experts=4, max_position_embeddings=24, **SIZES,
+            **NARROW))
+
+    def bert():
+        return BertForMaskedLM(BertConfig(vocab_size=211, max_position_embeddings=24, **NARROW))
+
+    def t5():
+        return T5ForConditionalGeneration(T5Config(
+            d_model=36, d_ff=70, d_kv=18, num_layers=2, num_heads=2, vocab_size=211))
+
+    def resnet():
+        return ResNetForImageClassification(ResNetConfig(
+            embedding_size=7, hidden_sizes=[7, 14], depths=[1, 1], layer_type="basic"))
+
+    class Plain(nn.Module):
+        '''Of no library: tied, with a buffer of each kind.'''
+
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(7, 5)
+            self.second = nn.Linear(7, 5)
+            self.second.weight = self.first.weight
+            self.register_buffer("seen", torch.arange(3.0))
+            self.register_buffer("count", torch.tensor(7))
+            self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+        def forward(self, x):
+            return self.first(x) + self.second(x)
+
+    def build(make, **options):
+        torch.manual_seed(3)
+        bare = make()
+        before = copy.deepcopy(bare)
+        optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3)
+        return before, *accelerator.prepare(bare, optimizer)
+
+    def step():
+        loss = model(input_ids=torch.arange(24)[None], labels=torch.arange(24)[None]).loss
+        accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()
+    """
+)
+BUILD = "before, model, optimizer = build({})"
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Session]:
+    """Two ranks whose model is built anew by each test."""
+    with Session(nproc=2) as session:
+        session.run(MODELS)
+        yield session
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata()["format"] == "pt"
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Assert that names, types and all bits are the same."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def left(folder: Path) -> list[str]:
+    """Names in a folder, sorted."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_engine_exports_what_save_pretrained_would(
+    trained: Session, backend: str, tmp_path: Path
+) -> None:
+    trained.switch(backend)
+    for make in ("gpt2", "llama", "untied"):
+        trained.run(BUILD.format(make))
+        report = trained.export(tmp_path / make)
+        trained.run(f"if rank == 0: before.save_pretrained({str(tmp_path / 'before')!r})")
+        assert_same(tensors(tmp_path / make), tensors(tmp_path / "before"))
+        assert left(tmp_path / make) == left(tmp_path / "before")
+        for name in ("config.json", "generation_config.json"):
+            found, expected = (
+                json.loads((tmp_path / folder / name).read_text()) for folder in (make, "before")
+            )
+            assert found == expected
+        assert report.gathered_bytes == 0
+    trained.run("step()")
+    trained.export(tmp_path / "stepped")
+    code = (
+        f"again = LlamaForCausalLM.from_pretrained({str(tmp_path / 'stepped')!r}).eval();"
+        "model.eval(); ids = torch.arange(20)[None];"
+        "value = (again(ids).logits - model(input_ids=ids).logits).abs().max().item();"
+        "value, len(again.state_dict()) == len(before.state_dict())"
+    )
+    assert set(trained.run(code).values.values()) == {(0.0, True)}
+
+
+@pytest.mark.parametrize("make", ["mixtral", "bert", "t5", "resnet"])
+@pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
+def test_names_and_shapes_in_files_are_those_of_the_class(
+    trained: Session, backend: str, make: str, tmp_path: Path
+) -> None:
+    trained.switch(backend)
+    trained.run(BUILD.format(make))
+    size = "5KB" if make == "resnet" else "20KB"
+    trained.export(tmp_path / "out", max_shard_size=size)
+    trained.run(
+        f"if rank == 0: before.save_pretrained({str(tmp_path / 'before')!r},"
+        f" max_shard_size={size!r})"
+    )
+    assert_same(tensors(tmp_path / "out"), tensors(tmp_path / "before"))
+    expected = json.loads((tmp_path / "before/model.safetensors.index.json").read_text())
+    found = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert found["weight_map"].keys() == expected["weight_map"].keys()
+    assert found["metadata"]["total_size"] == expected["metadata"]["total_size"]
+    assert set(found["weight_map"].values()) == {
+        path.name for path in (tmp_path / "out").glob("*.safetensors")
+    }
+    if make != "mixtral":  # whose experts transformers keeps in one file, however large
+        assert found == expected
+
+
+def test_another_type_and_files_of_a_size(trained: Session, tmp_path: Path) -> None:
+    trained.switch("fsdp1")
+    trained.run(BUILD.format("gpt2"))
+    report = trained.export(tmp_path / "out", "bf16", max_shard_size="20KB")
+    trained.run(
+        f"if rank == 0: before.bfloat16().save_pretrained({str(tmp_path / 'before')!r},"
+        " max_shard_size='20KB')"
+    )
+    assert len(report.files) > 2
+    assert left(tmp_path / "out") == left(tmp_path / "before")
+    assert_same(tensors(tmp_path / "out"), tensors(tmp_path / "before"))
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(OptionError, match="'int3' is not allowed; give bf16"):
+        trained.export(tmp_path / "other", "int3")
+    with pytest.raises(CheckpointError, match="'large' is no size of a file"):
+        trained.export(tmp_path / "other", max_shard_size="large")
+    assert left(tmp_path) == ["before", "out"]
+
+
+def test_a_plain_module_and_what_belongs_beside_a_model(trained: Session, tmp_path: Path) -> None:
+    trained.switch("fsdp2")
+    trained.run(BUILD.format("Plain"))
+    report = trained.export(tmp_path / "plain")
+    assert left(tmp_path / "plain") == ["model.safetensors"]
+    assert sorted(tensors(tmp_path / "plain")) == [
+        *("count", "first.bias", "first.weight", "second.bias", "seen")
+    ]
+    assert "huggingface_hub.load_torch_model" in report.how
+    code = (
+        "from huggingface_hub import load_torch_model;"
+        f"again = Plain(); load_torch_model(again, {str(tmp_path / 'plain')!r});"
+        "all(torch.equal(one, before.state_dict()[name])"
+        " for name, one in again.state_dict().items())"
+    )
+    assert set(trained.run(code).values.values()) == {True}
+    trained.run(
+        "from tokenizers import Tokenizer, models as kinds;"
+        "tokenizer = PreTrainedTokenizerFast("
+        "tokenizer_object=Tokenizer(kinds.WordLevel({'a': 0, '[UNK]': 1}, unk_token='[UNK]')))"
+    )
+    trained.run(BUILD.format("gpt2"))
+    report = trained.export(tmp_path / "text")
+    assert report.companions == ("tokenizer",)
+    assert "tokenizer.json" in left(tmp_path / "text")
+    trained.run("spare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)")
+    trained.run("one = tokenizer; del tokenizer")
+    report = trained.export(tmp_path / "texts")
+    assert report.companions == ()
+    assert report.notes == (
+        "none of spare, one was saved along: call the one that is meant 'tokenizer'",
+    )
+    trained.run("del one, spare")
+
+
+def test_a_folder_appears_whole_or_not_at_all(trained: Session, tmp_path: Path) -> None:
+    trained.switch("ddp")
+    trained.run(BUILD.format("gpt2"))
+    trained.run(
+        "import resource, signal\n"
+        "if rank == 1: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))"
+    )
+    with pytest.raises(CheckpointError, match=r"writing: rank 1: File too large \(EFBIG\)"):
+        trained.export(tmp_path / "out")
+    trained.run("resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)")
+    assert left(tmp_path) == []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        trained.export(tmp_path / "out")
+    trained.export(tmp_path / "out", overwrite=True, max_shard_size="20KB")
+    shards = {name for name in left(tmp_path / "out") if "-of-" in name}
+    assert len(shards) > 2
+    trained.export(tmp_path / "out", overwrite=True)
+    assert left(tmp_path / "out") == [
+        *("config.json", "generation_config.json", "model.safetensors", "notes.txt")
+    ]
+    assert (tmp_path / "out/notes.txt").read_text() == "mine"
+    assert left(tmp_path) == ["out"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file; give a folder"):
+        trained.export(tmp_path / "file", overwrite=True)
+    with pytest.raises(CheckpointError, match="'step' is no prepared model"):
+        trained.export(tmp_path / "none", model="step")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_engine_gives_a_state_dict(trained: Session, backend: str) -> None:
+    trained.switch(backend)
+    trained.run(BUILD.format("gpt2"))
+    trained.run("expected = dict(before.state_dict()); other = 5")
+    expected = trained.pull("expected")
+    found, other = trained.pull("model", "other")
+    assert other == 5
+    assert_same(found, expected)
+    tied = ("lm_head.weight", "transformer.wte.weight")
+    assert found[tied[0]] is found[tied[1]]
+    arrays = trained.pull("model", as_numpy=True)
+    assert all((arrays[name] == tensor.numpy()).all() for name, tensor in expected.items())
+    part = trained.pull("before")  # prepared by nobody
+    assert_same(part, expected)
+    trained.run("inner = accelerator.unwrap_model(model).transformer.h[1]")
+    part = trained.pull("inner")
+    prefix = "transformer.h.1."
+    assert_same(
+        part, {n.removeprefix(prefix): t for n, t in expected.items() if n.startswith(prefix)}
+    )
+    with pytest.raises(PayloadError, match="gpt2 is a function"):
+        trained.pull("gpt2")
+
+
+def test_one_rank_exports_too(tmp_path: Path) -> None:
+    with Session(nproc=1, backend="zero3") as session:
+        session.run(MODELS)
+        session.run(BUILD.format("mixtral"))
+        session.export(tmp_path / "out")
+        session.run(f"before.save_pretrained({str(tmp_path / 'before')!r})")
+        assert_same(tensors(tmp_path / "out"), tensors(tmp_path / "before"))
+        session.run("expected = dict(before.state_dict())")
+        assert_same(session.pull("model"), session.pull("expected"))
+
+
+def test_the_magics_export_pull_and_load(notebook: LiveKernel, tmp_path: Path) -> None:
+    notebook.run(f"%%distribute -n 1\n{MODELS}\n{BUILD.format('gpt2')}")
+    shown = notebook.run(f"%nbdist export {tmp_path / 'out'} --dtype bf16")
+    assert shown.status == "ok", shown
+    assert "GPT2LMHeadModel.from_pretrained(" in shown.text
+    notebook.run("%nbdist pull model")
+    assert "torch.float32" in notebook.run("model['lm_head.weight'].dtype").text
+    shown = notebook.run(f"%nbdist load {tmp_path / 'out'}")
+    assert "28 tensors" in shown.text, shown
+    assert "weights only" in shown.text
+    assert "--max-shard-size" in notebook.run("%nbdist export -h").text

@@ -1,0 +1,96 @@
+"""What Accelerate and DeepSpeed have written by themselves goes into a model under any engine."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist import CheckpointError, Session
+from nbdist.strategies import STRATEGIES
+from tests.e2e.test_export import MODELS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(600)
+
+BACKENDS = list(STRATEGIES)
+TRAINING = textwrap.dedent(
+    """
+    def groups(model):
+        parameters = list(model.parameters())
+        return [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+
+    def prepared(make, seed):
+        torch.manual_seed(seed)
+        bare = make()
+        return accelerator.prepare(bare, torch.optim.AdamW(groups(bare), lr=1e-3))
+
+    def train(steps):
+        losses = []
+        for _ in range(steps):
+            ids = torch.arange(24)[None] + rank
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        return losses
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Session]:
+    """Two ranks whose model is built anew by each test."""
+    with Session(nproc=2) as session:
+        session.run(MODELS)
+        session.run(TRAINING)
+        yield session
+
+
+def one(session: Session, code: str) -> Any:
+    """The value of a cell on rank 0."""
+    return session.run(code).values[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_goes_on_under_another_engine(
+    trained: Session, backend: str, tmp_path: Path
+) -> None:
+    trained.switch(backend)
+    trained.run("model, optimizer = prepared(llama, seed=1); train(3)")
+    trained.run(f"accelerator.save_state({str(tmp_path / 'state')!r});")
+    expected = one(trained, "train(3)")
+    for other in (backend, "fsdp2" if "zero" in backend else "zero3"):
+        trained.switch(other)
+        trained.run("model, optimizer = prepared(llama, seed=2)")
+        report = trained.load_foreign(tmp_path / "state")
+        assert report.steps == 3
+        found = one(trained, "train(3)")
+        assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 1e-6
+
+
+def test_weights_of_hugging_face_under_every_name(trained: Session, tmp_path: Path) -> None:
+    trained.switch("fsdp2")
+    for make in ("gpt2", "mixtral"):
+        trained.run(f"torch.manual_seed(5); other = {make}()")
+        trained.run(
+            f"if rank == 0: other.save_pretrained({str(tmp_path / make)!r}, max_shard_size='20KB')"
+        )
+        trained.run(f"expected = dict(other.state_dict()); model, optimizer = prepared({make}, 6)")
+        report = trained.load_foreign(tmp_path / make)
+        assert report.steps is None
+        expected, found = trained.pull("expected"), trained.pull("model")
+        assert all((expected[name] == found[name]).all() for name in expected)
+    before = trained.pull("model")
+    with pytest.raises(CheckpointError, match=r"lacks \d+ of \d+ tensors: '.*, \.\.\.; load it"):
+        trained.load_foreign(tmp_path / "gpt2")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        trained.load_foreign(tmp_path / "nothing")
+    after = trained.pull("model")
+    assert all((before[name] == after[name]).all() for name in before)
