@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check notebooks bench wheel clean
+.PHONY: help env demo test check faults notebooks bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ check: env ## lint, formatting, types and unit tests: before each commit
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/unit
+
+faults: env ## kill ranks at random moments of saves, again and again (minutes)
+	@$(BIN)/python -m pytest -m faults tests/faults
 
 notebooks: env ## execute the notebooks as the tests do
 	@$(BIN)/python -m pytest tests/notebooks

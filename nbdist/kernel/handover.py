@@ -153,7 +153,9 @@ class Handover:
         replies = self.gang.ask(ranks, kind, content, all_or_error=alone)
         errors = [reply["error"] for reply in replies.values() if reply["status"] == "error"]
         if errors:
-            raise SwitchError(errors[0])
+            gone = [rank for rank, one in enumerate(self.gang.members) if not one.alive()]
+            ended = f" (rank {', '.join(map(str, gone))} ended)" if gone else ""
+            raise SwitchError(f"{errors[0]}{ended}")
         reports = [replies[rank]["report"] for rank in sorted(replies)]
         for phase in reports[0]["seconds"]:
             self._seconds[phase] = max(one["seconds"].get(phase, 0.0) for one in reports)
@@ -166,7 +168,7 @@ class Handover:
             after=self.then.describe(),
             seconds=dict(self._seconds),
             state_bytes=sum(one["state_bytes"] for one in left),
-            moved_bytes=sum(one["sent_bytes"] for one in left),
+            moved_bytes=sum(one["state_bytes"] for one in left),
             verified=arrived[0]["verified"],
             carried=tuple(left[0]["carried"]),
             bound=(),

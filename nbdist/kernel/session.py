@@ -481,7 +481,8 @@ class Session:
         Args:
             backend: ddp, fsdp (= fsdp2), fsdp1, zero1, zero2 or zero3. Default: the same.
             changes: nproc, devices, precision, offload, activation_checkpointing and what
-                else a `Session` takes; `reset_optimizer=True` leaves the state of optimizers behind.
+                else a `Session` takes; `reset_optimizer=True` leaves the state of optimizers
+                behind.
 
         Raises:
             OptionError: a value that is not allowed; nothing was touched.

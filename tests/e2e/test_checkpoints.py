@@ -158,6 +158,41 @@ def test_a_new_kernel_loads_before_the_first_step(trained: Session) -> None:
     assert one(trained, "train(3)") == expected
 
 
+LOADERS = textwrap.dedent(
+    """
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(tokens)
+
+    def heads(count):
+        return [next(coming)[:, :3].tolist() for _ in range(count)]
+    """
+)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        "tokens, batch_size=2, shuffle=True, num_workers=2",
+        "tokens, batch_size=2, shuffle=True, num_workers=2, persistent_workers=True",
+        "tokens, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)",
+        "Stream(), batch_size=2",
+    ],
+)
+def test_other_loaders_go_on(trained: Session, loader: str) -> None:
+    trained.run(START.format("") + "\n" + LOADERS)
+    trained.run(
+        f"more = accelerator.prepare(torch.utils.data.DataLoader({loader}))\n"
+        "coming = iter(more); used = heads(3)"
+    )
+    trained.save("loaders", overwrite=True).wait(60)
+    expected = trained.run("heads(4)").values
+    report = trained.load("loaders")
+    assert "a loader at batch 3 of epoch 0" in report.loaded
+    assert trained.run("coming = iter(more); heads(4)").values == expected
+    assert one(trained, "len(heads(57)), next(coming, None)") == (57, None)  # 64 in all
+
+
 # -- in the background
 
 

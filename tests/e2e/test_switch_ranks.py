@@ -205,6 +205,9 @@ BOMB = textwrap.dedent(
         def burst(phase):
             if phase == wanted and rank == 1:
                 raise RuntimeError("on purpose")
+            if wanted == "death" and phase == "loading" and rank == 1:
+                import os, signal
+                os.kill(os.getpid(), signal.SIGKILL)
         return burst
 
     bomb = Bomb()
@@ -241,7 +244,11 @@ def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) ->
         assert trained.run("mine, hidden[0] is model").values == {0: (5, True), 1: (6, True)}
         assert folders() == before
         found += one(trained, "train(1)")
-    found += one(trained, "train(1)")
+    trained.run("bomb.phase = 'death'")
+    with pytest.raises(SwitchError, match=r"ended.*goes on under 2 CPU ranks"):
+        trained.switch("fsdp2", nproc=4)
+    assert folders() == before
+    found += one(trained, "batches = iter(loader); train(1)")
     assert apart(found, expected) <= 1e-6
 
 

@@ -124,7 +124,7 @@ def test_tuples_come_back_as_lists() -> None:
 @pytest.mark.parametrize(
     "extra",
     [{"x": object()}, {"x": {1: 2}}, {"x": {"$float": "inf"}}, {"x": b"a"}, {"x": 2**64}],
-    ids=str,
+    ids=["object", "number as a key", "our own mark", "bytes", "too large"],
 )
 def test_what_cannot_be_kept_is_refused_when_written(extra: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be described: extra"):

@@ -87,6 +87,10 @@ class Zero(OfDeepSpeed):
         deepspeed 0.19.8, stage_1_and_2.py, `_lazy_init_hp_params_optimizer_state`: links once,
         right after group 0 was stepped, so that of later groups is missing.
         """
+        ordered = getattr(self.zero, _ATTRIBUTES[type(self.zero).__name__][0])
+        if not all(hasattr(one, "_hp_mapping") for group in ordered for one in group):
+            # Of its own Adagrad, made with one group, deepspeed links that group alone.
+            self.zero._link_all_hp_params()  # noqa: SLF001
         self.zero._hp_optimizer_states_linked = False  # noqa: SLF001
         if all(self.zero.optimizer.state.get(group.master) for group in self._groups()):
             self.zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
