@@ -215,7 +215,8 @@ def test_fresh_takes_new_ranks(notebook: LiveKernel) -> None:
 def test_commands(notebook: LiveKernel) -> None:
     assert "rank 1: pid" in notebook.run("%nbdist status").text
     assert "interrupt" in notebook.run("%nbdist").text
-    assert "not in nbdist" in notebook.run("%nbdist switch zero3").text
+    assert "not in nbdist" in notebook.run("%nbdist panel").text
+    assert "--reset-optimizer" in notebook.run("%nbdist switch -h").text
     assert "torch" in notebook.run("%nbdist doctor").text
     wrong = notebook.run("%nbdist fly")
     assert wrong.status == "error"
