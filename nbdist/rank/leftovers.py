@@ -132,6 +132,8 @@ def _is_used_up(node: Any) -> bool:
     while nodes and len(seen) < _NODES_LOOKED_AT:
         node = nodes.pop()
         try:
+            if _has_hooks(node):
+                return False
             for name in dir(node):
                 if name.startswith("_saved_") or name == "saved_tensors":
                     getattr(node, name)
@@ -141,6 +143,17 @@ def _is_used_up(node: Any) -> bool:
         seen |= following
         nodes += following
     return False
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether a node saved tensors by hooks; backward takes those away with the tensors.
+
+    To read such a tensor would call them: activation checkpointing would compute the forward
+    again, with whatever is in the parameters now.
+    """
+    raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
+    saved = [one for part in raw for one in (part if isinstance(part, (list, tuple)) else [part])]
+    return any(getattr(one, "unpack_hook", None) is not None for one in saved)
 
 
 def _take_engine(accelerator: Accelerator) -> Callable[[], object]:

@@ -307,6 +307,8 @@ def _give_groups_back(made: Any, given: object) -> None:
     inner = getattr(made, "optimizer", None)
     if isinstance(inner, Adagrad) and isinstance(given, Adagrad) and inner is not given:
         inner.param_groups = given.param_groups
+        if hasattr(made, "_link_all_hp_params"):
+            made._link_all_hp_params()  # noqa: SLF001 - stages 1 and 2 need it at the first step
 
 
 def _keep_gradients_in_memory(made: Any) -> None:

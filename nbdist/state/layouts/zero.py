@@ -89,8 +89,10 @@ class Zero(OfDeepSpeed):
         """
         ordered = getattr(self.zero, _ATTRIBUTES[type(self.zero).__name__][0])
         if not all(hasattr(one, "_hp_mapping") for group in ordered for one in group):
-            # Of its own Adagrad, made with one group, deepspeed links that group alone.
-            self.zero._link_all_hp_params()  # noqa: SLF001
+            # Of its own Adagrad, made with one group, deepspeed links that group alone. A view
+            # of the master that was made without gradients cannot be looked at after a step.
+            with torch.enable_grad():
+                self.zero._link_all_hp_params()  # noqa: SLF001
         self.zero._hp_optimizer_states_linked = False  # noqa: SLF001
         if all(self.zero.optimizer.state.get(group.master) for group in self._groups()):
             self.zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
