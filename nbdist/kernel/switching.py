@@ -173,8 +173,9 @@ def differences(now: Options, then: Options) -> list[str]:
             f"{then.precision} arithmetic: DDP computes under autocast with fp32 weights, FSDP and"
             " DeepSpeed with weights rounded before use; losses differ in the third digit"
         )
-    if now.offload != then.offload and "none" not in {now.offload} | {then.offload}:
-        return found
-    if (now.offload == "none") != (then.offload == "none"):
+    offloaded = [
+        one.offload != "none" and one.strategy.engine == "deepspeed" for one in (now, then)
+    ]
+    if offloaded[0] != offloaded[1]:
         found.append("DeepSpeed's CPU Adam rounds otherwise than torch's, about 1e-6")
     return found

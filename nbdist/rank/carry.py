@@ -133,12 +133,9 @@ class Carried:
             SwitchError: tensors differ, or are missing.
         """
         now = self.share()
-        recast = {
-            key: _cast(shard, now[key].dtype)
-            for key, shard in kept.items()
-            if key in now and now[key].dtype != shard.dtype
-        }
-        expected = {**digests, **digest.agreed(recast)}
+        recast = {key: shard for key, shard in kept.items() if _is_recast(shard, now.get(key))}
+        types = {key: now[key].dtype for key in recast}
+        expected = {**digests, **digest.agreed(recast, dtypes=types)}
         found = digest.agreed(now)
         wrong = [key for key, value in expected.items() if found.get(key) != value]
         if wrong:
@@ -154,6 +151,6 @@ def whole(tensor: torch.Tensor, *, mine: bool = True) -> Shard:
     return Shard(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=pieces)
 
 
-def _cast(shard: Shard, dtype: torch.dtype) -> Shard:
-    pieces = tuple(Piece(one.start, one.stop, one.view.to(dtype)) for one in shard.pieces)
-    return Shard(shape=shard.shape, dtype=dtype, pieces=pieces)
+def _is_recast(before: Shard, now: Shard | None) -> bool:
+    """Whether the engine keeps a tensor in another type than the one before it."""
+    return now is not None and now.dtype != before.dtype

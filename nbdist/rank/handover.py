@@ -37,7 +37,17 @@ from torch import distributed
 from nbdist import checkpoint, machine
 from nbdist.errors import SwitchError
 from nbdist.rank import accelerator as accelerators
-from nbdist.rank import leftovers, parcel, positions, randomness, scaler, switch, training, wrap
+from nbdist.rank import (
+    leftovers,
+    parcel,
+    positions,
+    randomness,
+    scaler,
+    switch,
+    together,
+    training,
+    wrap,
+)
 from nbdist.rank.carry import Carried
 from nbdist.state import digest, files, moving, recipes, skeleton, wires
 from nbdist.state.shards import Shard, bytes_of
@@ -406,7 +416,7 @@ class Arriving(_Phases):
     def agree(self, name: str, error: Exception | None) -> None:
         """Say an error at once: the kernel ends all new ranks then, also those in a collective."""
         if error is not None:
-            words = switch.words(error)
+            words = together.words(error) or ""
             message = f"the switch failed while {name}, on rank {self._rank}: {words}"
             raise SwitchError(message) from error
 

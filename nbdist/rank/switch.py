@@ -24,15 +24,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
 
 from nbdist import machine
 from nbdist.errors import SwitchError
 from nbdist.launcher import extensions
 from nbdist.rank import accelerator as accelerators
-from nbdist.rank import leftovers, randomness, rebind, scaler, trainer, training, wrap
+from nbdist.rank import leftovers, randomness, rebind, scaler, together, trainer, training, wrap
 from nbdist.rank.carry import Carried
-from nbdist.state import digest, layouts, recipes, shards, skeleton
+from nbdist.state import digest, layouts, recipes, shards, skeleton, wires
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -157,7 +156,7 @@ class Switch:
         """One phase, which succeeds or fails on all ranks."""
         began = time.perf_counter()
         self._tell(name)
-        agree(name, _problem(lambda: [hook(name) for hook in before_phase]))
+        agree(name, together.attempt(lambda: [hook(name) for hook in before_phase])[1])
         error: Exception | None = None
         try:
             yield
@@ -384,34 +383,15 @@ def agree(phase: str, error: Exception | None) -> None:
     Raises:
         SwitchError: at least one did, this one or another.
     """
-    said = None if error is None else words(error)
-    everyone: list[str | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, said)
+    everyone = wires.everyones(together.words(error))
     failed = {rank: one for rank, one in enumerate(everyone) if one is not None}
     if not failed:
         return
-    reasons = list(dict.fromkeys(failed.values()))
-    if len(failed) == len(everyone):
-        ranks = "on all ranks"
-    else:
-        ranks = f"on rank {', '.join(map(str, failed))}"
-    message = f"the switch failed while {phase}, {ranks}: {' / '.join(reasons)}"
+    everywhere = len(failed) == len(everyone)
+    ranks = "all ranks" if everywhere else f"rank {', '.join(map(str, failed))}"
+    reasons = " / ".join(dict.fromkeys(failed.values()))
+    message = f"the switch failed while {phase}, on {ranks}: {reasons}"
     raise SwitchError(message) from error
-
-
-def words(error: Exception) -> str:
-    """Say an error in one sentence."""
-    text = str(error).strip() or "no reason given"
-    return text if isinstance(error, SwitchError) else f"{type(error).__name__}: {text}"
-
-
-def _problem(attempt: Callable[[], object]) -> Exception | None:
-    """Return what a call raised."""
-    try:
-        attempt()
-    except Exception as error:  # noqa: BLE001 - told to all ranks
-        return error
-    return None
 
 
 def parts(number: int, one: Trained) -> dict[object, object]:
