@@ -29,7 +29,16 @@ FIRST = (
     "IPython.core.debugger",
 )
 """What every rank needs; ranks can be forked once these are in."""
-THEN = ["torch._dynamo", "transformers.modeling_utils", "deepspeed"]
+THEN = [
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "deepspeed",
+    # What deepspeed 0.19's first engine imports, 2-3 s.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch.utils.cpp_extension",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+]
 """What many cells import; done while nothing else is asked for."""
 
 

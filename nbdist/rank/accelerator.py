@@ -324,7 +324,7 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     _check_something(args)
     meeting = training.Meeting(self, args)
     measure.meet(new, args, meeting.twin)
-    if new:
+    if new and wrap.have_values():  # else a switch, which let go of everything before
         leftovers.let_go()
     result = _prepared(self, args, new, device_placement)
     meeting.learn(result)

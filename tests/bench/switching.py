@@ -1,14 +1,15 @@
 """A switch from FSDP2 to ZeRO-3 with 110M parameters, against doing it by hand and a plain copy.
 
-By hand means what Accelerate offers: `save_state`, a new `accelerate launch`, `load_state`.
-Accelerate cannot convert between the two engines, nor run either on a CPU, so the hand-made
-way is measured under DDP, without any conversion: it is the least that it takes.
+By hand means what Accelerate offers: `save_state` under FSDP2, `merge_fsdp_weights` and torch's
+own conversion of the optimizer's state, a new `accelerate launch` that fills a ZeRO-3 model.
+That is less than a switch does: nothing brings the moments into DeepSpeed, and variables are lost.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from results import Row, middle
 from starts import launch_command
 
 import nbdist
+from nbdist.engines.local import LocalEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +31,8 @@ tokens = torch.randint(0, 32000, (1, 32))
 model = GPT2LMHeadModel(GPT2Config(
     vocab_size=32000, n_positions=128, n_layer=12, n_embd=768, bos_token_id=0, eos_token_id=0))
 optimizer = torch.optim.AdamW(model.parameters())
+"""
+TRAINING = """
 model, optimizer = accelerator.prepare(model, optimizer)
 
 def train(steps):
@@ -59,34 +63,54 @@ taken = time.perf_counter() - begin
 del share, copied
 taken
 """
-SCRIPT = f"""
+START = """
 import sys, time, torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
+from nbdist.rank import rehearsal
 
-accelerator = Accelerator(cpu=True)
+rehearsal.install()  # accelerate runs neither engine on a CPU by itself
+rehearsal.skip_shared_memory_op()
+"""
+SAVE = f"""
+{START}
+accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+{MODEL}{TRAINING}
+train(2)
+accelerator.wait_for_everyone()
+begin = time.perf_counter()
+accelerator.save_state("state")
+accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    print("seconds", time.perf_counter() - begin)
+"""
+CONVERT = """
+from accelerate.utils import merge_fsdp_weights
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+merge_fsdp_weights("state/pytorch_model_fsdp_0", "merged")
+dcp_to_torch_save("state/optimizer_0", "merged/optimizer.pt")
+"""
+LOAD = f"""
+{START}
+config = {{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {{"stage": 3}}}}
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 {MODEL}
-what, folder = sys.argv[1:]
-if what == "save":
-    train(2)
-    accelerator.wait_for_everyone()
-    begin = time.perf_counter()
-    accelerator.save_state(folder)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        print("seconds", time.perf_counter() - begin)
-else:
-    accelerator.load_state(folder)
+model.load_state_dict(load_file("merged/model.safetensors"))
+{TRAINING}
 """
 
 
 def measure(build: Path) -> Iterator[Row]:
     """Time, bytes and memory of a switch."""
+    engine = LocalEngine()
+    engine.warm_up("cpu")  # as %load_ext does
     hand = by_hand(build)
     taken: list[float] = []
     floors: list[float] = []
     peaks: list[float] = []
-    with nbdist.Session(nproc=2, backend="fsdp2", precision="no") as session:
-        session.run(MODEL + "\ntrain(3)", output="none")
+    with nbdist.Session(nproc=2, backend="fsdp2", precision="no", engine=engine) as session:
+        session.run(MODEL + TRAINING + "\ntrain(3)", output="none")
         for number in range(-1, ROUNDS):
             before = values(session, RESET)
             report = session.switch("zero3")
@@ -102,7 +126,7 @@ def measure(build: Path) -> Iterator[Row]:
                 peaks.append(max((peak[rank] - before[rank]) / share for rank in peak))
     state = f"{report.state_bytes / 2**30:.2f} GiB of state, 2 ranks"
     yield Row(
-        name="switch FSDP2 to ZeRO-3, against save, launch and load by hand",
+        name="switch FSDP2 to ZeRO-3, against save, convert and launch by hand",
         value=middle(taken) / hand,
         unit="x",
         limit=0.1,
@@ -137,23 +161,24 @@ def values(session: nbdist.Session, code: str) -> dict[int, Any]:
 
 
 def by_hand(build: Path) -> float:
-    """Seconds of saving in one job, and of a second one that loads."""
+    """Seconds of saving in one job, of converting, and of a second job that loads."""
     folder = build / "bench-switch"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    saved = output(script, "save", folder / "state")
+    saved = run(folder, "save", SAVE, launched=True)
     seconds = float(next(line for line in saved.splitlines() if "seconds" in line).split()[1])
     begin = time.monotonic()
-    output(script, "load", folder / "state")
+    run(folder, "convert", CONVERT, launched=False)
+    run(folder, "load", LOAD, launched=True)
     taken = seconds + time.monotonic() - begin
     shutil.rmtree(folder)
     return taken
 
 
-def output(script: Path, what: str, folder: Path) -> str:
-    """What a script under accelerate launch prints."""
-    command = launch_command(script, what, str(folder))
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def run(folder: Path, name: str, code: str, *, launched: bool) -> str:
+    """What a script prints, under accelerate launch or in one process."""
+    script = folder / f"{name}.py"
+    script.write_text(code)
+    command = launch_command(script) if launched else [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout
