@@ -174,6 +174,7 @@ class Handover:
             bound=(),
             not_carried=left[0]["not_carried"],
             will_differ=(*differences(self.before.options, self.then.options), *remarks),
+            notes=tuple(dict.fromkeys(note for one in left for note in one["notes"])),
         )
 
     @contextlib.contextmanager

@@ -42,6 +42,8 @@ class SwitchReport:
     """Variable -> why; only new processes lose any."""
     will_differ: tuple[str, ...] = ()
     """What the new engine computes otherwise, and why."""
+    notes: tuple[str, ...] = ()
+    """What to look out for, in sentences."""
 
     @classmethod
     def nothing(cls, words: str) -> Self:
@@ -67,6 +69,7 @@ class SwitchReport:
         lines += [f"  bound anew: {', '.join(self.bound)}"] if self.bound else []
         lines += [f"  not carried: {name}: {why}" for name, why in self.not_carried.items()]
         lines += [f"  will differ: {one}" for one in self.will_differ]
+        lines += [f"  note: {one}" for one in self.notes]
         return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
@@ -140,6 +143,7 @@ class Request:
             carried=tuple(first["carried"]),
             bound=tuple(first["bound"]),
             will_differ=tuple(differences(now, then)),
+            notes=tuple(dict.fromkeys(note for one in reports for note in one["notes"])),
         )
         self.line.show(f"{title} in {report.total_s:.1f} s")
         return report

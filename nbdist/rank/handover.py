@@ -42,6 +42,7 @@ from nbdist.rank import (
     parcel,
     positions,
     randomness,
+    room,
     scaler,
     switch,
     together,
@@ -96,6 +97,7 @@ class Report:
     carried: list[str] = field(default_factory=list)
     not_carried: dict[str, str] = field(default_factory=dict)
     will_differ: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,6 +223,9 @@ class Leaving(_Phases):
                 trained = training.everything()
                 for one in trained:
                     switch.check(one, self._then, reset_optimizer=self._reset)
+                    hardware = accelerators.current().hardware
+                    note = room.check(one, self._then, hardware, world_size=self._world_size)
+                    self.report.notes += [note] if note else []
             with self.phase("packing"):
                 packed = self._packed(trained, generators)
             with self.phase("making room"):

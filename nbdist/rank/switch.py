@@ -29,7 +29,17 @@ from nbdist import machine
 from nbdist.errors import SwitchError
 from nbdist.launcher import extensions
 from nbdist.rank import accelerator as accelerators
-from nbdist.rank import leftovers, randomness, rebind, scaler, together, trainer, training, wrap
+from nbdist.rank import (
+    leftovers,
+    randomness,
+    rebind,
+    room,
+    scaler,
+    together,
+    trainer,
+    training,
+    wrap,
+)
 from nbdist.rank.carry import Carried
 from nbdist.state import digest, layouts, recipes, shards, skeleton, wires
 
@@ -90,6 +100,8 @@ class Report:
     bound: list[str] = field(default_factory=list)
     """The user's variables that were bound anew."""
     carried: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the user should know, in sentences."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for a message."""
@@ -173,6 +185,9 @@ class Switch:
         """Refuse what cannot be carried, before anything moves."""
         for one in trained:
             check(one, self._then, reset_optimizer=self._reset)
+            hardware = accelerators.current().hardware
+            note = room.check(one, self._then, hardware, world_size=wires.size())
+            self.report.notes += [note] if note else []
 
     def _keep(self, number: int, one: Trained) -> Kept:
         """Copy this rank's share to host memory."""

@@ -179,7 +179,7 @@ def of_module(
     from nbdist.trace import module as modules
 
     plain = inputs is None or (isinstance(inputs, dict) and inputs.keys() <= _PLAIN_TEXT)
-    exact = _closed_form(module, modules.groups_of(module)) if plain else None
+    exact = closed_form(module) if plain else None
     if exact is not None:
         return exact
     return from_json(
@@ -195,9 +195,10 @@ def of_module(
     )
 
 
-def _closed_form(module: Any, found: Sequence[Mapping[str, Any]]) -> ModelSpec | None:
-    """The closed form of a transformers model, if it is exactly this model's."""
+def closed_form(module: Any) -> ModelSpec | None:
+    """The closed form of a transformers model, if it is exactly this model's; in milliseconds."""
     from nbdist.plan.models import closed
+    from nbdist.trace.module import groups_of
 
     own_class = type(module).__module__.startswith("transformers.")
     config = module.config.to_dict() if own_class and hasattr(module, "config") else {}
@@ -211,7 +212,7 @@ def _closed_form(module: Any, found: Sequence[Mapping[str, Any]]) -> ModelSpec |
         spec = closed.from_config(config)
     except PlanError:  # a trace may still know what to do with such a config
         return None
-    return spec if _sizes(_expanded(spec)) == _sizes(found) else None
+    return spec if _sizes(_expanded(spec)) == _sizes(groups_of(module)) else None
 
 
 def _expanded(spec: ModelSpec) -> list[Mapping[str, Any]]:
