@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         SwitchError,
     )
     from nbdist.kernel.cell import CellResult
+    from nbdist.kernel.exporting import ExportReport
+    from nbdist.kernel.foreign import ForeignReport
     from nbdist.kernel.saving import Checkpoint, LoadReport, Save
     from nbdist.kernel.session import Session
     from nbdist.kernel.switching import SwitchReport
@@ -42,6 +44,8 @@ __all__ = [
     "CellResult",
     "Checkpoint",
     "CheckpointError",
+    "ExportReport",
+    "ForeignReport",
     "LoadReport",
     "NbdistError",
     "OptionError",
@@ -63,6 +67,8 @@ __all__ = [
 _HOMES = {
     "CellResult": "nbdist.kernel.cell",
     "Checkpoint": "nbdist.kernel.saving",
+    "ExportReport": "nbdist.kernel.exporting",
+    "ForeignReport": "nbdist.kernel.foreign",
     "LoadReport": "nbdist.kernel.saving",
     "Save": "nbdist.kernel.saving",
     "Session": "nbdist.kernel.session",

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 START_S = 120.0
 """Without any sign of launcher or ranks for this long, a start has failed."""
 HALT_S = 15.0
-REPLY_S = 600.0
-"""A rank may be copying many gigabytes before it answers push or pull."""
+SILENT_S = 600.0
+"""Without an answer or a word about a request for this long, it has failed: a rank may be
+copying many gigabytes before it answers push or pull."""
 WATCH_S = 0.7
 """How often the ranks' processes are looked at."""
 REPORT_S = 0.8
@@ -96,6 +97,8 @@ class Gang:
         self._up = False
         self._missing_since: float | None = None
         self._watch_due = 0.0
+        self._heard = 0.0
+        """When the ranks last said how far a long request is."""
 
     # -- life
 
@@ -292,6 +295,7 @@ class Gang:
 
         Raises:
             RankDied: a rank ended before it answered.
+            SessionError: for ten minutes there was no answer, nor a word about the request.
         """
         answers: SimpleQueue[tuple[int, str, Message]] = SimpleQueue()
         waiting = set(ranks)
@@ -313,7 +317,8 @@ class Gang:
         return replies
 
     def _answer(self, answers: SimpleQueue[Any], kind: str) -> tuple[int, str, Message]:
-        for _ in range(int(REPLY_S)):
+        since = time.monotonic()
+        while time.monotonic() - max(since, self._heard) < SILENT_S:
             try:
                 answer: tuple[int, str, Message] = answers.get(timeout=1.0)
             except Empty:
@@ -322,7 +327,7 @@ class Gang:
                     raise RankDied(msg) from None
             else:
                 return answer
-        msg = f"No answer to {kind} within {REPLY_S:.0f} s."
+        msg = f"The ranks have said nothing about {kind} for {SILENT_S:.0f} s."
         raise SessionError(msg)
 
     def wake(self) -> None:
@@ -346,6 +351,8 @@ class Gang:
         if message["header"]["msg_type"] == "iopub_welcome":
             self._signs.put(rank)
             return
+        if message["header"]["msg_type"] == wire.PHASE:
+            self._heard = time.monotonic()
         route = self._routes.get(message["parent_header"].get("msg_id", ""))
         if message["header"]["msg_type"] in wire.OF_SESSION or route is None:
             self._on_message(rank, message)

@@ -122,12 +122,18 @@ class Carried:
         self.settle(counts)
         return sent
 
-    def verify(self, digests: Mapping[str, int], kept: ShardMap) -> int:
-        """Compare all tensors with what they were; returns how many.
+    def verify(
+        self,
+        digests: Mapping[str, int],
+        kept: ShardMap,
+        counts: Mapping[str, Mapping[str, float]],
+    ) -> int:
+        """Compare all tensors and counts with what they were; returns how many tensors.
 
         Args:
             digests: of before, by key.
             kept: the shares of before; consulted where the engine keeps another type.
+            counts: of before.
 
         Raises:
             SwitchError: tensors differ, or are missing.
@@ -141,6 +147,11 @@ class Carried:
         if wrong:
             message = f"{len(wrong)} of {len(expected)} tensors differ, {wrong[0]} among them."
             raise SwitchError(message)
+        counted = self.counts()
+        for name, given in counts.items():
+            if given.items() - counted.get(name, {}).items():
+                message = f"{name} has the counts {counted.get(name)}, and had {dict(given)}."
+                raise SwitchError(message)
         return len(expected)
 
 

@@ -446,8 +446,8 @@ class Arriving(_Phases):
             kept = [self._load(n, one, first) for n, one in enumerate(trained)]
         with self.phase("verifying"):
             self.report.verified = sum(
-                Carried(number, one).verify(first.models[number].digests, kept[number])
-                for number, one in enumerate(trained)
+                Carried(number, one).verify(model.digests, kept[number], model.counts)
+                for number, (one, model) in enumerate(zip(trained, first.models, strict=True))
             )
         with self.phase("binding"):
             self.report.bound += arrived.bind()

@@ -15,7 +15,7 @@ from nbdist.rank.carry import Carried
 from nbdist.state import skeleton
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from nbdist.rank.training import Trained
     from nbdist.state.shards import Shard
@@ -113,11 +113,12 @@ def chosen(name: str | None, names: Mapping[str, Any]) -> Trained:
             message = f"{name!r} is no prepared model on the ranks; name a variable that holds one."
             raise CheckpointError(message)
         return one.one
-    leftovers.let_go()
     everything = training.everything()
+    if len(everything) > 1 or not _named(everything, names):
+        leftovers.let_go()  # some may be in use no more; 0.3 s
+        everything = training.everything()
     if len(everything) > 1:
-        values = names.values()
-        everything = [one for one in everything if any(value is one.model for value in values)]
+        everything = _named(everything, names)
     if not everything:
         message = "no model is prepared on the ranks; run a cell with accelerator.prepare(model)."
         raise CheckpointError(message)
@@ -128,3 +129,8 @@ def chosen(name: str | None, names: Mapping[str, Any]) -> Trained:
         )
         raise CheckpointError(message)
     return everything[0]
+
+
+def _named(everything: Sequence[Trained], names: Mapping[str, Any]) -> list[Trained]:
+    """Those that a variable holds."""
+    return [one for one in everything if any(value is one.model for value in names.values())]

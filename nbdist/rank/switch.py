@@ -253,7 +253,7 @@ class Switch:
                 scaler.give(one, kept.scale)
         with self._phase("verifying"):
             self.report.verified = sum(
-                Carried(kept.number, one).verify(kept.digests, kept.tensors)
+                Carried(kept.number, one).verify(kept.digests, kept.tensors, kept.counts)
                 for kept, one in zip(self._kept, trained, strict=True)
             )
         with self._phase("binding"):

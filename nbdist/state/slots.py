@@ -8,6 +8,7 @@ files are whole once all ranks have written; whoever made them sees to that.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 SLICE_BYTES = 64 << 20
 """Through host memory at a time: from a GPU, or into another dtype."""
+_SEND_BYTES = 8 << 20
+"""So often the disk is asked to begin, so that it is busy while the rest is copied."""
 
 
 class Slot(NamedTuple):
@@ -35,6 +38,27 @@ class Slot(NamedTuple):
     stop: int
 
 
+@dataclass(slots=True)
+class _Open:
+    """An open file, and what of it the disk has not been asked to write."""
+
+    fd: int
+    low: int = 0
+    high: int = 0
+    waiting: int = 0
+    """Bytes of ours between the two."""
+
+    def wrote(self, start: int, stop: int) -> None:
+        """Take note of bytes, and send them off once they are many."""
+        self.low = min(self.low, start) if self.waiting else start
+        self.high = max(self.high, stop) if self.waiting else stop
+        self.waiting += stop - start
+        if self.waiting >= _SEND_BYTES:
+            # Linux begins to write what it is told to forget, and forgets only what is written.
+            os.posix_fadvise(self.fd, self.low, self.high - self.low, os.POSIX_FADV_DONTNEED)
+            self.waiting = 0
+
+
 class Files:
     """Files that exist and are written to, each opened once.
 
@@ -47,7 +71,7 @@ class Files:
         Args:
             durable: whether the disk is waited for.
         """
-        self._open: dict[Path, int] = {}
+        self._open: dict[Path, _Open] = {}
         self._durable = durable
 
     def put(self, path: Path, content: memoryview, offset: int) -> None:
@@ -57,10 +81,14 @@ class Files:
             OSError: the disk is full, or a limit was met.
         """
         if path not in self._open:
-            self._open[path] = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._open[path] = _Open(fd)
+        file, start = self._open[path], offset
         while content:
-            count = os.pwrite(self._open[path], content, offset)
+            count = os.pwrite(file.fd, content, offset)
             content, offset = content[count:], offset + count
+        if self._durable:
+            file.wrote(start, offset)
 
     def put_tensor(self, path: Path, tensor: torch.Tensor, dtype: torch.dtype, offset: int) -> int:
         """Write a tensor's elements in a type, row by row; returns their bytes."""
@@ -79,11 +107,11 @@ class Files:
         """Close the files."""
         try:
             if kind is None and self._durable:
-                for fd in self._open.values():
-                    os.fsync(fd)
+                for file in self._open.values():
+                    os.fsync(file.fd)
         finally:
-            for fd in self._open.values():
-                os.close(fd)
+            for file in self._open.values():
+                os.close(file.fd)
             self._open.clear()
 
 

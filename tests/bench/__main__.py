@@ -1,6 +1,7 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
-    python tests/bench [cells] [starts] [values] [checkpoints] [switching] [training] [weight]
+    python tests/bench [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
+    python tests/bench [training] [weight]
     python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING
 
 import cells
 import checkpoints
+import exporting
 import plan_engines
 import plan_fsdp
 import plan_published
 import plan_speed
 import plan_traced
 import results
+import saving
 import starts
 import switching
 import training
@@ -48,6 +51,8 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "starts": lambda: starts.measure(others(), BUILD),
     "values": lambda: values.measure(others()),
     "checkpoints": lambda: checkpoints.measure(BUILD),
+    "saving": lambda: saving.measure(BUILD),
+    "exporting": lambda: exporting.measure(BUILD),
     "switching": lambda: switching.measure(BUILD),
     "training": lambda: training.measure(BUILD),
     "weight": weight.measure,

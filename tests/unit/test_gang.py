@@ -1,0 +1,65 @@
+"""How long the notebook waits for ranks that do something long."""
+
+from __future__ import annotations
+
+from queue import Empty
+from typing import Any
+
+import pytest
+
+from nbdist import SessionError, wire
+from nbdist.kernel import gang
+
+DONE = (0, "shell", {"content": {"status": "ok"}})
+
+
+class Ranks:
+    """Time passes only while they are waited for; they say a word every 100 s, then answer."""
+
+    def __init__(self, asked: gang.Gang, *, words: int, answer: bool) -> None:
+        self.now = 0.0
+        self._asked, self._words, self._answer = asked, words, answer
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def get(self, timeout: float) -> Any:
+        if self._answer and not self._words:
+            return DONE
+        self.now += timeout
+        if self._words and self.now % 100 == 0:
+            self._words -= 1
+            header = {"msg_type": wire.PHASE}
+            self._asked.receive(0, "iopub", {"header": header, "parent_header": {}, "content": {}})
+        raise Empty
+
+
+@pytest.fixture
+def asked() -> gang.Gang:
+    made = gang.Gang(
+        None,  # type: ignore[arg-type]  # nothing is started
+        on_message=lambda *_: None,
+        on_idle=lambda: False,
+        on_death=lambda _: None,
+    )
+    made._up = True
+    return made
+
+
+def test_a_request_may_last_while_ranks_say_how_far_it_is(
+    asked: gang.Gang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(asked, words=30, answer=True)
+    monkeypatch.setattr(gang.time, "monotonic", ranks.monotonic)
+    assert asked._answer(ranks, wire.EXPORT) == DONE
+    assert ranks.now == 3000
+
+
+def test_a_request_that_nothing_more_is_heard_of_has_failed(
+    asked: gang.Gang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(asked, words=3, answer=False)
+    monkeypatch.setattr(gang.time, "monotonic", ranks.monotonic)
+    with pytest.raises(SessionError, match=r"nothing about nbdist_export_request for 600 s"):
+        asked._answer(ranks, wire.EXPORT)
+    assert ranks.now == 300 + 600
