@@ -10,6 +10,7 @@ The background takes part in no collective, so that it never meets those of the 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.01
 STALLED_S = 600.0
 """Without a byte more in the folder for so long, a save has failed."""
+NICENESS = 10
+"""Of what goes on in the background: it takes what training leaves, and a tenth of a core else."""
 
 before_step: list[Callable[[str], object]] = []
 """Called with "snapshot", "write" and "commit" before each; tests let them fail or wait here."""
@@ -169,6 +172,8 @@ class _Job:
 
     def run(self) -> None:
         """Write this rank's part; on rank 0 finish the checkpoint."""
+        # Linux: of this thread alone, and of those that it starts.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         _, error = attempt(self._write)
         if error is not None:
             log.error("a save failed", exc_info=error)

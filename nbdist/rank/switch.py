@@ -382,7 +382,8 @@ def _check_optimizer(owned: TrainedOptimizer, one: Trained, then: Options) -> No
         return
     counts = Carried(0, one).counts()
     for names in owned.recipe.groups:
-        steps = {count for name in names for count in counts.get(name, {}).values()}
+        # NAdam keeps other numbers beside the step, which follow from it.
+        steps = {counts[name]["step"] for name in names if "step" in counts.get(name, {})}
         if len(steps) > 1:
             message = (
                 f"parameters of one group were stepped {min(steps):g} to {max(steps):g} times, and"
