@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROUNDS = 5
-STEPS = 6
+STEPS = 10
 """Before the save, and again after it: it is over by then."""
 WAYS = ("none", "async", "blocking")
 MODEL = """
 from transformers import GPT2Config, GPT2LMHeadModel
 
-tokens = torch.randint(0, 32000, (1, 32))
+tokens = torch.randint(0, 16000, (1, 32))
 model = GPT2LMHeadModel(GPT2Config(
-    vocab_size=32000, n_positions=128, n_layer=12, n_embd=768, bos_token_id=0, eos_token_id=0))
+    vocab_size=16000, n_positions=128, n_layer=4, n_embd=512, n_head=8, bos_token_id=0,
+    eos_token_id=0))
 optimizer = torch.optim.AdamW(model.parameters())
 model, optimizer = accelerator.prepare(model, optimizer)
 
