@@ -11,11 +11,9 @@ each group of these goes to one rank, whole, a few at a time.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,15 +22,14 @@ import torch
 
 from nbdist.checkpoint import beside, headers
 from nbdist.errors import CheckpointError
-from nbdist.rank import phases
 from nbdist.rank.carry import whole
 from nbdist.rank.living import Living, chosen
-from nbdist.rank.phases import Told
+from nbdist.rank.phases import CHECKING, Phases, Told
 from nbdist.state import moving, pretrained, slots, wires
 from nbdist.state.shards import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -43,7 +40,6 @@ BATCH_BYTES = 256 << 20
 _OF_TEXT = "PreTrainedTokenizerBase"
 _OF_SEVERAL = "ProcessorMixin"
 _OF_SIGNALS = frozenset({"ImageProcessingMixin", "FeatureExtractionMixin"})
-_DOING = "the export"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,7 +108,8 @@ class Export:
         self._folder: Path | None = None
         """That rank 0 has made."""
         self._first = wires.rank() == 0
-        self.report = Report()
+        self._phase = Phases("the export", tell, CheckpointError)
+        self.report = Report(seconds=self._phase.seconds)
 
     def run(self) -> Report:
         """Write the folder; returns once it is on the disk under its name.
@@ -120,7 +117,7 @@ class Export:
         Raises:
             CheckpointError: on all ranks alike; nothing of it is left.
         """
-        with self._phase("checking"):
+        with self._phase(CHECKING):
             living = Living(chosen(self._model, self._names))
             model = living.bare()
             outline = pretrained.outline(model, living.keys(), self._dtype)
@@ -146,14 +143,6 @@ class Export:
                 beside.abort(self._folder)
             raise
         return self.report
-
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        self._tell(name)
-        with phases.phase(_DOING, name):
-            yield
-        self.report.seconds[name] = time.perf_counter() - began
 
     def _summarise(self, model: nn.Module, outline: Outline, files: Mapping[str, _File]) -> None:
         """Say what will be there, and how it is loaded."""

@@ -17,7 +17,7 @@ from nbdist.errors import CheckpointError
 from nbdist.rank import training
 from nbdist.rank.carry import Carried
 from nbdist.rank.living import Living, chosen
-from nbdist.rank.phases import phase
+from nbdist.rank.phases import CHECKING, Phases
 from nbdist.state import foreign, pretrained, shards
 from nbdist.state.shards import Shard
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from nbdist.rank.training import Trained
     from nbdist.state.foreign import Foreign, Names
 
-_DOING = "the load"
 _LISTED = 10
 
 
@@ -70,8 +69,8 @@ def load(
         CheckpointError: on all ranks alike; all is as it was.
     """
     began, report = time.perf_counter(), Report()
-    with phase(_DOING, "checking"):
-        tell("checking")
+    phase = Phases("the load", tell, CheckpointError)
+    with phase(CHECKING):
         one = chosen(model, names)
         groups = [group for owned in one.living for group in owned.recipe.groups]
         found = foreign.opened(Path(path), trust=trust, names=_names(one), groups=groups)
@@ -81,18 +80,16 @@ def load(
         _rename(found, one.kept.aliases)
         keys = _matched(found, carried, stem, one.kept.aliases, report)
         states = _states(found, stem)
-    with phase(_DOING, "keeping"):
-        tell("keeping")
+    with phase("keeping"):
         counts, live = carried.counts(), carried.share()
         kept = shards.snapshot(live)
         buffers = {key: value.detach().clone() for key, value in carried.buffers().items()}
     try:
-        with phase(_DOING, "loading"):
-            tell("loading")
+        with phase("loading"):
             carried.allocate(states)
-        with phase(_DOING, "loading"):
+        with phase("loading"):
             report.read_bytes = _fill(found, carried, keys, states)
-        with phase(_DOING, "taking over"):
+        with phase("taking over"):
             carried.settle(found.counts if states else counts)
     except CheckpointError:
         carried.take(kept, counts)

@@ -23,7 +23,6 @@ import os
 import random
 import shutil
 import sys
-import time
 import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -45,16 +44,16 @@ from nbdist.rank import (
     room,
     scaler,
     switch,
-    together,
     training,
     wrap,
 )
 from nbdist.rank.carry import Carried
+from nbdist.rank.phases import CHECKING, Alone, Phases
 from nbdist.state import digest, files, moving, recipes, skeleton, wires
 from nbdist.state.shards import Shard, bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
     from pathlib import Path
 
     from nbdist.checkpoint import FilePart, Manifest
@@ -140,48 +139,7 @@ class _Loader:
     """Of Accelerate's SeedableRandomSampler, which would draw another one."""
 
 
-class _Phases:
-    """Phases of one half, with their durations."""
-
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        self._tell = tell
-        self.report = Report()
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """One phase.
-
-        Raises:
-            SwitchError: which phase failed, on which ranks, and why.
-        """
-        began = time.perf_counter()
-        self._tell(name)
-        self.agree(name, _problem(name))
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            log.exception("a switch failed while %s", name)
-            error = caught
-        self.agree(name, error)
-        self.report.seconds[name] = time.perf_counter() - began
-
-    def agree(self, name: str, error: Exception | None) -> None:
-        """Let all ranks know of an error in a phase."""
-        switch.agree(name, error)
-
-
-def _problem(phase: str) -> Exception | None:
-    """What a test lets fail before a phase."""
-    try:
-        for hook in list(switch.before_phase):
-            hook(phase)
-    except Exception as error:  # noqa: BLE001 - told to all ranks
-        return error
-    return None
-
-
-class Leaving(_Phases):
+class Leaving:
     """The old ranks' half: everything into files; nothing is changed."""
 
     def __init__(
@@ -204,7 +162,8 @@ class Leaving(_Phases):
             world_size: number of the new ranks.
             reset_optimizer: leave the state of the optimizers behind.
         """
-        super().__init__(tell)
+        self._phase = Phases("the switch", tell, SwitchError)
+        self.report = Report(seconds=self._phase.seconds)
         self._then, self._names, self._beginning = then, names, beginning
         self._world_size, self._reset = world_size, reset_optimizer
         self._rank = distributed.get_rank()
@@ -218,7 +177,7 @@ class Leaving(_Phases):
         """
         generators = randomness.state()
         try:
-            with self.phase("checking"):
+            with self._phase(CHECKING):
                 leftovers.let_go()
                 trained = training.everything()
                 for one in trained:
@@ -226,9 +185,9 @@ class Leaving(_Phases):
                     hardware = accelerators.current().hardware
                     note = room.check(one, self._then, hardware, world_size=self._world_size)
                     self.report.notes += [note] if note else []
-            with self.phase("packing"):
+            with self._phase("packing"):
                 packed = self._packed(trained, generators)
-            with self.phase("making room"):
+            with self._phase("making room"):
                 plan = parcel.planned(packed, self._rank, wires.everyones)
                 folder = _with_room(folders, bytes_of(self._share) + plan.size_bytes)
             self._write(packed, plan, folder)
@@ -328,16 +287,16 @@ class Leaving(_Phases):
         keys = moving.catalogue(self._share)
         digests = digest.agreed(self._share)
         begun = parts = None
-        with self.phase("opening files"):
+        with self._phase("opening files"):
             if keys and self._rank == 0:
                 begun = checkpoint.begin(folder, STATE)
         draft = wires.everyones(begun)[0]
-        with self.phase("writing"):
+        with self._phase("writing"):
             parcel.write(packed, plan, folder, self._rank)
             if draft is not None:
                 parts = files.write(self._share, draft, self._rank, "model")
         everyones = wires.everyones(parts)
-        with self.phase("closing files"):
+        with self._phase("closing files"):
             if begun is not None:
                 made = {
                     name: checkpoint.Key(
@@ -389,7 +348,7 @@ class Leaving(_Phases):
             )
 
 
-class Arriving(_Phases):
+class Arriving:
     """The new ranks' half: everything out of the files."""
 
     def __init__(
@@ -410,20 +369,14 @@ class Arriving(_Phases):
             tell: told of each phase.
             old_world_size: number of the old ranks.
         """
-        super().__init__(tell)
+        self._phase = Alone("the switch", tell, SwitchError)
+        self.report = Report(seconds=self._phase.seconds)
         self._folder, self._names, self._beginning = folder, names, beginning
         self._old_world_size, self._rank = old_world_size, distributed.get_rank()
         self._from = self._rank if self._rank < old_world_size else 0
         self._built: list[Accelerator] = []
         self._made: list[Any] = []
         """Holds what was prepared until the user's variables do."""
-
-    def agree(self, name: str, error: Exception | None) -> None:
-        """Say an error at once: the kernel ends all new ranks then, also those in a collective."""
-        if error is not None:
-            words = together.words(error) or ""
-            message = f"the switch failed while {name}, on rank {self._rank}: {words}"
-            raise SwitchError(message) from error
 
     def run(self) -> Report:
         """Make everything again.
@@ -432,24 +385,24 @@ class Arriving(_Phases):
             SwitchError: on this rank; the new ranks are of no use then.
         """
         device: torch.device = self._beginning.names["device"]
-        with self.phase("unpacking"):
+        with self._phase("unpacking"):
             arrived = parcel.Arrived(self._folder, self._from, device)
             arrived.namespace(self._names)
             for name, one in self._beginning.names.items():
                 if not isinstance(one, _PLAIN):
                     arrived.known["name", name] = one
             first = self._first(arrived)
-        with self.phase("building"):
+        with self._phase("building"):
             self._build(first, arrived)
         trained = training.everything()
-        with self.phase("loading"):
+        with self._phase("loading"):
             kept = [self._load(n, one, first) for n, one in enumerate(trained)]
-        with self.phase("verifying"):
+        with self._phase("verifying"):
             self.report.verified = sum(
                 Carried(number, one).verify(model.digests, kept[number], model.counts)
                 for number, (one, model) in enumerate(zip(trained, first.models, strict=True))
             )
-        with self.phase("binding"):
+        with self._phase("binding"):
             self.report.bound += arrived.bind()
             # cloudpickle sets it in the globals of each function.
             self._names["__builtins__"] = self._beginning.names["__builtins__"]

@@ -13,10 +13,7 @@ generators come last, for all of this may draw. Nothing in a checkpoint is code.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
-import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,24 +26,19 @@ from nbdist.checkpoint.names import shown
 from nbdist.errors import CheckpointError
 from nbdist.rank import positions, randomness, recorded, saving, scaler, training
 from nbdist.rank.carry import Carried, whole
+from nbdist.rank.phases import CHECKING, Phases
 from nbdist.rank.positions import Position
 from nbdist.rank.scaler import Scale
-from nbdist.rank.together import agree, attempt
 from nbdist.state import digest, files, moving, recipes, shards, wires
 from nbdist.state.shards import Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from nbdist.checkpoint import Key, Manifest, Optimizer
     from nbdist.rank.carry import Counts
     from nbdist.rank.training import Trained
-
-log = logging.getLogger(__name__)
-
-before_phase: list[Callable[[str], object]] = []
-"""Called with each phase's name before it begins; tests let phases fail here."""
 
 _LISTED = 10
 _GENERATOR_NUMBERS = 1 << 16
@@ -109,14 +101,15 @@ class Load:
             tell: told of each phase.
             weights_only: leave optimizers, schedulers, generators and loaders as they are.
         """
-        self._path, self._id, self._tell = path, checkpoint_id, tell
+        self._path, self._id = path, checkpoint_id
         self._weights_only = weights_only
         self._trained: list[Trained] = []
         self._carried: list[Carried] = []
         self._before: list[_Before] = []
         self._places: list[tuple[Any, Position]] = []
         self._random: randomness.State | None = None
-        self.report = Report()
+        self._phase = Phases("the load", tell, CheckpointError)
+        self.report = Report(seconds=self._phase.seconds)
 
     def run(self) -> Report:
         """Load, or leave everything as it was.
@@ -125,11 +118,11 @@ class Load:
             CheckpointError: on all ranks alike: what does not fit, or which phase failed.
         """
         generators = randomness.state()
-        with self._phase("checking"):
+        with self._phase(CHECKING):
             self._manifest = self._opened()
             self._trained = training.everything()
             self._check_models()
-        with self._phase("checking"):
+        with self._phase(CHECKING):
             self._carried = [Carried(number, one) for number, one in enumerate(self._trained)]
             self._check_tensors()
             if not self._weights_only:
@@ -163,25 +156,6 @@ class Load:
             randomness.restore(self._random)
         self._summarise()
         return self.report
-
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """One phase, which succeeds or fails on all ranks.
-
-        What may fail on one rank alone stands in another phase than collectives.
-        """
-        began = time.perf_counter()
-        self._tell(name)
-        agree(attempt(lambda: [hook(name) for hook in before_phase])[1])
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            log.exception("a load failed while %s", name)
-            error = caught
-        agree(error)
-        spent = time.perf_counter() - began
-        self.report.seconds[name] = self.report.seconds.get(name, 0.0) + spent
 
     def _pairs(self) -> list[tuple[Carried, Trained]]:
         return list(zip(self._carried, self._trained, strict=True))

@@ -1,14 +1,13 @@
-"""Work of all ranks on files in phases: each succeeds or fails on all of them."""
+"""Work of all ranks in phases: each phase succeeds or fails on all of them."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import time
 from typing import TYPE_CHECKING
 
-from nbdist.errors import CheckpointError, NbdistError
+from nbdist.errors import NbdistError
 from nbdist.rank import together
 from nbdist.state import wires
 
@@ -17,45 +16,74 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CHECKING = "checking"
+"""The phase in which nothing has moved yet: what it refuses needs no other words."""
 TOLD_EVERY_S = 0.25
 
-
-@contextlib.contextmanager
-def phase(what: str, name: str) -> Iterator[None]:
-    """One phase; a collective at its end, so that there must be none inside that may be missed.
-
-    Args:
-        what: "the export".
-        name: "writing".
-
-    Raises:
-        CheckpointError: on all ranks alike: on which it failed, and why.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        log.exception("%s failed while %s", what, name)
-        error = caught
-    everyone = wires.everyones((_words(error), isinstance(error, NbdistError)))
-    failed = {rank: words for rank, (words, _) in enumerate(everyone) if words is not None}
-    if not failed:
-        return
-    if all(refused for words, refused in everyone if words is not None):
-        # A sentence that says all by itself: whose it was does not matter.
-        raise CheckpointError(" / ".join(dict.fromkeys(failed.values()))) from error
-    reasons = together.said(failed, len(everyone))
-    message = f"{what} failed while {name}: {reasons}"
-    raise CheckpointError(message) from error
+before_phase: list[Callable[[str], object]] = []
+"""Called with each phase's name before it begins; tests let phases fail here."""
 
 
-def _words(error: Exception | None) -> str | None:
-    """Say an error in one sentence."""
-    if isinstance(error, OSError) and error.errno is not None:
-        code = errno.errorcode.get(error.errno, str(error.errno))
-        where = f" at {error.filename}" if error.filename else ""
-        return f"{error.strerror} ({code}){where}; free room, or give another folder."
-    return together.words(error)
+class Phases:
+    """The phases of one piece of work, and how long they took."""
+
+    def __init__(self, what: str, tell: Callable[[str], object], raises: type[NbdistError]) -> None:
+        """Know what the work is called.
+
+        Args:
+            what: "the switch".
+            tell: told of each phase.
+            raises: how a phase that fails is told.
+        """
+        self._what, self._tell, self._raises = what, tell, raises
+        self.seconds: dict[str, float] = {}
+        """By phase."""
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """One phase; what may fail on one rank alone stands in another one than collectives.
+
+        Raises:
+            NbdistError: of the type given, on all ranks alike: which phase failed, on which
+                ranks, and why.
+        """
+        began = time.perf_counter()
+        self._tell(name)
+        self._agree(name, together.attempt(lambda: [hook(name) for hook in before_phase])[1])
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            log.exception("%s failed while %s", self._what, name)
+            error = caught
+        self._agree(name, error)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def _agree(self, name: str, error: Exception | None) -> None:
+        """Let all ranks know whether one of them failed; a collective."""
+        everyone = wires.everyones((together.words(error), isinstance(error, NbdistError)))
+        failed = {rank: why for rank, (why, _) in enumerate(everyone) if why is not None}
+        if not failed:
+            return
+        reasons = " / ".join(dict.fromkeys(failed.values()))
+        if name == CHECKING and all(refused for why, refused in everyone if why is not None):
+            raise self._raises(reasons) from error
+        everywhere = len(failed) == len(everyone)
+        ranks = "all ranks" if everywhere else f"rank {', '.join(map(str, failed))}"
+        raise self.failure(name, ranks, reasons) from error
+
+    def failure(self, name: str, ranks: str, reasons: str) -> NbdistError:
+        """The error of a phase in words."""
+        return self._raises(f"{self._what} failed while {name}, on {ranks}: {reasons}")
+
+
+class Alone(Phases):
+    """Phases of a rank that says at once what fails, for the kernel then ends all new ranks."""
+
+    def _agree(self, name: str, error: Exception | None) -> None:
+        if error is not None:
+            ranks = f"rank {wires.rank()}"
+            raise self.failure(name, ranks, together.words(error) or "") from error
 
 
 class Told:

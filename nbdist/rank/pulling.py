@@ -11,7 +11,7 @@ from nbdist import payload
 from nbdist.errors import CheckpointError
 from nbdist.rank import living
 from nbdist.rank.living import Living
-from nbdist.rank.phases import Told, phase
+from nbdist.rank.phases import CHECKING, Phases, Told
 from nbdist.state import slots, wires
 from nbdist.state.shards import bytes_of
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from nbdist.rank.living import Found
-
-_DOING = "the pull"
 
 
 def prepared(values: Mapping[str, object]) -> list[str]:
@@ -51,9 +49,10 @@ def pull(name: str, value: object, folders: Sequence[str], *, tell: Callable[[st
         CheckpointError: on all ranks alike.
     """
     path: Path | None = None
+    phase = Phases(f"the pull of {name}", tell, CheckpointError)
     offsets: dict[object, int] = {}
     try:
-        with phase(_DOING, "reserving memory"):
+        with phase(CHECKING):
             found = _found(name, value)
             model = Living(found.one)
             wanted = {
@@ -61,10 +60,11 @@ def pull(name: str, value: object, folders: Sequence[str], *, tell: Callable[[st
                 for entry, key in model.entries()
                 if entry.startswith(found.prefix)
             }
+        with phase("reserving memory"):
             if wires.rank() == 0:
                 path, offsets = payload.reserve(name, _blanks(model, wanted), folders)
         shared, offsets = wires.everyones((str(path), offsets))[0]
-        with phase(_DOING, "writing"), slots.Files(durable=False) as files:
+        with phase("writing"), slots.Files(durable=False) as files:
             share = {key: one for key, one in model.share.items() if key in offsets}
             mine = [
                 slots.Slot(

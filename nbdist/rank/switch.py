@@ -14,11 +14,8 @@ options are built and loaded in the same way from the same copy.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import logging
 import os
-import time
 import weakref
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,16 +32,16 @@ from nbdist.rank import (
     rebind,
     room,
     scaler,
-    together,
     trainer,
     training,
     wrap,
 )
 from nbdist.rank.carry import Carried
+from nbdist.rank.phases import CHECKING, Phases
 from nbdist.state import digest, layouts, recipes, shards, skeleton, wires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping, Sequence
+    from collections.abc import Callable, MutableMapping, Sequence
 
     from accelerate import Accelerator
 
@@ -55,11 +52,6 @@ if TYPE_CHECKING:
     from nbdist.state.shards import Shard
     from nbdist.state.skeleton import Skeleton
     from nbdist.strategies import Options
-
-log = logging.getLogger(__name__)
-
-before_phase: list[Callable[[str], object]] = []
-"""Called with each phase's name before it begins; tests let phases fail here."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -133,7 +125,8 @@ class Switch:
         self._kept: list[Kept] = []
         self._made: list[object] = []
         """What was prepared and is not bound yet."""
-        self.report = Report()
+        self._phase = Phases("the switch", tell, SwitchError)
+        self.report = Report(seconds=self._phase.seconds)
 
     def run(self) -> Report:
         """Switch, or leave everything as it was.
@@ -142,7 +135,7 @@ class Switch:
             SwitchError: on all ranks alike: which phase failed, on which ranks, and why.
         """
         generators = randomness.state()
-        with self._phase("checking"):
+        with self._phase(CHECKING):
             leftovers.let_go()
             trained = training.everything()
             self._check(trained)
@@ -162,22 +155,6 @@ class Switch:
             randomness.restore(generators)
         self._summarise()
         return self.report
-
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """One phase, which succeeds or fails on all ranks."""
-        began = time.perf_counter()
-        self._tell(name)
-        agree(name, together.attempt(lambda: [hook(name) for hook in before_phase])[1])
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as caught:
-            log.exception("a switch failed while %s", name)
-            error = caught
-        agree(name, error)
-        spent = time.perf_counter() - began
-        self.report.seconds[name] = self.report.seconds.get(name, 0.0) + spent
 
     # -- the old engine
 
@@ -391,23 +368,6 @@ def _check_optimizer(owned: TrainedOptimizer, one: Trained, then: Options) -> No
                 " --reset-optimizer."
             )
             raise SwitchError(message)
-
-
-def agree(phase: str, error: Exception | None) -> None:
-    """Let all ranks know whether one of them failed; a collective.
-
-    Raises:
-        SwitchError: at least one did, this one or another.
-    """
-    everyone = wires.everyones(together.words(error))
-    failed = {rank: one for rank, one in enumerate(everyone) if one is not None}
-    if not failed:
-        return
-    everywhere = len(failed) == len(everyone)
-    ranks = "all ranks" if everywhere else f"rank {', '.join(map(str, failed))}"
-    reasons = " / ".join(dict.fromkeys(failed.values()))
-    message = f"the switch failed while {phase}, on {ranks}: {reasons}"
-    raise SwitchError(message) from error
 
 
 def parts(number: int, one: Trained) -> dict[object, object]:

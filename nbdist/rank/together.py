@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import CheckpointError, NbdistError
@@ -11,10 +12,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+_NO_ROOM = frozenset({errno.EDQUOT, errno.EFBIG, errno.ENOSPC})
+
+
 def words(error: BaseException | None) -> str | None:
     """An error in one sentence."""
     if error is None:
         return None
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f" at {error.filename}" if error.filename else ""
+        advice = "; free room there, or give another folder." if error.errno in _NO_ROOM else ""
+        return f"{error.strerror} ({errno.errorcode.get(error.errno, error.errno)}){where}{advice}"
     text = " ".join(str(error).split()) or "no reason given"
     return text if isinstance(error, NbdistError) else f"{type(error).__name__}: {text}"
 

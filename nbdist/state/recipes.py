@@ -43,6 +43,8 @@ ELEMENTWISE = frozenset(
 
 _ENGINES_OWN = frozenset({"bias_correction", "param_names", "params"})
 """Keys of a group that a later optimizer must not get."""
+_KEPT_AS = {"adamw_mode": "adam_w_mode", "decoupled_weight_decay": "decoupled_wd"}
+"""Arguments of DeepSpeed's CPU Adam and of lion_pytorch -> the attributes they end in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +79,17 @@ def recipe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
             " model.parameters() of one model and prepare both."
         )
         raise SwitchError(message)
-    signature = inspect.signature(cls.__init__).parameters
-    wanted = [name for name in signature if name not in {"self", "params"}]
-    arguments = {name: optimizer.defaults[name] for name in wanted if name in optimizer.defaults}
+    _, _, *wanted = inspect.signature(cls.__init__).parameters.values()  # no self, no params
+    kept = {**vars(optimizer), **optimizer.defaults}
+    arguments = {
+        one.name: kept[name] for one in wanted if (name := _KEPT_AS.get(one.name, one.name)) in kept
+    }
     missing = [
-        name
-        for name in wanted
-        if name not in arguments
-        and signature[name].default is inspect.Parameter.empty
-        and signature[name].kind
-        not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+        one.name
+        for one in wanted
+        if one.name not in arguments
+        and one.default is inspect.Parameter.empty
+        and one.kind not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     ]
     if missing:
         message = (

@@ -76,7 +76,9 @@ def main() -> int:
     before = results.machine()
     for name in chosen:
         begin = time.monotonic()
-        rows += GROUPS[name]()
+        measured = list(GROUPS[name]())
+        rows += measured
+        print(results.table(measured))
         print(f"==> {name}: {time.monotonic() - begin:.0f} s", flush=True)
     print(before)
     print(results.table(rows))

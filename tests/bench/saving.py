@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-ROUNDS = 5
+ROUNDS = 3
 STEPS = 10
 """Before the save, and again after it: it is over by then."""
 WAYS = ("none", "async", "blocking")

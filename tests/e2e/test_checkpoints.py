@@ -456,7 +456,7 @@ def test_a_failed_load_puts_everything_back(trained: Session) -> None:
         found = []
         for phase in ("reading", "verifying", "checking"):
             trained.run(
-                "from nbdist.rank import loading as inside\n"
+                "from nbdist.rank import phases as inside\n"
                 f"def fail(phase, wanted={phase!r}):\n"
                 "    if phase == wanted and rank == 1:\n"
                 "        inside.before_phase.clear(); raise RuntimeError('on purpose')\n"

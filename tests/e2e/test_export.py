@@ -239,7 +239,7 @@ def test_a_folder_appears_whole_or_not_at_all(trained: Session, tmp_path: Path) 
         "import resource, signal\n"
         "if rank == 1: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))"
     )
-    with pytest.raises(CheckpointError, match=r"writing: rank 1: File too large \(EFBIG\)"):
+    with pytest.raises(CheckpointError, match=r"writing, on rank 1: File too large \(EFBIG\)"):
         trained.export(tmp_path / "out")
     trained.run("resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)")
     assert left(tmp_path) == []

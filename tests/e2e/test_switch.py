@@ -183,7 +183,7 @@ def test_a_failed_phase_brings_the_old_engine_back(trained: Session) -> None:
     found = []
     for phase in ("checking", "keeping", "freeing", "building", "loading", "verifying", "binding"):
         trained.run(
-            "import nbdist.rank.switch as inside\n"
+            "import nbdist.rank.phases as inside\n"
             f"def fail(phase, wanted={phase!r}):\n"
             "    if phase == wanted and rank == 1:\n"
             "        inside.before_phase.clear(); raise RuntimeError('on purpose')\n"

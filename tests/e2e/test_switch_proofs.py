@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 LOSSES = textwrap.dedent(
     """
     from nbdist.rank import training
-    from nbdist.rank import switch as inside
+    from nbdist.rank import phases as inside
     from nbdist.state import layouts
 
     def layout():

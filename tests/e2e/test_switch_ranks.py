@@ -197,7 +197,7 @@ BOMB = textwrap.dedent(
         bomb = Bomb()
         bomb.phase = phase
         if world_size == 4:
-            import nbdist.rank.switch as inside
+            import nbdist.rank.phases as inside
             inside.before_phase.append(bursting(phase))
         return bomb
 
@@ -229,13 +229,13 @@ def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) ->
         trained.run(f"bomb.phase = {phase!r}; mine = rank + 5")
         if phase == "checking":
             trained.run(
-                "import nbdist.rank.switch as inside\n"
+                "import nbdist.rank.phases as inside\n"
                 "inside.before_phase.append(bursting(bomb.phase))"
             )
         message = f"failed while {phase}, on rank 1: RuntimeError: on purpose"
         with pytest.raises(SwitchError, match=message) as caught:
             trained.switch("fsdp2", nproc=4)
-        trained.run("import nbdist.rank.switch as inside; inside.before_phase.clear()")
+        trained.run("import nbdist.rank.phases as inside; inside.before_phase.clear()")
         if phase != "checking":
             assert "goes on under 2 CPU ranks" in str(caught.value)
             trained.run("batches = iter(loader)")
