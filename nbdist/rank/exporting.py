@@ -124,8 +124,7 @@ class Export:
             sharing = pretrained.shards(outline, self._max)
             files = {name: _file(targets) for name, targets in sharing.items()}
             self._summarise(model, outline, files)
-            if self._first:
-                beside.check(self._target, overwrite=self._overwrite)
+            beside.check(self._target, overwrite=self._overwrite)
         with self._phase("comparing"):
             _check_same(wires.everyones(_fingerprint(files)))
         try:

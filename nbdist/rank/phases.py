@@ -65,9 +65,9 @@ class Phases:
         failed = {rank: why for rank, (why, _) in enumerate(everyone) if why is not None}
         if not failed:
             return
-        reasons = " / ".join(dict.fromkeys(failed.values()))
         if name == CHECKING and all(refused for why, refused in everyone if why is not None):
-            raise self._raises(reasons) from error
+            raise self._raises(together.said(failed, len(everyone))) from error
+        reasons = " / ".join(dict.fromkeys(failed.values()))
         everywhere = len(failed) == len(everyone)
         ranks = "all ranks" if everywhere else f"rank {', '.join(map(str, failed))}"
         raise self.failure(name, ranks, reasons) from error

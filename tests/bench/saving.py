@@ -1,15 +1,14 @@
 """Training time lost to a save that goes on in the background, and to one that is waited for.
 
-The same steps are trained three ways in turns: without a save, with one in the middle, and
-with one in the middle that is waited for. What is lost is the time over that without. A rank
-has one thread: with as many ranks as cores the save has to take its time from training, with
-fewer a core is free for it, as it is where a GPU computes.
+Steps are trained before a save, while it goes on, and after it, in one cell. What is lost is
+the time from the call of `save` to its end, less that of the steps made meanwhile at the pace of
+those around it. The two ways take turns, so that a slow moment of the machine meets both.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
-import time
 from typing import TYPE_CHECKING
 
 from results import Row, middle
@@ -20,11 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-ROUNDS = 3
-STEPS = 10
-"""Before the save, and again after it: it is over by then."""
-WAYS = ("none", "async", "blocking")
-MODEL = """
+ROUNDS = 5
+SETUP = """
+import statistics, time
+from pathlib import Path
 from transformers import GPT2Config, GPT2LMHeadModel
 
 tokens = torch.randint(0, 16000, (1, 32))
@@ -33,61 +31,71 @@ model = GPT2LMHeadModel(GPT2Config(
     eos_token_id=0))
 optimizer = torch.optim.AdamW(model.parameters())
 model, optimizer = accelerator.prepare(model, optimizer)
+AROUND = 8
 
-def train(steps):
-    for _ in range(steps):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+def step(name):
+    "Train a step; returns its seconds, and whether the save was whole at its end."
+    begin = time.perf_counter()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    whole = torch.tensor(float(Path(folder, name).exists()))
+    torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MIN)
+    return time.perf_counter() - begin, bool(whole)
+
+def lost(name, blocking):
+    "Save in the middle of training; returns the seconds lost, and those of the save."
+    around = [step(name)[0] for _ in range(AROUND)]
+    begin = time.perf_counter()
+    save(name, folder=folder)
+    steps, whole = 0, False
+    while not whole:
+        if blocking:
+            time.sleep(0.005)
+            whole = Path(folder, name).exists()
+        else:
+            _, whole = step(name)
+            steps += 1
+    taken = time.perf_counter() - begin
+    around += [step(name)[0] for _ in range(AROUND)]
+    return taken - steps * statistics.median(around), taken
+
+for _ in range(AROUND):
+    step("none")
 """
 
 
 def measure(build: Path) -> Iterator[Row]:
-    """Time lost on one rank beside a free core, and on two that use both."""
-    for nproc in (1, 2):
-        yield row(nproc, build / "bench-saves")
+    """Time lost on one rank beside a free core, as a GPU leaves one, and on as many as cores."""
+    yield row(1, build / "bench-saves", 0.2)
+    yield row(2, build / "bench-saves", 1.0)
 
 
-def row(nproc: int, folder: Path) -> Row:
+def row(nproc: int, folder: Path, limit: float) -> Row:
     """Time lost with so many ranks."""
-    taken: dict[str, list[float]] = {way: [] for way in WAYS}
-    saves: list[nbdist.Save] = []
+    lost: dict[bool, list[float]] = {False: [], True: []}
+    taken: list[float] = []
     shutil.rmtree(folder, ignore_errors=True)
     with nbdist.Session(nproc=nproc, backend="fsdp2", precision="no") as session:
-        session.run(f"{MODEL}\ntrain(3)", output="none")
+        session.push(folder=str(folder))
+        session.run(SETUP, output="none")
         for number in range(-1, ROUNDS):
-            for way in WAYS:
-                begin = time.perf_counter()
-                save = trained(session, way, folder)
-                spent = time.perf_counter() - begin
-                if save is not None:
-                    over = save.done
-                    save.wait(60)
-                    shutil.rmtree(folder)
+            for blocking in (False, True):
+                name = f"{'waited' if blocking else 'async'}{number}"
+                answer = session.run(f"lost({name!r}, {blocking})", output="none")
+                seconds, whole = answer.values[0]
+                shutil.rmtree(folder / name)
                 if number >= 0:
-                    taken[way].append(spent)
-                    if way == "async" and save is not None:
-                        assert over, "the save outlasted the training"
-                        saves.append(save)
-    without = middle(taken["none"])
-    lost = {way: middle(taken[way]) - without for way in WAYS[1:]}
+                    lost[blocking].append(seconds)
+                    taken += [] if blocking else [whole]
+    shutil.rmtree(folder)
+    ranks = f"{nproc} rank{'s' * (nproc > 1)} on {os.cpu_count()} cores"
     return Row(
-        name=f"time lost to an asynchronous save, {nproc} rank{'s' * (nproc > 1)}",
-        value=lost["async"] / lost["blocking"],
+        name=f"training lost to a save in the background, {ranks}",
+        value=middle(lost[False]) / middle(lost[True]),
         unit="x",
-        limit=0.2,
-        detail=f"{lost['async']:.2f} / {lost['blocking']:.2f} s lost of {without:.1f} s; paused"
-        f" {middle([one.pause_s for one in saves]):.2f} s, saved in"
-        f" {middle([one.seconds for one in saves]):.1f} s",
+        limit=limit,
+        detail=f"{middle(lost[False]):.2f} / {middle(lost[True]):.2f} s if waited for; saved in"
+        f" {middle(taken):.1f} s",
     )
-
-
-def trained(session: nbdist.Session, way: str, folder: Path) -> nbdist.Save | None:
-    """Train with or without a save in the middle."""
-    session.run(f"train({STEPS})", output="none")
-    save = None if way == "none" else session.save("middle", folder=folder)
-    if save is not None and way == "blocking":
-        save.wait(60)
-    session.run(f"train({STEPS})", output="none")
-    return save

@@ -50,7 +50,7 @@ def test_state_larger_than_the_device_is_refused_before_anything_moves(session: 
 
 def test_one_rank_alone_refuses_for_all(session: Session) -> None:
     session.run(WITH.format(free="1 << 40 if rank else 1000"), output="none")
-    with pytest.raises(SwitchError, match="on rank 0: under fsdp2 a rank keeps"):
+    with pytest.raises(SwitchError, match="rank 0: under fsdp2 a rank keeps"):
         session.switch("fsdp2")
 
 

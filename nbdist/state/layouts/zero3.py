@@ -4,7 +4,9 @@ Source: deepspeed 0.19.8, runtime/zero/stage3.py and partition_parameters.py: ra
 elements from r * ceil(numel / world size) on, the last rank's part is padded. `ds_tensor` of a
 parameter is this rank's part in the type that DeepSpeed computes in; the fp32 masters of a
 sub-group's parts (`fp16_groups`) follow each other in `fp32_partitioned_groups_flat`. A small
-parameter is gathered between steps too (`persistent_parameters`).
+parameter is gathered between steps too (`persistent_parameters`). Of a sub-group that is
+offloaded to NVMe, master and state are empty between steps; each is read into a buffer for its
+step, whatever the tensors refer to by then, and written from whatever they refer to after it.
 """
 
 from __future__ import annotations
@@ -55,8 +57,46 @@ class Zero3(OfDeepSpeed):
                 self.zero.fp16_groups, self.zero.fp32_partitioned_groups_flat, strict=True
             )
 
+    def _on_disk(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Sub-groups that are offloaded to NVMe, and their masters."""
+        for index, (_, master) in enumerate(self._groups()):
+            if self.zero._swappable_optimizer_subgroup(index):  # noqa: SLF001
+                yield index, master
+
+    def _bring_in(self) -> None:
+        """Copy what is on disk to host memory, where it stays up to the next step."""
+        for index, master in self._on_disk():
+            if master.numel():
+                continue
+            self.zero._optimizer_states_and_gradient_swap_in(index)  # noqa: SLF001
+            swapper = self.zero.optimizer_swapper
+            tensors = swapper._get_param_swap_info(master).get_compute_tensors()  # noqa: SLF001
+            copies = [one.detach().clone() for one in tensors]
+            self.zero._release_swap_buffers(index)  # noqa: SLF001
+            for one, copy in zip(tensors, copies, strict=True):
+                one.data = copy
+
+    def _bring_out(self) -> None:
+        """Write to disk what was brought in, and let go of it."""
+        for _, master in self._on_disk():
+            if not master.numel():
+                continue
+            swapper = self.zero.optimizer_swapper
+            info = swapper._get_param_swap_info(master)  # noqa: SLF001
+            pool = swapper.swap_buffer_manager
+            buffers = pool.allocate_all(num_elems=swapper.largest_numel, dtype=swapper.dtype)
+            swapper._swap_out_unpinned_tensors(  # noqa: SLF001
+                aio_handle=swapper.aio_handle,
+                unpinned_tensors=info.get_compute_tensors(),
+                dest_paths=info.get_swap_paths(),
+                pinned_buffers=buffers,
+            )
+            pool.free(buffers)
+            info.release_memory()
+
     def places(self) -> Iterator[Place]:
         """Each parameter's part: in its master, or where it is frozen in `ds_tensor`."""
+        self._bring_in()
         masters: dict[int, tuple[torch.Tensor, int]] = {}
         for group, master in self._groups():
             offset = 0
@@ -74,6 +114,7 @@ class Zero3(OfDeepSpeed):
             self.zero._partition_all_parameters()  # noqa: SLF001
             for index in range(len(self.zero.fp16_groups)):
                 self.zero._reassign_or_swap_out_partitioned_parameters(index)  # noqa: SLF001
+            self._bring_out()
             self.zero.invalidate_secondary_tensor()
         else:
             self.zero.partition_all_parameters()
@@ -89,6 +130,11 @@ class Zero3(OfDeepSpeed):
             yield self.zero, "sub_group_to_group_id invalidate_secondary_tensor"
             yield self.zero, "_partition_all_parameters"
             yield self.zero, "_reassign_or_swap_out_partitioned_parameters"
+            yield self.zero, "_swappable_optimizer_subgroup"
+            if getattr(self.zero, "swap_optimizer", False):
+                yield self.zero, "_optimizer_states_and_gradient_swap_in _release_swap_buffers"
+                yield self.zero.optimizer_swapper, "swap_buffer_manager largest_numel aio_handle"
+                yield self.zero.optimizer_swapper, "_get_param_swap_info _swap_out_unpinned_tensors"
             _check_kept_here(self.zero)
         else:
             yield self.zero, "partition_all_parameters"
