@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nbdist.checkpoint.disk import read_at
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 PART_BYTES = 32 << 20
 MAX_THREADS = 8
@@ -30,12 +30,18 @@ def combined(first: int, second: int, size_bytes: int) -> int:
     return _times(_shift(size_bytes), first) ^ second
 
 
-def of_files(files: Sequence[tuple[int, int]], *, threads: int | None = None) -> list[int]:
+def of_files(
+    files: Sequence[tuple[int, int]],
+    *,
+    threads: int | None = None,
+    told: Callable[[int], object] | None = None,
+) -> list[int]:
     """Checksums of open files.
 
     Args:
         files: descriptor and size in bytes of each.
         threads: at most so many cores; all that this process may use, up to 8, by default.
+        told: hears after each part of it how many bytes are done.
 
     Raises:
         OSError: a file cannot be read, or is shorter.
@@ -45,11 +51,14 @@ def of_files(files: Sequence[tuple[int, int]], *, threads: int | None = None) ->
         for number, (fd, size_bytes) in enumerate(files)
         for start in range(0, size_bytes, PART_BYTES)
     ]
-    found = [0] * len(files)
+    found, done = [0] * len(files), 0
     with ThreadPoolExecutor(threads or _cores(), thread_name_prefix="nbdist-crc") as pool:
         parts = pool.map(lambda task: _of_part(*task[1:]), tasks)
         for (number, _, _, size_bytes), part in zip(tasks, parts, strict=True):
             found[number] = combined(found[number], part, size_bytes)
+            done += size_bytes
+            if told is not None:
+                told(done)
     return found
 
 

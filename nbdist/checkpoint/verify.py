@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import checksum
@@ -12,7 +13,7 @@ from nbdist.checkpoint.opened import Opened
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from nbdist.checkpoint.manifest import FilePart, Manifest
@@ -22,7 +23,13 @@ _AT_ONCE = 64
 """Open files: a process may have about a thousand."""
 
 
-def verify(folder: Path, *, files: Collection[str] | None = None, crc: bool = True) -> Manifest:
+def verify(
+    folder: Path,
+    *,
+    files: Collection[str] | None = None,
+    crc: bool = True,
+    told: Callable[[int], object] | None = None,
+) -> Manifest:
     """Compare the files of a checkpoint with its manifest, which is returned.
 
     Reads all bytes of `files` where `crc` is true: 1.5 GB/s and core here. The ranks can
@@ -33,6 +40,7 @@ def verify(folder: Path, *, files: Collection[str] | None = None, crc: bool = Tr
         files: names of files whose bytes are read; all of them by default. Sizes are compared
             of all.
         crc: whether bytes are read at all.
+        told: hears now and then how many bytes are compared.
 
     Raises:
         CheckpointError: names the files that are missing, differ, or are not of nbdist.
@@ -41,8 +49,11 @@ def verify(folder: Path, *, files: Collection[str] | None = None, crc: bool = Tr
         _check_strange(opened)
         _check_there(opened)
         chosen = [one for one in opened.manifest.files if files is None or one.name in files]
+        done = 0
         for start in range(0, len(chosen) if crc else 0, _AT_ONCE):
-            _check_bytes(opened, chosen[start : start + _AT_ONCE])
+            some = chosen[start : start + _AT_ONCE]
+            _check_bytes(opened, some, None if told is None else partial(_tell, told, done))
+            done += sum(file.size_bytes for file in some)
         return opened.manifest
 
 
@@ -69,7 +80,13 @@ def _check_there(opened: Opened) -> None:
         os.close(opened.open(file))
 
 
-def _check_bytes(opened: Opened, files: list[FilePart]) -> None:
+def _tell(told: Callable[[int], object], before: int, done: int) -> None:
+    told(before + done)
+
+
+def _check_bytes(
+    opened: Opened, files: list[FilePart], told: Callable[[int], object] | None
+) -> None:
     with ExitStack() as stack:
         open_files = []
         for file in files:
@@ -77,7 +94,7 @@ def _check_bytes(opened: Opened, files: list[FilePart]) -> None:
             stack.callback(os.close, fd)
             open_files.append((fd, file.size_bytes))
         try:
-            found = checksum.of_files(open_files)
+            found = checksum.of_files(open_files, told=told)
         except OSError as error:
             raise CheckpointError(
                 f"{opened.path} cannot be read ({error.strerror}); take another checkpoint."

@@ -26,11 +26,11 @@ from nbdist.checkpoint.names import shown
 from nbdist.errors import CheckpointError
 from nbdist.rank import positions, randomness, recorded, saving, scaler, training
 from nbdist.rank.carry import Carried, whole
-from nbdist.rank.phases import CHECKING, Phases
+from nbdist.rank.phases import CHECKING, Phases, Told
 from nbdist.rank.positions import Position
 from nbdist.rank.scaler import Scale
 from nbdist.state import digest, files, moving, recipes, shards, wires
-from nbdist.state.shards import Shard
+from nbdist.state.shards import Shard, bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +101,7 @@ class Load:
             tell: told of each phase.
             weights_only: leave optimizers, schedulers, generators and loaders as they are.
         """
-        self._path, self._id = path, checkpoint_id
+        self._path, self._id, self._tell = path, checkpoint_id, tell
         self._weights_only = weights_only
         self._trained: list[Trained] = []
         self._carried: list[Carried] = []
@@ -129,7 +129,10 @@ class Load:
                 self._check_training()
         with self._phase("comparing"):
             share = checkpoint.share(self._manifest, wires.rank(), wires.size())
-            checkpoint.verify(self._path, files=share)
+            sizes = {one.name: one.size_bytes for one in self._manifest.files}
+            total = sum(sizes[name] for name in share)
+            told = Told(self._tell, "comparing", total)
+            checkpoint.verify(self._path, files=share, told=told)
         with self._phase("keeping"):
             live = [one.share(optimizers=not self._weights_only) for one in self._carried]
             counts = [one.counts() for one in self._carried]
@@ -142,7 +145,8 @@ class Load:
                 targets = [self._target(carried) for carried in self._carried]
             with self._phase("reading"):
                 for target in targets:
-                    self.report.read_bytes += files.read(self._path, self._manifest, target)
+                    told = Told(self._tell, "reading", bytes_of(target))
+                    self.report.read_bytes += files.read(self._path, self._manifest, target, told)
             with self._phase("settling"):
                 self._settle()
             with self._phase("verifying"):

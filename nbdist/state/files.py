@@ -28,7 +28,7 @@ from nbdist.errors import CheckpointError
 from nbdist.state.shards import Piece, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from nbdist.checkpoint.headers import Stored
@@ -105,7 +105,12 @@ def write(shards: ShardMap, folder: Path, rank: int, kind: str) -> list[FilePart
     return [writer.part for writer in writers]
 
 
-def read(folder: Path, manifest: Manifest, target: ShardMap) -> int:
+def read(
+    folder: Path,
+    manifest: Manifest,
+    target: ShardMap,
+    told: Callable[[int], object] | None = None,
+) -> int:
     """Fill the pieces of `target`, in place, each with its part of the checkpoint.
 
     Reads only bytes that are wanted. All keys, shapes and files are looked at before the
@@ -116,6 +121,7 @@ def read(folder: Path, manifest: Manifest, target: ShardMap) -> int:
         folder: of the checkpoint.
         manifest: that was read there; a checkpoint that took its place since is refused.
         target: what this rank wants; its keys may be aliases.
+        told: hears after each piece how many bytes have been read.
 
     Returns:
         Bytes that were read.
@@ -125,7 +131,7 @@ def read(folder: Path, manifest: Manifest, target: ShardMap) -> int:
             file is damaged.
     """
     with _opened(folder, manifest) as opened:
-        return _fill(opened, target)
+        return _fill(opened, target, told)
 
 
 def state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
@@ -241,7 +247,7 @@ def _opened(folder: Path, manifest: Manifest) -> Iterator[Opened]:
         yield opened
 
 
-def _fill(opened: Opened, target: ShardMap) -> int:
+def _fill(opened: Opened, target: ShardMap, told: Callable[[int], object] | None) -> int:
     keys = _checked(opened.manifest, target)
     index = _index(opened, set(keys.values()))
     copies = [
@@ -249,7 +255,7 @@ def _fill(opened: Opened, target: ShardMap) -> int:
         for name, shard in target.items()
         for copy in _copies(opened.manifest.keys[keys[name]], index[keys[name]], shard, name)
     ]
-    return _carry_out(opened, copies)
+    return _carry_out(opened, copies, told)
 
 
 def _checked(manifest: Manifest, target: ShardMap) -> dict[str, str]:
@@ -346,7 +352,9 @@ def _copies(key: Key, sources: list[_Source], shard: Shard, name: str) -> Iterat
             at, place = end, place + 1
 
 
-def _carry_out(opened: Opened, copies: Iterable[_Copy]) -> int:
+def _carry_out(
+    opened: Opened, copies: Iterable[_Copy], told: Callable[[int], object] | None = None
+) -> int:
     """Copy, file by file and from front to back; give the bytes that were read."""
     by_file: dict[FilePart, list[_Copy]] = {}
     for copy in copies:
@@ -357,6 +365,8 @@ def _carry_out(opened: Opened, copies: Iterable[_Copy]) -> int:
         try:
             for copy in sorted(wanted, key=lambda one: one.offset):
                 read_bytes += _carry(fd, copy)
+                if told is not None:
+                    told(read_bytes)
         except OSError as error:
             raise _unreadable(file, error) from error
         finally:

@@ -24,7 +24,11 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_was_written_is_good(path: Path) -> None:
-    assert checkpoint.verify(path).step == 7
+    told: list[int] = []
+    manifest = checkpoint.verify(path, told=told.append)
+    assert manifest.step == 7
+    assert told == sorted(told)
+    assert told[-1] == sum(one.size_bytes for one in manifest.files)
     assert checkpoint.verify(path, crc=False) == checkpoint.verify(path, files=[FILE])
 
 
