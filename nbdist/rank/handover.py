@@ -106,8 +106,11 @@ class _Model:
     accelerator: int
     skeleton: Skeleton
     attributes: dict[str, dict[str, object]]
+    trainable: dict[str, bool]
     buffers: dict[str, torch.Tensor]
     optimizers: list[tuple[Recipe, list[recipes.Options]]]
+    numbers: list[dict[str, Any]]
+    """What optimizers of the user's own classes count, by attribute."""
     counts: Counts
     scale: Scale | None
     steps: int
@@ -183,8 +186,11 @@ class Leaving:
                 for one in trained:
                     switch.check(one, self._then, reset_optimizer=self._reset)
                     hardware = accelerators.current().hardware
-                    note = room.check(one, self._then, hardware, world_size=self._world_size)
-                    self.report.notes += [note] if note else []
+                    self.report.notes += [
+                        *room.check(one, self._then, hardware, world_size=self._world_size),
+                        *switch.left_behind(one),
+                        *_hooks_left(one),
+                    ]
             with self._phase("packing"):
                 packed = self._packed(trained, generators)
             with self._phase("making room"):
@@ -263,8 +269,10 @@ class Leaving:
             accelerator=_place(one.owner, built),
             skeleton=one.kept,
             attributes=skeleton.attributes(one.model, one.kept),
+            trainable=skeleton.trainable(one.model),
             buffers=switch.buffers(one),
             optimizers=[(owned.recipe, recipes.options(owned.raw)) for owned in one.living],
+            numbers=[recipes.own_numbers(owned.raw) for owned in one.living],
             counts={} if self._reset else carried.counts(),
             scale=scaler.scale_of(one),
             steps=one.steps,
@@ -447,9 +455,11 @@ class Arriving:
     ) -> tuple[torch.nn.Module, list[Any]]:
         bare = skeleton.revived(model.skeleton)
         skeleton.give_back(bare, model.attributes)
+        skeleton.set_trainable(bare, model.trainable)
         named = dict(bare.named_parameters(remove_duplicate=False))
         raws = [recipes.made(recipe, named, groups) for recipe, groups in model.optimizers]
-        for place, raw in enumerate(raws):
+        for place, (raw, numbers) in enumerate(zip(raws, model.numbers, strict=True)):
+            vars(raw).update(numbers)
             arrived.known[number, "given", place] = raw
         return bare, raws
 
@@ -553,6 +563,12 @@ class Arriving:
 
 
 # What a rank is made of
+
+
+def _hooks_left(one: Trained) -> list[str]:
+    """Say which hooks stay in their process."""
+    hooked = [type(owned.raw).__name__ for owned in one.living if recipes.hooks(owned.raw)]
+    return [f"step hooks of {name} are not carried; register them again" for name in hooked]
 
 
 def _known(

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils._pytree import tree_leaves
 
+from nbdist.rank import rebind
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -64,7 +66,7 @@ def everything() -> list[torch.Tensor]:
 
     Asked by type: some libraries' lazy objects do things when asked for their class.
     """
-    found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    found = _objects(torch.Tensor)
     return [one for one in found if one.layout == torch.strided and not one.is_meta]
 
 
@@ -76,7 +78,7 @@ def of_others(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tenso
         optimizer: the innermost one.
     """
     own = set(map(id, (*model.modules(), optimizer)))
-    living = [one for one in gc.get_objects() if issubclass(type(one), (Module, TorchOptimizer))]
+    living = _objects(Module, TorchOptimizer)
     found: list[Any] = []
     for one in living:
         if id(one) in own:
@@ -87,6 +89,12 @@ def of_others(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tenso
         elif not hasattr(one, "optimizer"):  # a wrapper's state is that of the optimizer inside
             found += _state(one)
     return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+def _objects(*classes: type) -> list[Any]:
+    """All objects of these classes that Python tracks, but those that a switch has emptied."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), classes)]
+    return [one for one in found if not rebind.is_stale(one)]
 
 
 def gradients(model: nn.Module) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbdist.errors import SwitchError
@@ -55,7 +56,7 @@ class Renewed:
 
 
 def parts(number: int, prepared: nn.Module, bare: nn.Module | None) -> dict[object, object]:
-    """What of a model a variable may hold: itself, its modules and parameters, by key.
+    """What of a model a variable may hold: itself, its modules, parameters, buffers, by key.
 
     Args:
         number: of the model.
@@ -69,6 +70,8 @@ def parts(number: int, prepared: nn.Module, bare: nn.Module | None) -> dict[obje
         found[number, "inside", name] = module
     for name, parameter in prepared.named_parameters():
         found[number, "parameter", skeleton.plain(name)] = parameter
+    for name, buffer in prepared.named_buffers():
+        found[number, "buffer", skeleton.plain(name)] = buffer
     if bare is not None:
         found[number, "bare"] = bare
     found[number, "prepared"] = prepared
@@ -79,19 +82,27 @@ def empty(olds: Iterable[object], reason: str) -> None:
     """Free what old objects hold, and let them say why they cannot be used.
 
     Args:
-        olds: modules and optimizers; what cannot be emptied is left as it is.
+        olds: modules, optimizers, tensors; what cannot be emptied is left as it is.
         reason: what happened and what to use now.
     """
     for one in olds:
-        if "of_before" in vars(type(one)):
+        if is_stale(one):
             continue
         if isinstance(one, (nn.Module, Optimizer)):
             vars(one).clear()
             one.__class__ = _stale(type(one), reason)
-        elif type(one) is nn.Parameter:
-            one.data = torch.empty(0)
+        elif isinstance(one, torch.Tensor) and type(one) in _TENSORS:
+            if isinstance(one, DTensor):
+                one._local_tensor = torch.empty(0)  # noqa: SLF001 - its memory
+            else:
+                one.data = torch.empty(0)
             one.grad = None
-            one.__class__ = _stale_tensor(reason)
+            one.__class__ = _stale_tensor(type(one), reason)
+
+
+def is_stale(one: object) -> bool:
+    """Whether an object was emptied by a switch."""
+    return "of_before" in vars(type(one))
 
 
 def _stale(cls: type, reason: str) -> type:
@@ -122,18 +133,23 @@ _HARMLESS = frozenset({"__class__", "__dict__", "__repr__", "__doc__", "__module
 """What Python, IPython and garbage collection ask of any object."""
 
 
-def _stale_tensor(reason: str) -> type[nn.Parameter]:
-    """Make a class of parameters that raise whenever they are used."""
+def _stale_tensor(cls: type, reason: str) -> type:
+    """Make a class of tensors that raise whenever they are used."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise SwitchError(reason)
 
     return type(
-        "Parameter",
-        (nn.Parameter,),
+        cls.__name__,
+        (cls,),
         {
+            "__slots__": (),
             "of_before": True,
             "__torch_function__": classmethod(refuse),
-            "__repr__": lambda _: "<Parameter of before a switch>",
+            "__repr__": lambda _: f"<{cls.__name__} of before a switch>",
         },
     )
+
+
+_TENSORS = (nn.Parameter, torch.Tensor, DTensor)
+"""Parameters and buffers; FSDP2's parameters are DTensors."""

@@ -27,7 +27,7 @@ _STATE = ("parameters", "master", "optimizer")
 """Parts that rest on a device whatever a step does; a CPU's engines never touch some buffers."""
 
 
-def check(one: Trained, then: Options, hardware: Hardware, *, world_size: int) -> str:
+def check(one: Trained, then: Options, hardware: Hardware, *, world_size: int) -> list[str]:
     """Compare what the planner expects under these options with what this rank's device has.
 
     Only models with a closed form are looked at, which takes milliseconds; a trace takes
@@ -40,14 +40,14 @@ def check(one: Trained, then: Options, hardware: Hardware, *, world_size: int) -
         world_size: number of ranks that there will be.
 
     Returns:
-        A sentence about a step that may not fit; else nothing.
+        A sentence about a step that may not fit, or nothing.
 
     Raises:
         SwitchError: not even weights and optimizer state fit.
     """
     peak = _peak(one, then, hardware, world_size)
     if peak is None:
-        return ""
+        return []
     free = choose.free_bytes()
     if hardware.kind == "cpu":  # the ranks share the host's memory
         free = free * distributed.get_world_size() // world_size
@@ -59,12 +59,13 @@ def check(one: Trained, then: Options, hardware: Hardware, *, world_size: int) -
         )
         raise SwitchError(message)
     if peak.total > free:
-        return (
+        note = (
             f"a step under {then.describe()} is expected to take {size(peak.total)} on a rank whose"
             f" device has {size(free)}: the next one may run out of memory, and %nbdist plan shows"
             " what fits"
         )
-    return ""
+        return [note]
+    return []
 
 
 def _peak(one: Trained, then: Options, hardware: Hardware, world_size: int) -> Moment | None:

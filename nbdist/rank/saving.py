@@ -323,12 +323,13 @@ def check(one: Trained, *, optimizers: bool = True) -> None:
     """
     if one.problem:
         raise CheckpointError(one.problem)
-    if one.waiting:
+    if waiting := training.waiting(one):
         raise CheckpointError(
-            f"the gradients of {one.waiting} micro-batches wait for an optimizer step; save or load"
+            f"the gradients of {waiting} micro-batches wait for an optimizer step; save or load"
             " after the step, or drop them with optimizer.zero_grad()."
         )
     layouts.check(one.model)
+    training.bring_up_to_date(one)
     for owned in one.living if optimizers else ():
         if refusal := recipes.refusal(owned.recipe.cls):
             raise CheckpointError(

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from nbdist import machine
 from nbdist.errors import SwitchError
@@ -63,9 +64,12 @@ class Kept:
     accelerator: Accelerator
     skeleton: Skeleton
     attributes: dict[str, dict[str, object]]
+    trainable: dict[str, bool]
     buffers: dict[str, torch.Tensor]
     """This rank's own, in host memory, by name."""
     optimizers: list[tuple[Recipe, list[recipes.Options]]]
+    habits: list[dict[str, Any]]
+    """Attributes of each optimizer that its constructor does not know: hooks, own numbers."""
     schedulers: list[Any]
     """Accelerate's wrappers; torch's own inside them go on with the new optimizer."""
     tensors: dict[str, Shard]
@@ -163,8 +167,10 @@ class Switch:
         for one in trained:
             check(one, self._then, reset_optimizer=self._reset)
             hardware = accelerators.current().hardware
-            note = room.check(one, self._then, hardware, world_size=wires.size())
-            self.report.notes += [note] if note else []
+            self.report.notes += [
+                *room.check(one, self._then, hardware, world_size=wires.size()),
+                *left_behind(one),
+            ]
 
     def _keep(self, number: int, one: Trained) -> Kept:
         """Copy this rank's share to host memory."""
@@ -179,8 +185,12 @@ class Switch:
             accelerator=one.owner,
             skeleton=one.kept,
             attributes=skeleton.attributes(one.model, one.kept),
+            trainable=skeleton.trainable(one.model),
             buffers=buffers(one),
             optimizers=[(owned.recipe, recipes.options(owned.raw)) for owned in one.living],
+            habits=[
+                recipes.hooks(owned.raw) | recipes.own_numbers(owned.raw) for owned in one.living
+            ],
             schedulers=one.schedules,
             tensors=share,
             counts={} if self._reset else carried.counts(),
@@ -235,6 +245,9 @@ class Switch:
             )
         with self._phase("binding"):
             self.report.bound = self._renewed.bind(self._names)
+            for value in list(self._names.values()):
+                if isinstance(value, LRScheduler):  # that prepare() was not given
+                    recipes.repoint(value, self._renewed.successors())
             for one in trainer.found(self._names):
                 self._renewed.bind(vars(one))
                 self._renewed.bind(vars(one.callback_handler))
@@ -244,9 +257,11 @@ class Switch:
         """Make a model and what belongs to it, and prepare it."""
         model = skeleton.revived(kept.skeleton)
         skeleton.give_back(model, kept.attributes)
+        skeleton.set_trainable(model, kept.trainable)
         named = dict(model.named_parameters(remove_duplicate=False))
         raws = [recipes.made(recipe, named, groups) for recipe, groups in kept.optimizers]
-        for place, raw in enumerate(raws):
+        for place, (raw, habits) in enumerate(zip(raws, kept.habits, strict=True)):
+            vars(raw).update(habits)
             self._renewed.new({(kept.number, kind, place): raw for kind in ("raw", "given")})
             # Schedulers point to it from here on, should there be a way back.
             self._renewed.old((kept.number, "given", place), raw)
@@ -307,9 +322,9 @@ def check(one: Trained, then: Options, *, reset_optimizer: bool) -> None:
     """
     if one.problem:
         raise SwitchError(one.problem)
-    if one.waiting:
+    if waiting := training.waiting(one):
         message = (
-            f"the gradients of {one.waiting} micro-batches wait for an optimizer step; run a cell"
+            f"the gradients of {waiting} micro-batches wait for an optimizer step; run a cell"
             " up to the step, or drop them with optimizer.zero_grad()."
         )
         raise SwitchError(message)
@@ -320,6 +335,7 @@ def check(one: Trained, then: Options, *, reset_optimizer: bool) -> None:
         )
         raise SwitchError(message)
     layouts.check(one.model)
+    training.bring_up_to_date(one)
     if then.strategy.engine == "deepspeed" and len(one.living) != 1:
         message = (
             f"{type(one.kept.model).__name__} has {len(one.living)} optimizers and DeepSpeed takes"
@@ -328,6 +344,18 @@ def check(one: Trained, then: Options, *, reset_optimizer: bool) -> None:
         raise SwitchError(message)
     for owned in () if reset_optimizer else one.living:
         _check_optimizer(owned, one, then)
+
+
+def left_behind(one: Trained) -> list[str]:
+    """Say what of a model in training stays behind."""
+    hooked = [name for name, p in one.model.named_parameters() if p._backward_hooks]  # noqa: SLF001
+    if not hooked:
+        return []
+    note = (
+        f"gradient hooks of {len(hooked)} parameters ({skeleton.plain(hooked[0])}) are not carried;"
+        " register them again"
+    )
+    return [note]
 
 
 def check_room(needed: int) -> None:

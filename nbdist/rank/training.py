@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nbdist.errors import SwitchError
-from nbdist.rank import fsdp
+from nbdist.rank import fsdp, holdings
 from nbdist.state import recipes, skeleton
+from nbdist.state.layouts.layout import inside_compiled, is_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -164,7 +166,7 @@ class Meeting:
         return kept[-1].model if kept and kept[-1] is not None else None
 
     def _take_down(self, optimizer: Optimizer, owners: dict[int, Trained]) -> None:
-        held = [id(one) for group in optimizer.param_groups for one in group["params"]]
+        held = [id(one) for one in parameters(optimizer)]
         found = {id(owners[one]): owners[one] for one in held if one in owners}
         for owner in found.values():
             if len(found) > 1:
@@ -204,6 +206,40 @@ class Meeting:
             if isinstance(before, LRScheduler) and isinstance(after, AcceleratedScheduler):
                 for owner in _owners(before):
                     owner.schedulers.append(weakref.ref(after))
+
+
+def bring_up_to_date(one: Trained) -> None:
+    """Take down parameter groups that were added since `prepare()`.
+
+    Raises:
+        SwitchError: one has parameters that are not this model's.
+    """
+    if is_engine(inside_compiled(one.model)):
+        return  # DeepSpeed steps flat tensors of its own, and takes no further groups
+    names = _names(one)
+    for owned in one.living:
+        flat = any(isinstance(p, FlatParameter) for p in parameters(owned.raw))
+        if not flat:
+            groups = recipes.groups(owned.raw, names)
+            owned.recipe = replace(owned.recipe, groups=groups)
+
+
+def waiting(one: Trained) -> int:
+    """Micro-batches whose gradients wait for a step.
+
+    `Accelerator.backward` does not say which of its models it was for: those of another one
+    are seen by there being none here.
+    """
+    found = is_engine(inside_compiled(one.model)) or any(
+        gradient is not None for gradient in holdings.gradients(one.model)
+    )
+    return one.waiting if found else 0
+
+
+def parameters(optimizer: Optimizer) -> Iterator[Any]:
+    """What an optimizer steps."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def forget() -> None:

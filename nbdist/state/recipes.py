@@ -70,15 +70,7 @@ def recipe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
             itself.
     """
     cls = type(optimizer)
-    unknown = sum(
-        id(one) not in names for group in optimizer.param_groups for one in group["params"]
-    )
-    if unknown:
-        message = (
-            f"{unknown} parameters of the {cls.__name__} are of no prepared model; build it from"
-            " model.parameters() of one model and prepare both."
-        )
-        raise SwitchError(message)
+    held = groups(optimizer, names)
     _, _, *wanted = inspect.signature(cls.__init__).parameters.values()  # no self, no params
     kept = {**vars(optimizer), **optimizer.defaults}
     arguments = {
@@ -97,10 +89,23 @@ def recipe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
             " so it cannot be made again."
         )
         raise SwitchError(message)
-    groups = tuple(
-        tuple(names[id(one)] for one in group["params"]) for group in optimizer.param_groups
-    )
-    return Recipe(cls=cls, arguments=arguments, groups=groups)
+    return Recipe(cls=cls, arguments=arguments, groups=held)
+
+
+def groups(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[tuple[str, ...], ...]:
+    """Names of each group's parameters, as they are now.
+
+    Raises:
+        SwitchError: a parameter without a name.
+    """
+    held = [group["params"] for group in optimizer.param_groups]
+    if unknown := sum(id(one) not in names for some in held for one in some):
+        message = (
+            f"{unknown} parameters of the {type(optimizer).__name__} are of no prepared model;"
+            " build it from model.parameters() of one model and prepare both."
+        )
+        raise SwitchError(message)
+    return tuple(tuple(names[id(one)] for one in some) for some in held)
 
 
 def refusal(cls: type) -> str:
@@ -142,6 +147,37 @@ def made(
     ]
     made_again: Optimizer = kept.cls(named, **kept.arguments)
     return made_again
+
+
+def hooks(optimizer: Optimizer) -> dict[str, Any]:
+    """What is called around each step: attribute -> hooks."""
+    return {name: vars(optimizer)[name].copy() for name in _HOOKS if vars(optimizer)[name]}
+
+
+def own_numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """Plain attributes of an optimizer whose class is the user's."""
+    cls = type(optimizer)
+    if cls.__module__.split(".")[0] in _LIBRARIES or any(
+        base.__module__.startswith("deepspeed") for base in cls.__mro__
+    ):
+        return {}  # DeepSpeed's have numbers that belong to one object
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_") and name not in _OPTIMIZERS_OWN and _is_plain(value)
+    }
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OPTIMIZERS_OWN = frozenset({"defaults", "param_groups", "state"})
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def schedules(scheduler: object) -> Iterator[Any]:

@@ -167,6 +167,18 @@ def give_back(model: nn.Module, found: Mapping[str, Mapping[str, object]]) -> No
         vars(model.get_submodule(name)).update(values)
 
 
+def trainable(prepared: nn.Module) -> dict[str, bool]:
+    """Which parameters are trained now, by name; it may have changed since `prepare()`."""
+    named = prepared.named_parameters(remove_duplicate=False)
+    return {plain(name): one.requires_grad for name, one in named}
+
+
+def set_trainable(model: nn.Module, found: Mapping[str, bool]) -> None:
+    """Freeze and unfreeze parameters of a bare model."""
+    for name, one in model.named_parameters(remove_duplicate=False):
+        one.requires_grad_(found.get(name, one.requires_grad))
+
+
 def _is_data(value: object) -> bool:
     """Whether nothing within it is a module or a tensor, as far as can be seen."""
     waiting, seen = [value], {id(value)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from nbdist.errors import SwitchError
 from nbdist.state import wires
@@ -17,10 +18,11 @@ from nbdist.state.layouts.layout import Counts, Layout, Place, bare, check_world
 from nbdist.state.shards import Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
     from torch import nn
+    from torch.optim import Optimizer
 
 
 class Fsdp1(Layout):
@@ -28,6 +30,15 @@ class Fsdp1(Layout):
 
     With `use_orig_params=False` it is the flat parameter.
     """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Return to shards first.
+
+        An evaluation leaves the outermost unit whole; an error or Stop within a forward or a
+        backward leaves any of them so, and torch then takes them to be still at work.
+        """
+        super().__init__(model, optimizers)
+        self._reshard()
 
     @classmethod
     def holds(cls, model: nn.Module) -> bool:
@@ -66,22 +77,30 @@ class Fsdp1(Layout):
         return found
 
     def refresh(self) -> None:
-        """Return to shards, so that the next forward gathers what was filled.
+        """Return to shards, so that the next forward gathers what was filled."""
+        self._reshard()
 
-        An evaluation leaves the outermost unit whole.
-        """
-        for handle in self._handles():
+    def _reshard(self) -> None:
+        for unit in self._units():
+            unit.training_state = TrainingState.IDLE
+            handle = unit._handle  # noqa: SLF001
+            handle._training_state = HandleTrainingState.IDLE  # noqa: SLF001
             whole = getattr(handle.flat_param, "_full_param_padded", None)
             if whole is not None and whole.untyped_storage().size() > 0:
                 handle.reshard(free_unsharded_flat_param=True)
                 handle.post_reshard()
+                handle._prefetched = False  # noqa: SLF001
+
+    def _units(self) -> Iterator[Any]:
+        """Wrapped modules with parameters."""
+        for module in self.model.modules():
+            if isinstance(module, FullyShardedDataParallel) and module._handle is not None:  # noqa: SLF001
+                yield module
 
     def _handles(self) -> Iterator[Any]:
         """FSDP1's own objects around each flat parameter."""
-        for module in self.model.modules():
-            handle = getattr(module, "_handle", None)
-            if isinstance(module, FullyShardedDataParallel) and handle is not None:
-                yield handle
+        for unit in self._units():
+            yield unit._handle  # noqa: SLF001
 
     def _inside(self, handle: Any) -> Iterator[Place]:
         """Find the original parameters of one flat one."""
@@ -126,7 +145,10 @@ class Fsdp1(Layout):
     def internals(self) -> Iterator[tuple[object, str]]:
         """Return what is used of the handles; looking at the places checks the cut."""
         for handle in self._handles():
-            yield handle, "flat_param uses_sharded_strategy process_group"
+            yield (
+                handle,
+                "_training_state _prefetched flat_param uses_sharded_strategy process_group",
+            )
             yield (
                 handle.flat_param,
                 "_contiguities _param_infos _params _shapes _shard_param_infos",

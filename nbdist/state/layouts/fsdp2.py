@@ -7,10 +7,11 @@ Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_s
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
 from nbdist.errors import SwitchError
@@ -27,10 +28,17 @@ class Fsdp2(Layout):
     """What an optimizer steps is the DTensor; this rank's rows are its local tensor."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Return to shards first: an evaluation leaves the outermost unit whole."""
+        """Return to shards first.
+
+        An evaluation leaves the outermost unit whole; an error or Stop within a forward or a
+        backward leaves any of them so, and torch then takes them to be still at work.
+        """
         super().__init__(model, optimizers)
         for module in model.modules():
             if isinstance(module, FSDPModule):
+                state: Any = module._get_fsdp_state()  # noqa: SLF001
+                if state._is_root and state._training_state != TrainingState.IDLE:  # noqa: SLF001
+                    module.reset_iter_state()
                 module.reshard()
 
     @classmethod
@@ -67,6 +75,9 @@ class Fsdp2(Layout):
 
     def internals(self) -> Iterator[tuple[object, str]]:
         """Return what is used of DTensor, of all parameters, which also checks their cut."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                yield module, "reset_iter_state"
         for name, parameter in self.named_parameters():
             if isinstance(parameter, DTensor):
                 _check_cut(name, parameter)
