@@ -126,7 +126,8 @@ def _check_free(root: Path, name: str, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CheckpointError(
-            f"{path} exists; save under another name, or with overwrite=True to replace it."
+            f"{path} exists; save under another name, or with --overwrite (overwrite=True) to"
+            " replace it."
         )
     try:
         with Opened.at(path) as there:

@@ -619,7 +619,7 @@ class Session:
         """
         root, last = self._folder(folder), name
         if os.sep in name:
-            path = Path.cwd() / name
+            path = Path.cwd() / Path(name).expanduser()
             root, last = path.parent, path.name
             if saving.is_foreign(path):
                 return self.load_foreign(path, trust=trust)
@@ -630,7 +630,7 @@ class Session:
 
     def _folder(self, given: str | os.PathLike[str] | None) -> Path:
         """Folder of checkpoints, absolute: the ranks may be elsewhere."""
-        return self.checkpoints.root if given is None else Path.cwd() / given
+        return self.checkpoints.root if given is None else Path.cwd() / Path(given).expanduser()
 
     # -- out of here
 

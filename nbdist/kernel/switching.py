@@ -63,9 +63,12 @@ class SwitchReport:
         lines = [
             f"{arrow(self.before, self.after)} in {self.total_s:.1f} s",
             f"  carried: {'; '.join(self.carried)}",
-            f"  {self.verified} tensors, {size(self.state_bytes)}, each the same as before",
-            f"  {size(self.moved_bytes)} ({share:.0%}) crossed between ranks",
         ]
+        if self.verified:
+            lines += [
+                f"  {self.verified} tensors, {size(self.state_bytes)}, each the same as before",
+                f"  {size(self.moved_bytes)} ({share:.0%}) crossed between ranks",
+            ]
         lines += [f"  bound anew: {', '.join(self.bound)}"] if self.bound else []
         lines += [f"  not carried: {name}: {why}" for name, why in self.not_carried.items()]
         lines += [f"  will differ: {one}" for one in self.will_differ]

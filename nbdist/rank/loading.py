@@ -243,7 +243,8 @@ class Load:
                     positions.go_to(loader, place)
         except CheckpointError as second:
             raise CheckpointError(
-                f"{error} The state before could not be put back either: {second} Use %nbdist"
+                f"{str(error).removesuffix('.')}. The state before could not be put back either:"
+                f" {str(second).removesuffix('.')}. Use %nbdist"
                 " restart, run the preparing cell and load a checkpoint."
             ) from second
 

@@ -288,7 +288,8 @@ class Switch:
             self._establish(self._now)
         except SwitchError as second:
             message = (
-                f"{error} The state before could not be restored either: {second} Use %nbdist"
+                f"{str(error).removesuffix('.')}. The state before could not be restored either:"
+                f" {str(second).removesuffix('.')}. Use %nbdist"
                 " restart, run the preparing cell and load the last checkpoint."
             )
             raise SwitchError(message) from second
@@ -342,8 +343,11 @@ def check(one: Trained, then: Options, *, reset_optimizer: bool) -> None:
             " a model with one; use ddp, fsdp2 or fsdp1."
         )
         raise SwitchError(message)
-    for owned in () if reset_optimizer else one.living:
-        _check_optimizer(owned, one, then)
+    for owned in one.living:
+        if not reset_optimizer:
+            _check_optimizer(owned, one, then)
+        if why := recipes.cannot_step(owned.recipe.cls, then.backend):
+            raise SwitchError(f"{why}, or another optimizer.")
 
 
 def left_behind(one: Trained) -> list[str]:

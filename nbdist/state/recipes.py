@@ -119,6 +119,22 @@ def refusal(cls: type) -> str:
     )
 
 
+def cannot_step(cls: type, backend: str) -> str:
+    """Why an optimizer cannot train under an engine, whatever state it begins with; or nothing.
+
+    torch 2.13: Muon takes matrices, and ZeRO and FSDP1 step pieces of flattened parameters;
+    Adafactor's norms of rows and columns fail on FSDP2's DTensors.
+    """
+    for name, backends in _NO_STEP.items():
+        if backend in backends and any(base.__name__ == name for base in cls.__mro__):
+            return f"{cls.__name__} cannot step what {backend} cuts; use ddp"
+    return ""
+
+
+_NO_STEP = {
+    "Muon": frozenset({"fsdp1", "zero1", "zero2", "zero3"}),
+    "Adafactor": frozenset({"fsdp2"}),
+}
 _LIBRARIES = frozenset({"torch", "deepspeed", "transformers", "lion_pytorch"})
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "Shampoo", "SparseAdam"})
 

@@ -335,6 +335,9 @@ def test_state_that_cannot_be_cut_is_refused(trained: Session, make: str, why: s
     for backend in ("fsdp2", "zero2"):
         with pytest.raises(SwitchError, match=why):
             trained.switch(backend)
+    if make == "muon":
+        with pytest.raises(SwitchError, match="Muon cannot step what zero2 cuts"):
+            trained.switch("zero2", reset_optimizer=True)
     assert one(trained, "known == (bare, model, optimizer)")
     assert len(one(trained, "train(1)")) == 1
     trained.run("del known")
