@@ -42,14 +42,14 @@ from nbdist.rank import (
     positions,
     randomness,
     room,
-    scaler,
     switch,
     training,
     wrap,
 )
 from nbdist.rank.carry import Carried
+from nbdist.rank.mould import Mould
 from nbdist.rank.phases import CHECKING, Alone, Phases
-from nbdist.state import digest, files, moving, recipes, skeleton, wires
+from nbdist.state import digest, files, moving, recipes, wires
 from nbdist.state.shards import Shard, bytes_of
 
 if TYPE_CHECKING:
@@ -57,14 +57,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.checkpoint import FilePart, Manifest
-    from nbdist.rank.carry import Counts
     from nbdist.rank.namespace import Beginning
     from nbdist.rank.parcel import Known
     from nbdist.rank.positions import Position
-    from nbdist.rank.scaler import Scale
     from nbdist.rank.training import Trained
-    from nbdist.state.recipes import Recipe
-    from nbdist.state.skeleton import Skeleton
     from nbdist.strategies import Options
 
 log = logging.getLogger(__name__)
@@ -100,24 +96,6 @@ class Report:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Model:
-    """A model in training, without its weights and optimizer state."""
-
-    accelerator: int
-    skeleton: Skeleton
-    attributes: dict[str, dict[str, object]]
-    trainable: dict[str, bool]
-    buffers: dict[str, torch.Tensor]
-    optimizers: list[tuple[Recipe, list[recipes.Options]]]
-    numbers: list[dict[str, Any]]
-    """What optimizers of the user's own classes count, by attribute."""
-    counts: Counts
-    scale: Scale | None
-    steps: int
-    digests: dict[str, int]
-
-
-@dataclass(slots=True, kw_only=True)
 class _First:
     """What a new rank needs before it can build anything."""
 
@@ -126,7 +104,8 @@ class _First:
     next_step: int
     accelerators: list[tuple[bool, dict[str, Any], dict[str, Any]]]
     """Of each: whether it is the rank's own, its arguments, and what outlives its engine."""
-    models: list[_Model]
+    models: list[tuple[int, Mould]]
+    """Each with the number of its accelerator."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -214,7 +193,10 @@ class Leaving:
             random=generators,
             next_step=self._beginning.reporter.next_step,
             accelerators=[_made_from(one, self._beginning) for one in built],
-            models=[self._model(number, one, built) for number, one in enumerate(trained)],
+            models=[
+                (_place(one.owner, built), self._mould(number, one))
+                for number, one in enumerate(trained)
+            ],
         )
         schedules = [[one.scheduler for one in trained_.schedules] for trained_ in trained]
         loaders = [(one, _loader(one, built)) for one in training.loaders()]
@@ -259,25 +241,13 @@ class Leaving:
             else:
                 return made
 
-    def _model(self, number: int, one: Trained, built: list[Accelerator]) -> _Model:
+    def _mould(self, number: int, one: Trained) -> Mould:
         carried = Carried(number, one)
         share = carried.share(optimizers=not self._reset)
         self._share |= share
         self.report.state_bytes += bytes_of(share)
         self._share |= carried.share_of_buffers()  # so that the files are a whole checkpoint
-        return _Model(
-            accelerator=_place(one.owner, built),
-            skeleton=one.kept,
-            attributes=skeleton.attributes(one.model, one.kept),
-            trainable=skeleton.trainable(one.model),
-            buffers=switch.buffers(one),
-            optimizers=[(owned.recipe, recipes.options(owned.raw)) for owned in one.living],
-            numbers=[recipes.own_numbers(owned.raw) for owned in one.living],
-            counts={} if self._reset else carried.counts(),
-            scale=scaler.scale_of(one),
-            steps=one.steps,
-            digests=digest.agreed(share),
-        )
+        return Mould.of(one, carried, share, reset_optimizer=self._reset, hooks=False)
 
     def _variables(self) -> dict[str, Any]:
         """The user's own: not what every rank has from its start, nor what IPython keeps."""
@@ -321,15 +291,10 @@ class Leaving:
 
     def _summarise(self, first: _First, second: Any, variables: int) -> None:
         words = [] if first.models else ["no model was prepared yet"]
-        for model, schedules in zip(first.models, second[0], strict=True):
-            names = f"{len(model.skeleton.names)} parameters, {len(model.buffers)} buffers"
-            words.append(f"{type(model.skeleton.model).__name__} ({names})")
-            words += [
-                f"{recipe.cls.__name__}{' without its state' if self._reset else ''}"
-                for recipe, _ in model.optimizers
-            ]
+        for (_, mould), schedules in zip(first.models, second[0], strict=True):
+            words += mould.words(reset_optimizer=self._reset)
             words += [type(one).__name__ for one in schedules]
-            words += [f"step {model.steps}"] if model.steps else []
+            words += [f"step {mould.steps}"] if mould.steps else []
         count = len(second[1])
         words += [f"{count} loader{'s' * (count != 1)}"] if count else []
         words.append(f"{variables} variable{'s' * (variables != 1)}")
@@ -407,8 +372,8 @@ class Arriving:
             kept = [self._load(n, one, first) for n, one in enumerate(trained)]
         with self._phase("verifying"):
             self.report.verified = sum(
-                Carried(number, one).verify(model.digests, kept[number], model.counts)
-                for number, (one, model) in enumerate(zip(trained, first.models, strict=True))
+                Carried(number, one).verify(mould.digests, kept[number], mould.counts)
+                for number, (one, (_, mould)) in enumerate(zip(trained, first.models, strict=True))
             )
         with self._phase("binding"):
             self.report.bound += arrived.bind()
@@ -436,10 +401,14 @@ class Arriving:
             vars(made).update(kept)
             self._built.append(made)
             arrived.known["accelerator", place] = made
-        bare = [self._bare(number, model, arrived) for number, model in enumerate(first.models)]
+        cast = [mould.cast() for _, mould in first.models]
+        for number, (_, raws) in enumerate(cast):
+            for place, raw in enumerate(raws):
+                arrived.known[number, "given", place] = raw
         schedules, loaders = arrived.next()
-        for number, (model, raws) in enumerate(bare):
-            self._prepare(number, first.models[number], model, raws, schedules[number])
+        for number, (model, raws) in enumerate(cast):
+            owner = self._built[first.models[number][0]]
+            self._prepare(owner, model, raws, schedules[number])
             known = switch.parts(number, training.everything()[-1])
             arrived.known.update(known)
             for place, raw in enumerate(raws):
@@ -450,23 +419,9 @@ class Arriving:
             arrived.known["loader", place] = self._loader(loader)
         self._say_how_rates_go_on()
 
-    def _bare(
-        self, number: int, model: _Model, arrived: parcel.Arrived
-    ) -> tuple[torch.nn.Module, list[Any]]:
-        bare = skeleton.revived(model.skeleton)
-        skeleton.give_back(bare, model.attributes)
-        skeleton.set_trainable(bare, model.trainable)
-        named = dict(bare.named_parameters(remove_duplicate=False))
-        raws = [recipes.made(recipe, named, groups) for recipe, groups in model.optimizers]
-        for place, (raw, numbers) in enumerate(zip(raws, model.numbers, strict=True)):
-            vars(raw).update(numbers)
-            arrived.known[number, "given", place] = raw
-        return bare, raws
-
     def _prepare(
         self,
-        number: int,
-        model: _Model,
+        owner: Accelerator,
         bare: torch.nn.Module,
         raws: list[Any],
         schedules: list[Any],
@@ -476,13 +431,9 @@ class Arriving:
                 if hasattr(one, "optimizer"):
                     # torch 2.13 would warn that its first step came too early.
                     one.optimizer._opt_called = True  # noqa: SLF001
-        owner = self._built[model.accelerator]
         with wrap.filled_later():
             self._made += owner.prepare(bare, *raws, *schedules, None)
         self._made += [bare, raws]
-        one = training.everything()[-1]
-        one.steps = model.steps
-        log.info("model %d is prepared anew", number)
 
     def _say_how_rates_go_on(self) -> None:
         """Say by what schedulers count: accelerate 1.15 steps them once for each rank."""
@@ -525,12 +476,12 @@ class Arriving:
 
     def _load(self, number: int, one: Trained, first: _First) -> dict[str, Shard]:
         """Fill a model; returns what was written in another type, as it was written."""
-        model = first.models[number]
+        _, mould = first.models[number]
         carried = Carried(number, one)
         path = self._folder / STATE
         with checkpoint.Opened.at(path) as opened:
             manifest = opened.manifest
-        carried.allocate(_described(manifest, model.digests))
+        carried.allocate(_described(manifest, mould.digests))
         wanted = carried.wanted()
         absent = {key for key in wanted if key.startswith("optim") and key not in manifest.keys}
         for key in absent:
@@ -538,10 +489,9 @@ class Arriving:
                 piece.view.zero_()
         there = {key: shard for key, shard in wanted.items() if key not in absent}
         files.read(path, manifest, there)
-        carried.settle(model.counts)
-        switch.give_buffers(one, model.buffers)
-        scaler.give(one, model.scale)
-        return _as_written(path, manifest, carried.share(), set(model.digests))
+        carried.settle(mould.counts)
+        mould.fill(one)
+        return _as_written(path, manifest, carried.share(), set(mould.digests))
 
     def _set_generators(self, first: _First) -> None:
         """Go on with the generators of the old rank of this number, or with derived ones."""

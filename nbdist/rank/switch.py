@@ -32,26 +32,22 @@ from nbdist.rank import (
     randomness,
     rebind,
     room,
-    scaler,
     trainer,
     training,
     wrap,
 )
 from nbdist.rank.carry import Carried
+from nbdist.rank.mould import Mould
 from nbdist.rank.phases import CHECKING, Phases
-from nbdist.state import digest, layouts, recipes, shards, skeleton, wires
+from nbdist.state import layouts, recipes, shards, skeleton, wires
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping, Sequence
 
     from accelerate import Accelerator
 
-    from nbdist.rank.carry import Counts
-    from nbdist.rank.scaler import Scale
     from nbdist.rank.training import Trained, TrainedOptimizer
-    from nbdist.state.recipes import Recipe
     from nbdist.state.shards import Shard
-    from nbdist.state.skeleton import Skeleton
     from nbdist.strategies import Options
 
 
@@ -62,23 +58,11 @@ class Kept:
     number: int
     """Of the session's models."""
     accelerator: Accelerator
-    skeleton: Skeleton
-    attributes: dict[str, dict[str, object]]
-    trainable: dict[str, bool]
-    buffers: dict[str, torch.Tensor]
-    """This rank's own, in host memory, by name."""
-    optimizers: list[tuple[Recipe, list[recipes.Options]]]
-    habits: list[dict[str, Any]]
-    """Attributes of each optimizer that its constructor does not know: hooks, own numbers."""
+    mould: Mould
     schedulers: list[Any]
     """Accelerate's wrappers; torch's own inside them go on with the new optimizer."""
     tensors: dict[str, Shard]
     """This rank's share, in host memory."""
-    counts: Counts
-    steps: int
-    scale: Scale | None
-    """Of the loss, under fp16."""
-    digests: dict[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,20 +167,9 @@ class Switch:
         return Kept(
             number=number,
             accelerator=one.owner,
-            skeleton=one.kept,
-            attributes=skeleton.attributes(one.model, one.kept),
-            trainable=skeleton.trainable(one.model),
-            buffers=buffers(one),
-            optimizers=[(owned.recipe, recipes.options(owned.raw)) for owned in one.living],
-            habits=[
-                recipes.hooks(owned.raw) | recipes.own_numbers(owned.raw) for owned in one.living
-            ],
+            mould=Mould.of(one, carried, share, reset_optimizer=self._reset, hooks=True),
             schedulers=one.schedules,
             tensors=share,
-            counts={} if self._reset else carried.counts(),
-            steps=one.steps,
-            scale=scaler.scale_of(one),
-            digests=digest.agreed(share),
         )
 
     def _free(self, trained: Sequence[Trained], now: Options, then: Options) -> None:
@@ -234,13 +207,13 @@ class Switch:
         with self._phase("loading"):
             for kept, one in zip(self._kept, trained, strict=True):
                 carried = Carried(kept.number, one)
-                self.report.sent_bytes += carried.take(kept.tensors, kept.counts)
-                give_buffers(one, kept.buffers)
-                one.steps = kept.steps
-                scaler.give(one, kept.scale)
+                self.report.sent_bytes += carried.take(kept.tensors, kept.mould.counts)
+                kept.mould.fill(one)
         with self._phase("verifying"):
             self.report.verified = sum(
-                Carried(kept.number, one).verify(kept.digests, kept.tensors, kept.counts)
+                Carried(kept.number, one).verify(
+                    kept.mould.digests, kept.tensors, kept.mould.counts
+                )
                 for kept, one in zip(self._kept, trained, strict=True)
             )
         with self._phase("binding"):
@@ -255,13 +228,8 @@ class Switch:
 
     def _build(self, kept: Kept) -> None:
         """Make a model and what belongs to it, and prepare it."""
-        model = skeleton.revived(kept.skeleton)
-        skeleton.give_back(model, kept.attributes)
-        skeleton.set_trainable(model, kept.trainable)
-        named = dict(model.named_parameters(remove_duplicate=False))
-        raws = [recipes.made(recipe, named, groups) for recipe, groups in kept.optimizers]
-        for place, (raw, habits) in enumerate(zip(raws, kept.habits, strict=True)):
-            vars(raw).update(habits)
+        model, raws = kept.mould.cast()
+        for place, raw in enumerate(raws):
             self._renewed.new({(kept.number, kind, place): raw for kind in ("raw", "given")})
             # Schedulers point to it from here on, should there be a way back.
             self._renewed.old((kept.number, "given", place), raw)
@@ -301,14 +269,9 @@ class Switch:
         """Say what was carried, in words."""
         words = [] if self._kept else ["no model was prepared yet"]
         for kept in self._kept:
-            model, total = type(kept.skeleton.model).__name__, len(kept.skeleton.names)
-            words.append(f"{model} ({total} parameters, {len(kept.buffers)} buffers)")
-            words += [
-                f"{recipe.cls.__name__}{' without its state' if self._reset else ''}"
-                for recipe, _ in kept.optimizers
-            ]
+            words += kept.mould.words(reset_optimizer=self._reset)
             words += [type(one.scheduler).__name__ for one in kept.schedulers]
-            steps = [count for one in kept.counts.values() for count in one.values()]
+            steps = [count for one in kept.mould.counts.values() for count in one.values()]
             words += [f"step {max(steps):g}"] if steps else []
         loaders = len(training.loaders())
         words += [f"{loaders} loader{'s' * (loaders != 1)}"] if loaders else []
@@ -420,24 +383,3 @@ def _go_on_with(one: Trained, wrappers: Sequence[Any]) -> None:
         kept = one.owner._schedulers  # noqa: SLF001
         kept[:] = [wrapper if scheduler is made else scheduler for scheduler in kept]
     one.schedulers[:] = map(weakref.ref, wrappers)
-
-
-def buffers(one: Trained) -> dict[str, torch.Tensor]:
-    """Copy this rank's buffers to host memory.
-
-    DeepSpeed rounds buffers to the type that it computes in; those that no state dict has
-    (rotary frequencies) are then taken from the skeleton again.
-    """
-    before = dict(one.kept.model.named_buffers())
-    kept = {}
-    for name, live in one.model.named_buffers():
-        plain = skeleton.plain(name)
-        rounded = plain in one.kept.buffers and live.dtype != before[plain].dtype
-        kept[plain] = one.kept.buffers[plain] if rounded else live.detach().to("cpu", copy=True)
-    return kept
-
-
-def give_buffers(one: Trained, kept: dict[str, torch.Tensor]) -> None:
-    """Set this rank's buffers."""
-    for name, live in one.model.named_buffers():
-        live.copy_(kept[skeleton.plain(name)])

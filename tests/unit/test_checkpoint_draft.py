@@ -179,7 +179,9 @@ def test_what_ranks_wrote_is_there_at_the_commit(root: Path, how: str) -> None:
 
 def test_a_name_that_is_taken_is_refused_at_once(root: Path) -> None:
     saved.save(root, "a", seed=1)
-    with pytest.raises(CheckpointError, match="exists; save under another name, or with --overwrite"):
+    with pytest.raises(
+        CheckpointError, match="exists; save under another name, or with --overwrite"
+    ):
         checkpoint.begin(root, "a")
     assert hidden(root) == []
 
