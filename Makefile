@@ -9,28 +9,28 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check faults notebooks bench wheel clean
+.PHONY: help env demo test check faults notebooks browser pictures bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(READY) ## make .venv with the tested versions (minutes the first time, then at once)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "nbdist needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "==> making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "==> installing nbdist with torch, accelerate, deepspeed, transformers (a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[test,dev]'
+	  --constraint constraints.txt --editable '.[test,dev,browser]'
 	@touch $@
 
 demo: env ## run notebooks/01_first_cell.ipynb from start to finish and show its output
 	@$(BIN)/python notebooks/run.py notebooks/01_first_cell.ipynb
 
-test: env ## all tests: unit, real ranks, notebooks
-	@echo "==> tests: unit, real ranks, notebooks (about twenty minutes on two cores)"
+test: env ## all tests: unit, real ranks, notebooks, browser
+	@echo "==> tests: unit, real ranks, notebooks, browser (half an hour on two cores)"
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: env ## lint, formatting, types and unit tests: before each commit
@@ -44,6 +44,12 @@ faults: env ## kill ranks at random moments of saves, again and again (minutes)
 
 notebooks: env ## execute the notebooks as the tests do
 	@$(BIN)/python -m pytest tests/notebooks
+
+browser: env ## the panel in JupyterLab and Notebook 7 in chromium, alone
+	@$(BIN)/python -m pytest -s tests/browser
+
+pictures: env ## the same, which takes the pictures of docs/images
+	@NBDIST_PICTURES=docs/images $(BIN)/python -m pytest -s tests/browser/test_panel_in_lab.py
 
 bench: env ## nbdist beside its rivals, the planner beside measurements; writes build/bench.json
 	@$(BIN)/python tests/bench

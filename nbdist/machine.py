@@ -88,12 +88,13 @@ def found(*, nvml: Any = None, environ: Mapping[str, str] = os.environ) -> Machi
         nvml: a module with the functions of `pynvml`, for tests.
         environ: where CUDA_VISIBLE_DEVICES is read.
     """
-    nvml = nvml or _pynvml()
+    nvml = nvml or pynvml()
     gpus, link = _asked(nvml, environ.get("CUDA_VISIBLE_DEVICES")) if nvml else ((), None)
     return Machine(gpus, link, _num_cpus())
 
 
-def _pynvml() -> ModuleType | None:
+def pynvml() -> ModuleType | None:
+    """NVML's module, or None where it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -203,7 +204,7 @@ def usage(machine: Machine, *, own: Collection[int] = (), nvml: Any = None) -> t
         own: processes whose memory counts as free: ranks that a plan would replace.
         nvml: a module with the functions of `pynvml`, for tests.
     """
-    nvml = nvml or _pynvml()
+    nvml = nvml or pynvml()
     if nvml is None or not machine.gpus:
         return ()
     try:
@@ -220,11 +221,12 @@ def _usage(nvml: Any, gpu: Gpu, own: Collection[int]) -> Usage:
     except nvml.NVMLError:
         running = []  # not told on some MIG instances
     ours = sum(one.usedGpuMemory or 0 for one in running if one.pid in own)
-    others = tuple(_process(one.pid) for one in running if one.pid not in own)
+    others = tuple(process_name(one.pid) for one in running if one.pid not in own)
     return Usage(nvml.nvmlDeviceGetMemoryInfo(handle).free + ours, others)
 
 
-def _process(pid: int) -> str:
+def process_name(pid: int) -> str:
+    """A process in words: "python (pid 4711)"."""
     import psutil  # 20 ms that a kernel need not wait for when it loads the extension
 
     try:

@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 NOT_YET = {
-    "panel": "the panel; %nbdist status shows the ranks as text",
     "profile": "the profiler",
 }
 """Commands of later versions, and what to do until then."""
+
+FACES = ("auto", "widget", "html", "text")
+"""Of the panel, as `nbdist.panel` has them, which is imported when a panel is shown."""
 
 
 def norm(text: str) -> float | str:
@@ -195,7 +197,8 @@ class NbDist(Magics):
         checkpoints     those there are, the newest last
         plan [MODEL]    predicted memory and speed under every strategy; -h for its options
         plan --check    predicted beside measured, for the model on the ranks
-        panel, profile: in later versions
+        panel           memory, curves, ranks and buttons, live; --face auto, widget, html, text
+        profile: in later versions
         """
         command, _, rest = line.strip().partition(" ")
         if not command:
@@ -377,6 +380,15 @@ class NbDist(Magics):
         else:
             display(answer)
 
+    def panel_command(self, line: str) -> None:
+        """Show the session: live where that is possible."""
+        parser = panel_parser()
+        asked = parser.parse_args(words(line, "panel"))
+        if asked.help:
+            print(parser.format_help())
+        else:
+            self.session_now().panel(asked.face)
+
     def doctor_command(self, _: str) -> None:
         """Print what the machine has for each backend."""
         print(doctor.report())
@@ -415,6 +427,7 @@ COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
     "save": NbDist.save_command,
     "load": NbDist.load_command,
     "checkpoints": NbDist.checkpoints_command,
+    "panel": NbDist.panel_command,
     "doctor": NbDist.doctor_command,
 }
 
@@ -508,6 +521,23 @@ def checkpoints_parser() -> MagicArgumentParser:
     return made
 
 
+def panel_parser() -> MagicArgumentParser:
+    """The options of `%nbdist panel`."""
+    made = MagicArgumentParser(
+        "%nbdist panel",
+        description="Predicted memory beside live devices, strategies, curves, ranks, checkpoints.",
+        add_help=False,
+    )
+    made.add_argument(
+        "--face",
+        choices=FACES,
+        default="auto",
+        help="widget: live; html: as it is now, without script; text; default: the best possible",
+    )
+    made.add_argument("-h", "--help", action="store_true", help="show this text")
+    return made
+
+
 def _add_common(parser: MagicArgumentParser) -> None:
     """Options of all three that are about checkpoints."""
     parser.add_argument("--dir", metavar="ROOT", help="of all checkpoints; default: checkpoints")
@@ -546,6 +576,7 @@ MATCHER = completion.matcher(
         "save": flags(save_parser()),
         "load": flags(load_parser()),
         "checkpoints": flags(checkpoints_parser()),
+        "panel": flags(panel_parser()),
     },
 )
 

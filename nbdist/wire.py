@@ -26,6 +26,8 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_load_request/_reply    shell    a checkpoint into the prepared models
     nbdist_foreign_request/_reply  shell   what something else wrote, into the prepared model
     nbdist_measured_request/_reply  control  a rank's own peak of memory
+    nbdist_model_request/_reply   control  the prepared model, while its cell runs
+    nbdist_where_request/_reply   control  the line and the collective that a cell is at
     interrupt_request             control  Jupyter's own, with the request to interrupt
     nbdist_report                 iopub    rows of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
@@ -54,6 +56,7 @@ EXPORT = "nbdist_export_request"
 GATHER = "nbdist_gather_request"
 FOREIGN = "nbdist_foreign_request"
 MEASURED = "nbdist_measured_request"
+WHERE = "nbdist_where_request"
 SAVE = "nbdist_save_request"
 LOAD = "nbdist_load_request"
 REPORT = "nbdist_report"
@@ -140,6 +143,8 @@ class ModelRequest(TypedDict):
     seq_len: int | None
     kind: Literal["cuda", "cpu"]
     """Of the devices to plan for; a trace computes as they do."""
+    quick: bool
+    """By its closed form or not at all: no trace."""
 
 
 class ModelReply(TypedDict, total=False):
@@ -161,6 +166,18 @@ class MeasuredReply(TypedDict):
 
     figures: dict[str, Any] | None
     """Fields of `plan.checked.Measured`."""
+
+
+class WhereReply(TypedDict):
+    """Where a rank's main thread is; empty where no code of a cell runs."""
+
+    cell: str
+    """"In[3]"."""
+    line: int
+    source: str
+    """Of that line."""
+    collective: str
+    """Of torch.distributed, which has not returned: "all_reduce"."""
 
 
 class SwitchRequest(TypedDict):
@@ -249,6 +266,7 @@ class Saved(TypedDict, total=False):
     path: str
     step: int
     size_bytes: int
+    """While it runs about what will be written."""
     backend: str
     removed: list[str]
     """Older checkpoints that `keep` did not count."""

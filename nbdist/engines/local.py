@@ -50,6 +50,8 @@ class Launcher:
         """Start the process, for ranks on a CPU or on GPUs."""
         self.kind = kind
         self.run_dir = RunDir.create()
+        self.warm = False
+        """Whether its imports are done."""
         self.listener: Callable[[wire.LinkMessage], None] = _nobody
         self._link, theirs = socket.socketpair()
         try:
@@ -139,7 +141,9 @@ class Launcher:
         # A launcher that is killed with something unread resets the link instead of ending it.
         with contextlib.suppress(ConnectionResetError), self._link.makefile("rb") as lines:
             for line in lines:
-                self.listener(wire.from_line(line))
+                message = wire.from_line(line)
+                self.warm = self.warm or isinstance(message, wire.Warm)
+                self.listener(message)
         self.listener(wire.Ended(LAUNCHER_GONE, error="the launcher ended"))
 
 

@@ -113,12 +113,16 @@ class Choice:
 
     def describe(self) -> str:
         """Ranks and strategy in a few words."""
-        where = self.placement.describe()
-        if self.placement.devices is None and not self.gpus_found:
-            where += " (no GPU found)"
+        where = self.place
         if self.undecided:
             return ", ".join([where, "auto", *self.options.describe().split(", ")[1:]])
         return f"{where}, {'auto: ' if self.auto is not None else ''}{self.options.describe()}"
+
+    @property
+    def place(self) -> str:
+        """Ranks and devices: "2 CPU ranks (no GPU found)"."""
+        alone = self.placement.devices is None and not self.gpus_found
+        return self.placement.describe() + (" (no GPU found)" if alone else "")
 
     @property
     def visible(self) -> tuple[str, ...] | None:

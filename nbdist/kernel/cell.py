@@ -91,6 +91,12 @@ class Cell:
         self.states = {rank: RankState() for rank in ranks}
         self.requests: dict[int, str] = {}
         """Id of the execute_request, by rank."""
+        self.count = 0
+        """Its number in the notebook."""
+        self.began = time.time()
+        """Unix seconds."""
+        self.interrupted = False
+        """Whether it was asked to stop."""
         self.detached = False
         self.joined = False
         """Whether its end has been told to the user, who may have waited for it."""
@@ -173,6 +179,12 @@ class Cell:
         """The error of each rank that failed."""
         return {rank: state.error for rank, state in self.states.items() if state.error}
 
+    @property
+    def stopped(self) -> bool:
+        """Whether Stop ended it on every rank that did not end by itself."""
+        errors = self.errors.values()
+        return self.interrupted and bool(errors) and all(map(_is_stop, errors))
+
     def raise_errors(self) -> None:
         """Raise what ended the cell, as a cell of the notebook would.
 
@@ -226,7 +238,7 @@ class Cell:
 
     def _tell_of_failure(self) -> None:
         """Show an error at once while other ranks run on, perhaps waiting for the failed one."""
-        failed = [error for error in self.errors.values() if error.ename != "KeyboardInterrupt"]
+        failed = [error for error in self.errors.values() if not _is_stop(error)]
         if not failed or not self.running:
             return
         if time.time() - min(error.at for error in failed) > PROMPT_ERROR_S:
@@ -348,6 +360,10 @@ _TAKERS: dict[tuple[str, str], Taker] = {
     ("iopub", wire.SEND): Cell.take_send,
     ("iopub", wire.ADVICE): Cell.take_advice,
 }
+
+
+def _is_stop(error: wire.RankError) -> bool:
+    return error.ename == "KeyboardInterrupt"
 
 
 def _rank_error(rank: int, message: Message) -> wire.RankError:

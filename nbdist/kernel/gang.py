@@ -6,6 +6,7 @@ watching, and the way of a request to a rank and of its answers back.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -121,6 +122,8 @@ class Gang:
         if self._launcher is None or not self._launcher.alive or self._launcher.kind != kind:
             self.close()
             self._launcher = self._engine.take(kind)
+        if not self._launcher.warm:
+            progress("the launcher warms up")
         try:
             self._launch(
                 self._launcher,
@@ -147,12 +150,16 @@ class Gang:
         launcher.listener = gone.put
         if self._ended == self._generation:
             return  # they are gone already: there is nothing that the launcher could report
-        launcher.send(wire.Halt())
         try:
+            launcher.send(wire.Halt())
             while not isinstance(gone.get(timeout=HALT_S), wire.Ended):
                 pass
-        except Empty:
-            self.close()  # it does not answer: take it down with its ranks
+        except (Empty, StartError):
+            self.close()  # it does not answer, or is gone: take it down with its ranks
+
+    def give_up(self) -> None:
+        """Wait for no answer any more, on any thread; the ranks are ended next."""
+        self._up = False
 
     def close(self) -> None:
         """End ranks and launcher; nothing of them is left on the machine."""
@@ -207,6 +214,8 @@ class Gang:
             match self._next_sign():
                 case wire.Progress(text=text):
                     progress(text)
+                case wire.Warm():
+                    progress("starting the ranks")
                 case wire.Ended() as ended if ended.generation in {self._generation, LAUNCHER_GONE}:
                     raise StartError(self._why_not_started(ended, world_size))
                 case int(rank):
@@ -397,7 +406,8 @@ class Gang:
             " Start new ones with %nbdist restart."
         )
         if self._launcher is not None and self._launcher.alive:
-            self._launcher.send(wire.Halt())
+            with contextlib.suppress(StartError):  # it is gone, and not yet seen to be
+                self._launcher.send(wire.Halt())
         self._on_death(death)
 
 

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from nbdist.errors import NbdistError, OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     _Series = tuple[array[int], array[float]]
     """Steps, strictly ascending, and the value of each."""
+    Column = tuple[array[int], array[float], array[float]]
+    """Steps, strictly ascending, with the time and the value of each."""
 
 STEP = "step"
 TIME = "time"
@@ -39,6 +41,10 @@ class UnknownMetric(OptionError, KeyError):  # noqa: N818 - a KeyError
     __str__ = Exception.__str__  # KeyError would show the sentence in quotes
 
 
+Row = tuple[int, float, dict[str, float]]
+"""One call of report(): step, unix seconds, scalars by name."""
+
+
 @dataclass(slots=True)
 class _Rows:
     """All rows of one rank, in the order of its calls."""
@@ -48,8 +54,8 @@ class _Rows:
     columns: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
     """By name: the row of each value, and the value."""
 
-    def add(self, row: Mapping[str, float | str]) -> None:
-        """Append one call of report(), whole or not at all."""
+    def add(self, row: Mapping[str, float | str]) -> Row:
+        """Append one call of report(), whole or not at all; returns it as numbers."""
         scalars = {name: float(value) for name, value in row.items() if name != STEP}
         number, at, step = len(self.steps), scalars.pop(TIME), int(row[STEP])
         self.steps.append(step)  # the first that can fail: beyond 64 bits
@@ -58,6 +64,18 @@ class _Rows:
             rows, values = self.columns.setdefault(name, (array("I"), array("d")))
             rows.append(number)
             values.append(value)
+        return step, at, scalars
+
+    def timed(self) -> dict[str, tuple[array[int], array[float], array[float]]]:
+        """Copy all columns: steps, times and values."""
+        return {
+            name: (
+                array("q", map(self.steps.__getitem__, rows)),
+                array("d", map(self.times.__getitem__, rows)),
+                values[:],
+            )
+            for name, (rows, values) in self.columns.items()
+        }
 
     def column(self, name: str) -> _Series:
         """Copy a column: steps and values."""
@@ -80,19 +98,51 @@ class Metrics:
     def __init__(self, world_size: int) -> None:
         """Begin without rows."""
         self.world_size = world_size
+        self.last_step = 0
+        """Of the row that came last."""
         self._ranks: dict[int, _Rows] = {}
         self._lock = threading.Lock()
+        self._followers: list[Callable[[int, list[Row]], object]] = []
 
     def add(self, rank: int, rows: Sequence[Mapping[str, float | str]]) -> None:
         """Append rows of one rank; "nan", "inf" as text are numbers here again."""
         with self._lock:
             own = self._ranks.setdefault(rank, _Rows())
+            taken: list[Row] = []
             for row in rows:
                 try:
-                    own.add(row)
+                    taken.append(own.add(row))
                 except (KeyError, TypeError, ValueError, OverflowError) as error:
                     # Not from report(). The reader thread must go on reading.
                     _log.warning("rank %d sent a row that is none (%r): %r", rank, error, row)
+            if taken:
+                self.last_step = taken[-1][0]
+                for follower in self._followers:
+                    follower(rank, taken)
+
+    def follow(self, follower: Callable[[int, list[Row]], object]) -> dict[str, dict[int, Column]]:
+        """Have `follower` get the rows that come from now on, and return what came before.
+
+        It is called on the reader thread, under a lock: it may put rows in a queue, no more.
+
+        Returns:
+            Name -> rank -> (steps, times, values), in the order of steps.
+        """
+        with self._lock:
+            self._followers.append(follower)
+            copies = {rank: rows.timed() for rank, rows in sorted(self._ranks.items())}
+        columns: dict[str, dict[int, Column]] = {}
+        for rank, of_rank in copies.items():
+            for name, (steps, times, values) in of_rank.items():
+                kept, last = _ascending(steps, values)
+                at = times if len(kept) == len(steps) else _ascending(steps, times)[1]
+                columns.setdefault(name, {})[rank] = (kept, at, last)
+        return columns
+
+    def unfollow(self, follower: Callable[[int, list[Row]], object]) -> None:
+        """Call `follower` no more."""
+        with self._lock:
+            self._followers.remove(follower)
 
     @property
     def names(self) -> list[str]:

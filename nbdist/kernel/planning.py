@@ -12,12 +12,17 @@ from nbdist.errors import PlanError
 from nbdist.kernel.status_line import StatusLine
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nbdist import wire
     from nbdist.kernel.session import Session
     from nbdist.plan.checked import Check
     from nbdist.plan.result import Plan
 
 
-def plan(session: Session, name: str | None = None, **arguments: Any) -> Plan:
+def plan(
+    session: Session, name: str | None = None, *, quick: bool = False, **arguments: Any
+) -> Plan:
     """Plan a model of the ranks: a variable, or the one prepared last.
 
     Micro-batch, ranks, precision and accumulation are the session's own where `arguments` do
@@ -26,13 +31,13 @@ def plan(session: Session, name: str | None = None, **arguments: Any) -> Plan:
     Args:
         session: whose ranks have the model.
         name: a variable of the ranks that holds an nn.Module.
+        quick: by the model's closed form or not at all; milliseconds.
         arguments: of `nbdist.plan`.
 
     Raises:
         PlanError: no such model, or one that cannot be planned.
     """
-    from nbdist.plan import checked, here, read
-    from nbdist.plan import plan as planned
+    from nbdist.plan import here
 
     cluster = (
         here.cluster(arguments["devices"], arguments.get("world_size"))
@@ -47,20 +52,42 @@ def plan(session: Session, name: str | None = None, **arguments: Any) -> Plan:
             batch_size=batch_size[0] if isinstance(batch_size, (list, tuple)) else batch_size,
             seq_len=arguments.get("seq_len"),
             kind=cluster.kind,
+            quick=quick,
         )
+    own = {} if "devices" in arguments else {"world_size": session.world_size}
+    return planned_for(session, seen, {**own, **arguments, "devices": cluster})
+
+
+def peeked(session: Session, seen: wire.ModelReply) -> Plan:
+    """Plan what `Session.peek` has found on the ranks while their cell runs.
+
+    Raises:
+        PlanError: nothing that can be planned.
+    """
+    if seen["status"] == "error":
+        raise PlanError(seen["error"])
+    from nbdist.plan import here
+
+    cluster = here.found(session.world_size, kind=session.hardware.kind, own=_pids(session))
+    return planned_for(session, seen, {"devices": cluster, "world_size": session.world_size})
+
+
+def planned_for(session: Session, seen: wire.ModelReply, arguments: Mapping[str, Any]) -> Plan:
+    """Plan a model as rank 0 describes it, for this session where `arguments` say nothing else."""
+    from nbdist.plan import checked, read
+    from nbdist.plan import plan as planned
+
     own = {
         "batch_size": seen["batch_size"],
         "seq_len": seen["seq_len"],
         "precision": session.options.precision or "no",
     }
     if "optimizer" not in arguments:
-        own["optimizer"] = checked.optimizer_of(seen["optimizer"], cluster.kind).name
-    if "devices" not in arguments:
-        own["world_size"] = session.world_size
+        kind = arguments["devices"].kind
+        own["optimizer"] = checked.optimizer_of(seen["optimizer"], kind).name
     if session.options.accumulate > 1:
         own["accumulate"] = session.options.accumulate
-    settings = {**own, **arguments, "devices": cluster}
-    return planned(read.spec_from_json(seen["spec"]), **settings)
+    return planned(read.spec_from_json(seen["spec"]), **{**own, **arguments})
 
 
 def _pids(session: Session) -> set[int]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from itertools import islice
 
 from nbdist.kernel.ansi import clean
 
 LIMIT_CHARS = 1_000_000
 _OPEN_CHARS = 20_000
+_LAST_CHUNKS = 20
+"""Looked at for the last line."""
 
 
 class RankLog:
@@ -43,6 +46,13 @@ class RankLog:
         """Everything that is kept, oldest first."""
         with self._lock:
             return "".join([*self._chunks, *self._open.values()])
+
+    def last_line(self) -> str:
+        """The last line that is not empty; quick, whatever is kept."""
+        with self._lock:
+            ends = [*self._open.values(), *islice(reversed(self._chunks), _LAST_CHUNKS)]
+        found = (line for text in ends for line in reversed(text.splitlines()) if line.strip())
+        return next(found, "").strip()
 
     def tail(self, lines: int = 20) -> str:
         """Last lines, joined with newlines."""

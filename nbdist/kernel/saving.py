@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import math
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ FOLDER = "checkpoints"
 """Of all checkpoints, beside the notebook."""
 FINISH_S = 60.0
 """How long the end of a session waits for the save that runs."""
+SHOWN_EVERY_S = 0.5
 EXIT_S = 4.0
 """The same at the end of the notebook's kernel: Jupyter kills it after five seconds."""
 
@@ -104,6 +107,11 @@ class Save:
         """Older checkpoints that `keep` did not count."""
         self.seconds = self.pause_s = 0.0
         self.path: Path | None = None
+        self.began = time.time()
+        """Unix seconds."""
+        self.size_bytes = 0
+        """About what all ranks will write; 0 where it is not known yet."""
+        self._draft: Path | None = None
         self._over = threading.Event()
         self._watchers: list[Callable[[Save], object]] = []
         self._lock = threading.Lock()
@@ -130,6 +138,36 @@ class Save:
             raise CheckpointError(f"checkpoint {self.name} was saved, and removed since.")
         return Checkpoint.of(found, self.seconds)
 
+    def wait_shown(self, timeout_s: float = math.inf) -> Checkpoint:
+        """`wait`, and show below the cell how far it is.
+
+        Raises:
+            CheckpointError: it failed; nothing of it is left.
+            TimeoutError: it still runs.
+        """
+        deadline = time.monotonic() + timeout_s
+        with StatusLine() as line:
+            while not self._over.wait(SHOWN_EVERY_S) and time.monotonic() < deadline:
+                line.show(f"nbdist: {self.how_far}")
+        return self.wait(0)
+
+    @property
+    def how_far(self) -> str:
+        """In words, with the share that is on its way to the disk."""
+        done = min(self.written_bytes / self.size_bytes, 1.0) if self.size_bytes else None
+        share = "" if done is None else f", {done:.0%}"
+        return f"writing checkpoint {self.name}{share}"
+
+    @property
+    def written_bytes(self) -> int:
+        """What its files have now, of all ranks on this machine."""
+        if self._draft is None or self.done:
+            return 0
+        try:
+            return sum(path.stat().st_size for path in self._draft.iterdir())
+        except OSError:
+            return 0  # it has just got its name
+
     def watch(self, watcher: Callable[[Save], object]) -> None:
         """Call `watcher` once it is over, on any thread; at once where it is."""
         with self._lock:
@@ -142,6 +180,8 @@ class Save:
         """Take what rank 0 says of it."""
         self.name, self.root = content["name"], Path(content["root"])
         self.seconds, self.pause_s = content["seconds"], content["pause_s"]
+        self.size_bytes = content.get("size_bytes", self.size_bytes)
+        self._draft = self.root / content["id"]
         if content["state"] == "done":
             self.path = Path(content["path"])
             self.notes, self.removed = tuple(content["notes"]), tuple(content["removed"])
@@ -286,10 +326,9 @@ class Saves:
     def finish(self, within_s: float = FINISH_S) -> None:
         """Wait for what runs before the ranks end; Stop waits no longer."""
         for save in self.running():
-            with suppress(TimeoutError, CheckpointError, KeyboardInterrupt), StatusLine() as line:
+            with suppress(TimeoutError, CheckpointError, KeyboardInterrupt):
                 if not save.done:
-                    line.show(f"nbdist: waiting for checkpoint {save.name}")
-                    save.wait(within_s)
+                    save.wait_shown(within_s)
 
     def give_up(self, why: str) -> None:
         """The ranks are gone: what was running has failed."""

@@ -58,7 +58,7 @@ class LiveScreen:
     @property
     def can_update(self) -> bool:
         """True in a notebook; False in terminals, scripts and under %%capture."""
-        publisher = getattr(_shell(), "display_pub", None)
+        publisher = getattr(shell_here(), "display_pub", None)
         captured = not hasattr(sys.stdout, "set_parent")
         return getattr(publisher, "pub_socket", None) is not None and not captured
 
@@ -78,7 +78,7 @@ class LiveScreen:
         update: bool = False,
     ) -> None:
         """Publish through IPython; without it print the plain text."""
-        shell = _shell()
+        shell = shell_here()
         if shell is None:
             _print_plain(bundle)
             return
@@ -86,13 +86,13 @@ class LiveScreen:
 
     def clear(self, *, wait: bool) -> None:
         """Clear the running cell's output."""
-        shell = _shell()
+        shell = shell_here()
         if shell is not None:
             shell.display_pub.clear_output(wait)
 
     def relay(self, msg_type: str, content: Bundle, metadata: Bundle, buffers: list[Any]) -> None:
         """Send on the kernel's iopub channel; nothing outside a kernel."""
-        if _kernel() is not None:
+        if kernel_here() is not None:
             _send(msg_type, content, parent_header(), metadata=metadata, buffers=buffers)
 
     def flush(self) -> None:
@@ -123,11 +123,11 @@ class PinnedScreen:
     @property
     def can_update(self) -> bool:
         """True in a notebook's kernel."""
-        return _kernel() is not None
+        return kernel_here() is not None
 
     def write(self, name: StreamName, text: str) -> None:
         """Print to the pinned cell; sent with the next flush, few messages in all."""
-        if _kernel() is None:
+        if kernel_here() is None:
             _write(name, text)
             return
         with self._lock:
@@ -145,7 +145,7 @@ class PinnedScreen:
         update: bool = False,
     ) -> None:
         """Send a display to the pinned cell, or change one."""
-        if _kernel() is None:
+        if kernel_here() is None:
             _print_plain(bundle)
             return
         content = {"data": bundle, "metadata": metadata, "transient": _transient(display_id)}
@@ -153,17 +153,17 @@ class PinnedScreen:
 
     def clear(self, *, wait: bool) -> None:
         """Clear the pinned cell's output."""
-        if _kernel() is not None:
+        if kernel_here() is not None:
             self._send("clear_output", {"wait": wait})
 
     def relay(self, msg_type: str, content: Bundle, metadata: Bundle, buffers: list[Any]) -> None:
         """Send a widget's message; nothing outside a kernel."""
-        if _kernel() is not None:
+        if kernel_here() is not None:
             self._send(msg_type, content, metadata=metadata, buffers=buffers)
 
     def flush(self) -> None:
         """Send the text that waits; in a terminal flush it."""
-        if _kernel() is None:
+        if kernel_here() is None:
             sys.stdout.flush()
             sys.stderr.flush()
             return
@@ -180,20 +180,21 @@ class PinnedScreen:
 
 def parent_header() -> Bundle:
     """Header of the cell that runs now on this thread; {} outside a kernel."""
-    shell = _shell()
+    shell = shell_here()
     parent = shell.get_parent() if hasattr(shell, "get_parent") else None
     header: Bundle = (parent or {}).get("header", parent) or {}
     return header
 
 
-def _shell() -> Any:
+def shell_here() -> Any:
     """IPython's shell if there is one; never imports IPython."""
     module = sys.modules.get("IPython")
     return module.get_ipython() if module is not None else None
 
 
-def _kernel() -> Any:
-    return getattr(_shell(), "kernel", None)
+def kernel_here() -> Any:
+    """The notebook's kernel; None in a terminal or a script."""
+    return getattr(shell_here(), "kernel", None)
 
 
 def _send(
@@ -204,7 +205,7 @@ def _send(
     metadata: Bundle | None = None,
     buffers: list[Any] | None = None,
 ) -> None:
-    kernel = _kernel()
+    kernel = kernel_here()
     kernel.session.send(
         kernel.iopub_socket,
         msg_type,

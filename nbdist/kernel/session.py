@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -27,12 +28,17 @@ from nbdist.kernel import asked, exporting, foreign, handover, saving, source, s
 from nbdist.kernel.asked import Choice
 from nbdist.kernel.cell import Cell, CellResult
 from nbdist.kernel.gang import Gang
+from nbdist.kernel.marks import Mark, Marks
 from nbdist.kernel.metrics import Metrics
+from nbdist.kernel.peeking import Peek
+from nbdist.kernel.progress import Activity
 from nbdist.kernel.ranklog import RankLog
 from nbdist.kernel.render import Renderer
 from nbdist.kernel.screen import LiveScreen, PinnedScreen
 from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import SwitchReport
+from nbdist.kernel.turns import in_turn, tell_of_waiting
+from nbdist.kernel.whereabouts import Whereabouts
 from nbdist.plan.checked import Measured
 
 if TYPE_CHECKING:
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from nbdist.kernel.channel import Message
+    from nbdist.kernel.devices import Placement
     from nbdist.kernel.exporting import ExportReport
     from nbdist.kernel.foreign import ForeignReport
     from nbdist.kernel.render import Show
@@ -89,9 +96,23 @@ class Session:
         **options: Any,
     ) -> None:
         """Check the options; start nothing yet."""
-        self.state: State = "new"
+        self.turn = threading.RLock()
+        """Held by the thread that uses the ranks; `interrupt` and `status` need none."""
+        self.activity = Activity()
+        """What is done beside cells, and how far it is."""
+        self.marks = Marks()
+        self.state = "new"
+        self.started: float | None = None
+        """Unix seconds of the first start."""
+        self.last: Cell | None = None
+        """The cell that ended last."""
+        self.kept_for_panel: object = None
+        """What a panel knows of this session; its own."""
+        self._at_stop: list[Callable[[], object]] = []
         self._on_phase: Callable[[str], object] | None = None
         self._saves = saving.Saves()
+        self._saving: dict[str, Mark] = {}
+        """Marks of the saves that are not over yet."""
         self._pid = os.getpid()
         self.received: dict[str, Any] = {}
         """Values of send(), by name."""
@@ -106,6 +127,8 @@ class Session:
             on_idle=self._show_detached,
             on_death=self._die,
         )
+        self.whereabouts = Whereabouts(self._gang)
+        self.peek = Peek(self._gang)
         named = {"backend": backend, "precision": precision, "offload": offload}
         given = {name: value for name, value in named.items() if value is not None}
         self._configure({"nproc": nproc, "devices": devices, "auto": auto} | given | options)
@@ -119,9 +142,40 @@ class Session:
         self.logs = {rank: RankLog() for rank in range(self.world_size)}
 
     @property
+    def state(self) -> State:
+        """How the ranks are."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state: State = state
+        self.since = time.time()
+        """Unix seconds: since when the state is this one."""
+
+    @property
+    def running(self) -> Cell | None:
+        """The cell that runs now."""
+        return self._running
+
+    @property
+    def death(self) -> RankDied | None:
+        """How the ranks ended that are dead."""
+        return self._death
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self._choice.placement.nproc
+
+    @property
+    def place(self) -> str:
+        """Ranks and devices in a few words."""
+        return self._choice.place
+
+    @property
+    def placement(self) -> Placement:
+        """Which devices the ranks are on."""
+        return self._choice.placement
 
     @property
     def backend(self) -> str:
@@ -165,12 +219,17 @@ class Session:
         Raises:
             StartError: launcher or ranks did not come up; nothing is left running.
         """
-        if self.state in {"ready", "running"}:
+        return self if self.state in {"ready", "running"} else self._start()
+
+    @in_turn
+    def _start(self) -> Self:
+        if self.state in {"ready", "running"}:  # another thread was quicker
             return self
         started, choice = time.monotonic(), self._choice
         self._saves.checkpoints.root = Path.cwd() / saving.FOLDER  # the ranks' own, from now on
-        with StatusLine() as line:
-            line.show(f"nbdist: starting {self.describe()}")
+        starting = f"starting {self.describe()}"
+        with self.activity.doing("starting", starting), StatusLine() as line:
+            line.show(f"nbdist: {starting}")
             try:
                 self._start_ranks(choice, lambda text: line.show(f"nbdist: {text}"))
             except KeyboardInterrupt:
@@ -178,7 +237,8 @@ class Session:
                 msg = "stopped while the ranks were starting; the next cell starts them anew."
                 raise CellInterrupted(msg) from None
             line.show(f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s")
-        self.state, self._death = "ready", None
+        self._is_up()
+        self.started = self.started or time.time()
         _set_current(self)
         return self
 
@@ -195,8 +255,14 @@ class Session:
     def stop(self) -> None:
         """End ranks and launcher; nothing of the session is left on the machine.
 
-        Waits up to a minute for a checkpoint that is being written.
+        Waits up to a minute for a checkpoint that is being written, and for a command of the
+        panel, which Stop cuts short.
         """
+        self._end_others()
+        self._stop()
+
+    @in_turn
+    def _stop(self) -> None:
         self._saves.finish()
         self._end_cells(RankDied("The session was stopped; %%distribute starts a new one."))
         self._gang.close()
@@ -204,21 +270,62 @@ class Session:
         self.state = "stopped"
         if current() is self:
             _set_current(None)
+        callbacks, self._at_stop = self._at_stop, []
+        for callback in callbacks:
+            callback()
+
+    def at_stop(self, callback: Callable[[], object]) -> None:
+        """Call it once, when the session has been stopped."""
+        self._at_stop.append(callback)
 
     def restart(self, **changes: Any) -> Self:
         """Start new ranks, with changed options if given; the old ranks' variables are lost.
+
+        Waits for a command of the panel, which Stop cuts short.
 
         Raises:
             OptionError: a value that is not allowed; the old ranks are still there.
             StartError: the new ranks did not come up.
         """
+        Choice.of(self._with(changes))  # what is not allowed ends nothing
+        self._end_others()
+        return self._restart(**changes)
+
+    @in_turn
+    def _restart(self, **changes: Any) -> Self:
         self._configure(self._with(changes))
         self._saves.finish()
-        self._end_cells(RankDied("The ranks were restarted; their variables are gone."))
+        self.abandon()
         self._gang.halt()
         self._no_more_saves("the ranks were restarted")
-        self.state = "new"
+        self.state, self.last = "new", None
+        self._saving.clear()
+        self.marks.begin_anew(Mark(0, "restart", f"new ranks: {self.describe()}"))
         return self.start()
+
+    def abandon(self) -> None:
+        """Let whoever waits for the running cell wait no more: its ranks are restarted next.
+
+        From any thread, so that a restart is possible while a cell blocks.
+        """
+        self._end_cells(RankDied("The ranks were restarted; their variables are gone."))
+
+    def give_up(self) -> None:
+        """Let whoever waits for anything of the ranks wait no more: they are ended next.
+
+        From any thread, so that ranks which hang in a command of the panel can be ended.
+        """
+        self.abandon()
+        self._gang.give_up()
+
+    def _end_others(self) -> None:
+        """The ranks are ended next: what another thread does with them ends first, or by Stop."""
+        tell_of_waiting(self.activity, "; Stop cuts it short")
+        try:
+            with self.turn:
+                return
+        except KeyboardInterrupt:
+            self.give_up()
 
     def __enter__(self) -> Self:
         """Start the ranks."""
@@ -253,6 +360,7 @@ class Session:
 
     # -- cells
 
+    @in_turn
     def run(
         self,
         code: str,
@@ -317,6 +425,7 @@ class Session:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
         cell = self._running
         if cell is not None:
+            cell.interrupted = True
             for rank in cell.pending:
                 content = wire.Interrupt(request=cell.requests[rank])
                 self._gang.post(rank, "control", "interrupt_request", content)
@@ -334,8 +443,9 @@ class Session:
         self, code: str, ranks: Sequence[int], renderer: Renderer, count: int | None
     ) -> Cell:
         cell = Cell(ranks, renderer, on_send=self._take_sent, on_done=self._cell_done)
+        cell.count = count or next(self._counter)
         self._running, self.state = cell, "running"
-        note = wire.CellNote(count=count or next(self._counter))
+        note = wire.CellNote(count=cell.count)
         for rank in ranks:
             cell.requests[rank] = self._gang.post(
                 rank, "shell", "execute_request", wire.execute(code), cell.deliver, note=note
@@ -352,6 +462,7 @@ class Session:
         try:
             while not cell.finished.is_set():
                 cell.pump(cell.patience_s)
+            self._tell_if_stopped(cell)  # by another thread
         except KeyboardInterrupt:
             self._join_interrupted(cell)
         finally:
@@ -369,7 +480,10 @@ class Session:
                 if time.monotonic() - asked_at > PATIENCE_S:
                     cell.show_errors()
                     raise CellInterrupted(stuck_words(cell)) from None
-        if all(error.ename == "KeyboardInterrupt" for error in cell.errors.values()):
+        self._tell_if_stopped(cell)
+
+    def _tell_if_stopped(self, cell: Cell) -> None:
+        if cell.stopped:
             raise CellInterrupted("stopped on all ranks; every variable is kept.") from None
 
     def _ensure_alive(self) -> None:
@@ -393,7 +507,8 @@ class Session:
 
     def _cell_done(self, cell: Cell) -> None:
         if self._running is cell:
-            self._running = None
+            self._running, self.last = None, cell
+            self.whereabouts.forget()
             self.state = "ready" if self.state == "running" else self.state
 
     # -- what arrives on the reader thread
@@ -406,9 +521,18 @@ class Session:
             chosen = strategies.Options.from_json(content["options"])
             self._choice = self._choice.decided(chosen)
         elif message["header"]["msg_type"] == wire.SAVED:
-            self._saves.receive(content)
+            self._take_saved(content)
         elif message["header"]["msg_type"] == wire.PHASE and self._on_phase is not None:
             self._on_phase(content["text"])
+
+    def _take_saved(self, content: wire.Saved) -> None:
+        self._saves.receive(content)
+        if content["state"] == "running":  # the state is that of this moment
+            self._saving[content["id"]] = Mark(self.metrics.last_step, "save", content["name"])
+            return
+        mark = self._saving.pop(content["id"], None)
+        if content["state"] == "done" and mark is not None:
+            self.marks.add(mark)
 
     def _show_detached(self) -> bool:
         """Show output of background cells, and what past cells still write."""
@@ -425,6 +549,7 @@ class Session:
 
     # -- values
 
+    @in_turn
     def push(self, **values: object) -> int:
         """Bind values on all ranks; returns the bytes moved through shared memory.
 
@@ -437,6 +562,7 @@ class Session:
         self.start()
         return transfer.push(values, range(self.world_size), self._gang)
 
+    @in_turn
     def pull(self, *names: str, rank: int = 0, as_numpy: bool = False) -> Any:
         """Fetch variables of one rank: one value for one name, else a list.
 
@@ -467,6 +593,7 @@ class Session:
 
     # -- another engine
 
+    @in_turn
     def switch(self, backend: str | None = None, **changes: Any) -> SwitchReport:
         """Give the living models another engine; nothing of the training is lost.
 
@@ -499,16 +626,28 @@ class Session:
                 self._configure(asked_for)
             return SwitchReport.nothing(self._choice.describe())
         self._ensure_free()
+        doing = f"{self.backend} -> {then.options.backend}"
+        with self.activity.doing("switching", doing):
+            report = self._switch(then, asked_for, reset_optimizer=reset)
+        self.marks.add(
+            Mark(self.metrics.last_step, "switch", switching.arrow(report.before, report.after))
+        )
+        return report
+
+    def _switch(
+        self, then: Choice, asked_for: dict[str, Any], *, reset_optimizer: bool
+    ) -> SwitchReport:
         if handover.needed(self._choice, then):
-            report = self._hand_over(then, reset_optimizer=reset)
+            report = self._hand_over(then, reset_optimizer=reset_optimizer)
             self._asked = asked_for
             return report
         with StatusLine() as line:
             request = switching.Request(
-                before=self._choice, then=then, reset_optimizer=reset, line=line
+                before=self._choice, then=then, reset_optimizer=reset_optimizer, line=line
             )
             report = request.send(self._gang, self._listen)
         self._asked, self._choice = asked_for, then
+        self._is_up()
         return report
 
     def _hand_over(self, then: Choice, *, reset_optimizer: bool) -> SwitchReport:
@@ -556,6 +695,7 @@ class Session:
         """
         return self._saves.checkpoints
 
+    @in_turn
     def save(
         self,
         name: str,
@@ -588,11 +728,13 @@ class Session:
         request = wire.SaveRequest(
             root=str(self._folder(folder)), name=name, overwrite=overwrite, keep=keep
         )
-        save = self._saves.begin(request, range(self.world_size), self._gang)
-        if wait:
-            save.wait()
+        with self.activity.doing("saving", f"copying the state for checkpoint {name}"):
+            save = self._saves.begin(request, range(self.world_size), self._gang)
+            if wait:
+                save.wait_shown()
         return save
 
+    @in_turn
     def load(
         self,
         name: str,
@@ -626,7 +768,10 @@ class Session:
         self._ensure_free()
         self.start()
         ranks = range(self.world_size)
-        return saving.load(last, root, ranks, self._gang, self._listen, weights_only=weights_only)
+        with self.activity.doing("loading", f"loading {last}"):
+            return saving.load(
+                last, root, ranks, self._gang, self._listen, weights_only=weights_only
+            )
 
     def _folder(self, given: str | os.PathLike[str] | None) -> Path:
         """Folder of checkpoints, absolute: the ranks may be elsewhere."""
@@ -634,6 +779,7 @@ class Session:
 
     # -- out of here
 
+    @in_turn
     def export(
         self,
         folder: str | os.PathLike[str],
@@ -666,8 +812,10 @@ class Session:
         )
         self._ensure_free()
         self.start()
-        return exporting.export(content, range(self.world_size), self._gang, self._listen)
+        with self.activity.doing("exporting", f"exporting to {folder}"):
+            return exporting.export(content, range(self.world_size), self._gang, self._listen)
 
+    @in_turn
     def load_foreign(
         self, path: str | os.PathLike[str], *, trust: bool = False, model: str | None = None
     ) -> ForeignReport:
@@ -691,7 +839,8 @@ class Session:
         self._ensure_free()
         self.start()
         ranks = range(self.world_size)
-        return foreign.load(path, ranks, self._gang, self._listen, trust=trust, model=model)
+        with self.activity.doing("loading", f"loading {path}"):
+            return foreign.load(path, ranks, self._gang, self._listen, trust=trust, model=model)
 
     # -- the planner
 
@@ -707,6 +856,7 @@ class Session:
         figures = {rank: replies[rank]["figures"] for rank in ranks}
         return {rank: Measured.from_json(one) if one else None for rank, one in figures.items()}
 
+    @in_turn
     def model_spec(
         self,
         name: str | None = None,
@@ -714,6 +864,7 @@ class Session:
         batch_size: int | None = None,
         seq_len: int | None = None,
         kind: Literal["cuda", "cpu"] = "cuda",
+        quick: bool = False,
     ) -> wire.ModelReply:
         """Describe a model of rank 0 to the planner; looks at it in a child process.
 
@@ -724,13 +875,16 @@ class Session:
             seq_len: tokens of a sample. Default: those of the last forward, or what the model
                 takes.
             kind: of the devices to plan for.
+            quick: by its closed form or not at all; no child process.
 
         Raises:
             PlanError: no such model, or one that cannot be looked at.
         """
         self._ensure_free()
         self.start()
-        request = wire.ModelRequest(name=name, batch_size=batch_size, seq_len=seq_len, kind=kind)
+        request = wire.ModelRequest(
+            name=name, batch_size=batch_size, seq_len=seq_len, kind=kind, quick=quick
+        )
         reply: wire.ModelReply = self._gang.ask([0], wire.MODEL, request)[0]
         if reply["status"] == "error":
             raise PlanError(reply["error"])
@@ -762,9 +916,36 @@ class Session:
         (chosen,) = rank_names.chosen([rank], self.world_size, option="rank")
         return self.logs[chosen].tail(lines)
 
+    def panel(self, face: str = "auto") -> None:
+        """Show predicted memory beside live devices, curves, and buttons, under this cell.
+
+        Args:
+            face: widget, html, text; auto takes the best that is possible here.
+
+        Raises:
+            OptionError: no such face, or one that is not possible here.
+        """
+        from nbdist import panel
+
+        panel.show(self, face)
+
+    def saves_running(self) -> list[Save]:
+        """Saves that go on in the background."""
+        return self._saves.running()
+
     def __repr__(self) -> str:
         """One line: state, ranks, strategy."""
         return f"Session({self.state}: {self.describe()})"
+
+    def _ipython_display_(self) -> None:
+        """A session that is a cell's last expression is its panel."""
+        self.panel()
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        """What the panel shows, as HTML without script and as text."""
+        from nbdist import panel
+
+        return panel.bundle(self)
 
 
 def stuck_words(cell: Cell) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 from uuid import uuid4
 
+from nbdist.kernel import progress
 from nbdist.kernel.screen import LiveScreen
 
 if TYPE_CHECKING:
@@ -12,22 +13,29 @@ if TYPE_CHECKING:
 
 
 class StatusLine:
-    """Shows the last text given; where output cannot change, each text on its own line."""
+    """Shows the last text given; where output cannot change, each text on its own line.
+
+    Work that no cell asked for (a button of the panel) has no line; the panel shows it.
+    """
 
     def __init__(self) -> None:
         """Show nothing yet."""
-        self._screen = LiveScreen()
+        self._screen = LiveScreen() if progress.shown() else None
+        self._listener = progress.listener()
         self._display_id = f"nbdist-{uuid4().hex}"
-        self._shown = ""
+        self._said = ""
 
     def show(self, text: str) -> None:
         """Replace the line."""
-        if text == self._shown:
+        if text == self._said:
             return
-        self._screen.display(
-            {"text/plain": text}, {}, display_id=self._display_id, update=bool(self._shown)
-        )
-        self._shown = text
+        if self._screen is not None:
+            self._screen.display(
+                {"text/plain": text}, {}, display_id=self._display_id, update=bool(self._said)
+            )
+        if self._listener is not None:
+            self._listener.say(text)
+        self._said = text
 
     def __enter__(self) -> Self:
         """Use as a context, so that the line is flushed at its end."""
@@ -40,4 +48,5 @@ class StatusLine:
         trace: TracebackType | None,
     ) -> None:
         """Flush."""
-        self._screen.flush()
+        if self._screen is not None:
+            self._screen.flush()

@@ -46,6 +46,7 @@ def reply(asked: wire.ModelRequest, names: Mapping[str, Any]) -> wire.ModelReply
             call=watch.call if watch else {},
             progress=_silent,
             kind=asked["kind"],
+            quick=asked["quick"],
         )
     except PlanError as error:
         return {"status": "error", "error": str(error)}
@@ -69,6 +70,7 @@ def spec_of(
     call: Call,
     progress: Callable[[str], None],
     kind: Literal["cuda", "cpu"],
+    quick: bool = False,
 ) -> ModelSpec:
     """Describe a bare model: by its closed form, or by a trace in a child process.
 
@@ -79,19 +81,37 @@ def spec_of(
         call: tensors of a real forward, where one was seen.
         progress: told what a trace is doing.
         kind: of the devices that it is planned for.
+        quick: by its closed form or not at all.
 
     Raises:
         PlanError: the model cannot be looked at.
     """
-    found = traced.of_module(
-        model,
-        inputs=like(call, model) if call else None,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        progress=progress,
-        kinds=(kind,),
-    )
+    inputs = like(call, model) if call else None
+    if quick:
+        found = closed_form(model, inputs)
+    else:
+        found = traced.of_module(
+            model,
+            inputs=inputs,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            progress=progress,
+            kinds=(kind,),
+        )
     return noted(found, read.length_notes(_config(model), seq_len))
+
+
+def closed_form(model: nn.Module, inputs: object) -> ModelSpec:
+    """Describe a model in milliseconds.
+
+    Raises:
+        PlanError: only a trace could tell.
+    """
+    found = traced.closed_form(model) if traced.plain(inputs) else None
+    if found is None:
+        message = f"{type(model).__name__} has no closed form: a trace of some seconds can tell."
+        raise PlanError(message)
+    return found
 
 
 def like(call: Call, model: nn.Module) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:

@@ -33,7 +33,7 @@ from nbdist.errors import (
     SessionError,
     SwitchError,
 )
-from nbdist.rank import describe, measure
+from nbdist.rank import describe, measure, where
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -116,7 +116,11 @@ class RankKernel(IPythonKernel):
             wire.GATHER: self.gather_request,
             wire.FOREIGN: self.foreign_request,
         }
-        self.control_handlers |= {wire.MEASURED: self.measured_request}
+        self.control_handlers |= {
+            wire.MEASURED: self.measured_request,
+            wire.WHERE: self.where_request,
+            wire.MODEL: self.prepared_request,
+        }
 
     async def execute_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Answer every cell, also one that is interrupted outside of the user's code.
@@ -373,6 +377,19 @@ class RankKernel(IPythonKernel):
     def measured_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Tell what the training held; on the control thread, also while a cell runs."""
         self._answer(stream, ident, parent, wire.MeasuredReply(figures=measure.figures()))
+
+    def prepared_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Describe the prepared model; on the control thread, while it trains.
+
+        What is looked at is its twin without data, by its closed form: milliseconds.
+        """
+        asked: wire.ModelRequest = parent["content"]
+        asked["name"], asked["quick"] = None, True
+        self._answer(stream, ident, parent, describe.reply(asked, {}))
+
+    def where_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Tell the line that a cell is at; on the control thread, while it runs."""
+        self._answer(stream, ident, parent, where.reply(self.shell.compile.format_code_name))
 
     def _named(self, names: list[str]) -> dict[str, object]:
         missing = [name for name in names if name not in self.shell.user_ns]

@@ -125,7 +125,7 @@ class Saver:
         complain = self._complain()
         self.join()
         trained, size = _agreed(order)
-        tmp = _folder(order, size)
+        tmp, total = _folder(order, size)
         try:
             snapshot, error = attempt(lambda: _snapshot(trained))
             agree(error)
@@ -138,7 +138,7 @@ class Saver:
         if _rank() == 0:
             snapshot.manifest["rng"] = tuple(rng)
         job = _Job(order, tmp, snapshot, began, self._publish, complain)
-        job.tell(wire.Saved(state="running"))
+        job.tell(wire.Saved(state="running", size_bytes=total))
         self._thread = threading.Thread(target=job.run, name="nbdist-save", daemon=True)
         self._thread.start()
         return tmp.name
@@ -338,8 +338,8 @@ def check(one: Trained, *, optimizers: bool = True) -> None:
             )
 
 
-def _folder(order: Order, size: int) -> Path:
-    """Make the folder that all ranks write into; a collective.
+def _folder(order: Order, size: int) -> tuple[Path, int]:
+    """Make the folder that all ranks write into, and add up their bytes; a collective.
 
     Raises:
         CheckpointError: on all ranks alike.
@@ -360,8 +360,7 @@ def _folder(order: Order, size: int) -> Path:
         raise
     if why is not None:
         raise CheckpointError(why) from error
-    found: Path = path
-    return found
+    return path, sum(sizes)
 
 
 # -- the state of one moment

@@ -215,7 +215,12 @@ def test_fresh_takes_new_ranks(notebook: LiveKernel) -> None:
 def test_commands(notebook: LiveKernel) -> None:
     assert "rank 1: pid" in notebook.run("%nbdist status").text
     assert "interrupt" in notebook.run("%nbdist").text
-    assert "not in nbdist" in notebook.run("%nbdist panel").text
+    assert "not in nbdist" in notebook.run("%nbdist profile").text
+    assert "--face" in notebook.run("%nbdist panel -h").text
+    shown = notebook.run("%nbdist panel --face html")
+    assert any("text/html" in output.get("data", {}) for output in shown.outputs)
+    assert "rank 1 (ready" in notebook.run("%nbdist panel --face text").text
+    assert "no face" in notebook.run("import nbdist; nbdist.session().panel('video')").text
     assert "--reset-optimizer" in notebook.run("%nbdist switch -h").text
     assert "torch" in notebook.run("%nbdist doctor").text
     wrong = notebook.run("%nbdist fly")

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
+from nbdist.panel import bundled
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -39,6 +41,21 @@ def nothing_left(cpu_ranks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     left = [process for process in psutil.process_iter() if carries(process, mark)]
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive
+
+
+@pytest.fixture
+def bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A front end for the panel: nobody looks at it, and Node need not be here."""
+    if bundled.present():
+        return
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "panel.js").write_text("export default () => ({ render() {} });")
+    (tmp_path / "panel.css").write_text("")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib, nbdist.panel.bundled as bundled\n"
+        f"bundled.SCRIPT = pathlib.Path({str(tmp_path / 'panel.js')!r})\n"
+        "bundled.STYLE = bundled.SCRIPT.with_suffix('.css')\n"
+    )
 
 
 def carries(process: psutil.Process, mark: str) -> bool:
@@ -159,3 +176,18 @@ def test_switch() -> None:
         assert kind in text(notebook, name)
     assert "image/png" in mimes(notebook, "curve")
     assert "largest difference of 100 losses" in text(notebook, "difference")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa: ARG001
+    notebook = executed("06_panel.ipynb")
+    (shown,) = cell(notebook, "panel").outputs
+    assert set(shown.data) == {"text/html", "text/plain"}  # no widget is left
+    page = shown.data["text/html"]
+    for said in ("stopped", "fsdp2", "switch: ", "loss: ", "at step 202", "tokens_per_s", "llama"):
+        assert said in page, said
+    assert "<script" not in page
+    assert "widgets" not in notebook.metadata
+    assert "fsdp2" in text(notebook, "text")
+    assert "switch: ddp \N{RIGHTWARDS ARROW} fsdp2" in text(notebook, "text")

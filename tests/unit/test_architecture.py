@@ -24,7 +24,9 @@ MAY_IMPORT = {
     "plan": {"errors", "machine", "strategies", "trace"},
     "engines": {"errors", "wire"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
-    "kernel": {*PURE, "checkpoint", "engines", "plan", "state"},
+    # "panel" where a session is displayed; test_the_kernel_shows_a_panel_only_when_asked
+    "kernel": {*PURE, "checkpoint", "engines", "plan", "state", "panel"},
+    "panel": {*PURE, "", "kernel", "plan"},
     "launcher": {*PURE, "rank"},
     "rank": {*PURE, "checkpoint", "launcher", "plan", "state", "trace"},
     "completion": {"strategies"},
@@ -42,6 +44,7 @@ UNPICKLES = {
     # and in full only where the user says --trust.
     "state/foreign/unpickled.py": {"pickle"},
 }
+_IMPORTS = (ast.Import, ast.ImportFrom)
 HEAVY = {"torch", "accelerate", "deepspeed", "transformers"}
 
 
@@ -100,6 +103,30 @@ def test_loading_brings_no_torch() -> None:
     code = (
         "import sys; import nbdist.magics, nbdist.kernel.session;"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_the_kernel_shows_a_panel_only_when_asked() -> None:
+    for path in modules():
+        if room(path) == "kernel":
+            top = ast.Module(
+                [n for n in ast.parse(path.read_text()).body if isinstance(n, _IMPORTS)], []
+            )
+            names = {
+                alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+                for node in top.body
+                if isinstance(node, _IMPORTS)
+                for alias in node.names
+            }
+            assert "panel" not in rooms_of(names), path
+
+
+def test_loading_brings_no_widgets() -> None:
+    code = (
+        "import sys; import nbdist.magics, nbdist.kernel.session, nbdist.panel;"
+        "print(sorted({'anywidget', 'ipywidgets', 'comm'} & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

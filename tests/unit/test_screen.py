@@ -59,13 +59,13 @@ class FakeShell:
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch) -> FakeShell:
     found = FakeShell()
-    monkeypatch.setattr(screen, "_shell", lambda: found)
+    monkeypatch.setattr(screen, "shell_here", lambda: found)
     return found
 
 
 @pytest.fixture
 def no_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "_shell", lambda: None)
+    monkeypatch.setattr(screen, "shell_here", lambda: None)
 
 
 def test_live_goes_where_the_users_own_output_goes(

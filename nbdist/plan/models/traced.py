@@ -178,8 +178,7 @@ def of_module(
     """
     from nbdist.trace import module as modules
 
-    plain = inputs is None or (isinstance(inputs, dict) and inputs.keys() <= _PLAIN_TEXT)
-    exact = closed_form(module) if plain else None
+    exact = closed_form(module) if plain(inputs) else None
     if exact is not None:
         return exact
     return from_json(
@@ -193,6 +192,11 @@ def of_module(
             kinds=kinds,
         )
     )
+
+
+def plain(inputs: object) -> bool:
+    """Whether a forward gets what closed forms have in mind: text alone."""
+    return inputs is None or (isinstance(inputs, dict) and inputs.keys() <= _PLAIN_TEXT)
 
 
 def closed_form(module: Any) -> ModelSpec | None:

@@ -1,0 +1,44 @@
+"""Whose turn it is to use the ranks: a cell's thread, or the one that runs the panel's commands.
+
+A session's `turn` is a plain RLock: one thread has it at a time and may take it again. `with` on
+it is safe against Stop, which may come between any two bytecodes: nothing of Python's own runs
+between taking it and the block (CPython 3.11 to 3.14).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from nbdist.kernel import progress
+from nbdist.kernel.status_line import StatusLine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.kernel.progress import Activity
+
+_M = TypeVar("_M", bound="Callable[..., Any]")
+
+
+def in_turn(method: _M) -> _M:
+    """Let a method of a session run while no other thread has its `turn`.
+
+    Stop ends the waiting.
+    """
+
+    @functools.wraps(method)
+    def alone(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        tell_of_waiting(self.activity)
+        with self.turn:
+            return method(self, *args, **kwargs)
+
+    return cast("_M", alone)
+
+
+def tell_of_waiting(activity: Activity, more: str = "") -> None:
+    """Say below the cell what another thread does, which has to end first."""
+    work = activity.now
+    if work is not None and progress.listener() is not activity:
+        with StatusLine() as line:
+            line.show(f"nbdist: waiting for what the panel was asked for: {work.text}{more}")

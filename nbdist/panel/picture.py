@@ -1,0 +1,291 @@
+"""The session at this moment, as plain values: what the widget, the HTML and the text show.
+
+Made on the panel's thread, in about a millisecond; asks the ranks nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import nbdist
+from nbdist.kernel.ansi import clean, plain
+from nbdist.kernel.progress import share_in
+from nbdist.panel.devices import Reading, Seat
+from nbdist.panel.protocol import (
+    CheckpointView,
+    DeviceView,
+    Header,
+    MarkView,
+    Notice,
+    Picture,
+    ProgressView,
+    Queued,
+    RankView,
+    State,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbdist import wire
+    from nbdist.kernel.marks import Mark
+    from nbdist.kernel.session import Session
+    from nbdist.panel.devices import Devices
+    from nbdist.panel.predicted import Predicted
+
+MAX_LINE_CHARS = 300
+MAX_CHECKPOINTS = 100
+MAX_MARKS = 100
+_KERNEL_ID = re.compile(r"kernel-(.+)\.json")
+
+
+def draw(
+    session: Session,
+    devices: Devices,
+    predicted: Predicted,
+    *,
+    queue: Sequence[Queued] = (),
+    notice: Notice | None = None,
+) -> Picture:
+    """Look at the session.
+
+    Args:
+        session: the one shown.
+        devices: what is known of its devices.
+        predicted: the plan.
+        queue: commands that wait.
+        notice: something to be told.
+    """
+    return Picture(
+        header=header(session),
+        devices=_devices(devices, predicted),
+        strategies=predicted.strategies,
+        ranks=_ranks(session),
+        checkpoints=_checkpoints(session),
+        progress=_progress(session),
+        queue=list(queue),
+        marks=[
+            MarkView(step=one.step, time=one.time, kind=one.kind, text=_short(one))
+            for one in session.marks.all()[-MAX_MARKS:]
+        ],
+        notice=notice,
+    )
+
+
+def _short(mark: Mark) -> str:
+    """Words for a narrow place: of a switch what changes, without the ranks that stay."""
+    if mark.kind != "switch":
+        return mark.text
+    return mark.text.rpartition(": ")[2].replace("->", "\N{RIGHTWARDS ARROW}")
+
+
+# ---------------------------------------------------------------------------- header
+
+
+def header(session: Session) -> Header:
+    """The line on top."""
+    options = session.options
+    state, words, since = _state(session)
+    named = {options.backend, f"precision {options.precision}", f"offload {options.offload}"}
+    rest = [one for one in options.describe().split(", ") if one not in named]
+    rest += ["auto: not decided yet"] if session.undecided else []
+    return Header(
+        backend="auto" if session.undecided else options.backend,
+        world_size=session.world_size,
+        precision=options.precision or "no",
+        offload=options.offload,
+        options=", ".join(rest),
+        place=session.place,
+        state=state,
+        words=words,
+        since=since,
+        started=session.started,
+        kernel_id=kernel_id(),
+        version=nbdist.__version__,
+    )
+
+
+def _state(session: Session) -> tuple[State, str, float | None]:
+    """What the session does, in one word and in several, and since when."""
+    work, cell = session.activity.now, session.running
+    if session.state == "dead" or session.state == "stopped":  # noqa: PLR1714 - for mypy
+        return session.state, str(session.death or "stopped"), session.since
+    if work is not None and work.kind != "planning":
+        return work.kind, work.text, work.since
+    if cell is not None:
+        doing = "stopping" if cell.interrupted else "running"
+        return "running", f"{doing} cell {cell.count}", cell.began
+    if session.state == "new":
+        return "new", "not started", None
+    last, marks = session.last, session.marks.all()
+    gone_on = bool(marks) and marks[-1].time > session.since  # a switch, say
+    if last is not None and last.stopped and not gone_on:
+        return "interrupted", f"cell {last.count} was interrupted", session.since
+    return "ready", "ready", session.since
+
+
+def kernel_id() -> str | None:
+    """This kernel as Jupyter's REST API names it, by its connection file."""
+    with contextlib.suppress(ImportError, RuntimeError, OSError):
+        from ipykernel.connect import get_connection_file
+
+        found = _KERNEL_ID.search(get_connection_file())
+        return found[1] if found else None
+    return None  # not in a kernel
+
+
+# ---------------------------------------------------------------------------- devices
+
+
+def _devices(devices: Devices, predicted: Predicted) -> list[DeviceView]:
+    seats, latest = devices.seats, devices.latest
+    known = latest.readings if latest is not None else []
+    return [
+        DeviceView(
+            name=seat.name,
+            kind="cuda" if seat.uuid else "cpu",
+            ranks=list(seat.ranks),
+            capacity_bytes=seat.capacity_bytes,
+            predicted=list(predicted.parts),
+            predicted_bytes=predicted.device_bytes,
+            stated_error=predicted.stated_error,
+            used_bytes=reading.used_bytes,
+            peak_bytes=devices.peaks.get(place) or None,
+            others_bytes=reading.others_bytes,
+            holders=list(reading.holders),
+            utilization=reading.utilization,
+            power_w=reading.power_w,
+            power_limit_w=reading.power_limit_w,
+            temperature_c=reading.temperature_c,
+            pcie_tx=reading.pcie_tx,
+            pcie_rx=reading.pcie_rx,
+            nvlink_tx=reading.nvlink_tx,
+            nvlink_rx=reading.nvlink_rx,
+            note=_note(predicted, devices.peaks_now.get(place, 0), reading.note),
+        )
+        for place, (seat, reading) in enumerate(zip_longest(seats, known, fillvalue=Reading()))
+        if isinstance(seat, Seat)
+    ]
+
+
+def _note(predicted: Predicted, peak: int, told: str) -> str:
+    """What a reader of the bar must know."""
+    expected, error = predicted.device_bytes, predicted.stated_error
+    notes = [told] if told else []
+    if expected and error is not None and peak > expected * (1 + error):
+        notes.append(
+            f"the peak is {peak / expected - 1:.0%} above the prediction, whose stated error is"
+            f" {error:.0%}: %nbdist plan --check tells which part"
+        )
+    return "; ".join(notes)
+
+
+# ---------------------------------------------------------------------------- ranks
+
+
+def _ranks(session: Session) -> list[RankView]:
+    work = session.activity.now
+    if session.state == "new" and (work is None or work.kind != "starting"):
+        return []  # none were ever started
+    members = {member["rank"]: member for member in session.status()["ranks"]}
+    whereabouts, cell = session.whereabouts.now(), session.running
+    views = []
+    for rank in range(session.world_size):
+        member, log = members.get(rank), session.logs.get(rank)
+        answer = whereabouts.get(rank)
+        if session.state == "dead" or (member is not None and not member["alive"]):
+            state: Any = "dead"
+        elif session.state == "stopped":
+            state = "ended"
+        elif member is None:
+            state = "starting"
+        elif cell is None or rank not in cell.pending:
+            state = "ready"
+        else:
+            state = "waiting" if answer and answer["collective"] else "running"
+        views.append(
+            RankView(
+                rank=rank,
+                pid=member["pid"] if member else None,
+                device=member["device"] if member else "",
+                state=state,
+                line=plain(clean(log.last_line()))[:MAX_LINE_CHARS] if log else "",
+                where=_where(answer) if answer and state in {"running", "waiting"} else "",
+            )
+        )
+    return views
+
+
+def _where(answer: wire.WhereReply) -> str:
+    """Cell, line, code and collective; empty outside of a cell's code."""
+    if not answer["cell"]:
+        return answer["collective"]
+    place = f"{answer['cell']} line {answer['line']}: {answer['source']}"
+    return f"{place} \N{MIDDLE DOT} {answer['collective']}" if answer["collective"] else place
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+
+def _checkpoints(session: Session) -> list[CheckpointView]:
+    """The newest last; those that run or failed behind them."""
+    checkpoints = session.checkpoints
+    views = [
+        CheckpointView(
+            name=one.name,
+            step=one.step,
+            size_bytes=one.size_bytes,
+            backend=one.backend,
+            saved=one.created.timestamp(),
+            seconds=one.seconds,
+            path=str(one.path),
+            state="done",
+            problem="",
+        )
+        for one in list(checkpoints)[-MAX_CHECKPOINTS:]
+    ]
+    for state, saves in (
+        ("failed", list(checkpoints.failed)[-3:]),
+        ("running", session.saves_running()),
+    ):
+        views += [
+            CheckpointView(
+                name=save.name,
+                step=None,
+                size_bytes=0,
+                backend=session.backend,
+                saved=save.began,
+                seconds=None,
+                path=str(save.root / save.name),
+                state=state,  # type: ignore[typeddict-item]
+                problem=save.error,
+            )
+            for save in saves
+        ]
+    return views
+
+
+def _progress(session: Session) -> ProgressView | None:
+    work = session.activity.now
+    if work is not None:
+        return ProgressView(text=work.text, share=work.share, since=work.since)
+    for save in session.saves_running():
+        share = share_in(save.how_far)
+        return ProgressView(text=save.how_far, share=share, since=save.began)
+    return None
+
+
+def changed(before: Picture | None, now: Picture) -> dict[str, Any]:
+    """Keys of the picture that differ, whole."""
+    old: Any = before or {}
+    new: Any = now
+    return {key: value for key, value in new.items() if key not in old or old[key] != value}
+
+
+def notice(kind: Any, text: str) -> Notice:
+    """A notice of this moment."""
+    return Notice(kind=kind, text=clean(text), time=time.time())

@@ -1,0 +1,126 @@
+"""The picture as text: for a terminal, a script, and wherever HTML is not shown."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from nbdist.kernel.ansi import clean, plain
+from nbdist.panel import words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from nbdist.panel.protocol import DeviceView, Picture, StrategyRow
+    from nbdist.panel.series import Points
+
+_BAR = 24
+_SPARKS = (
+    "\N{LOWER ONE EIGHTH BLOCK}\N{LOWER ONE QUARTER BLOCK}\N{LOWER THREE EIGHTHS BLOCK}"
+    "\N{LOWER HALF BLOCK}\N{LOWER FIVE EIGHTHS BLOCK}\N{LOWER THREE QUARTERS BLOCK}"
+    "\N{LOWER SEVEN EIGHTHS BLOCK}\N{FULL BLOCK}"
+)
+_SPARK_WIDTH = 40
+_MOST = 12
+"""Curves, checkpoints and marks that are listed."""
+
+
+def page(picture: Picture, curves: Mapping[str, Points]) -> str:
+    """The whole page, without a newline at its end."""
+    return "\n".join(plain(clean(line)).rstrip() for line in _lines(picture, curves))
+
+
+def _lines(picture: Picture, curves: Mapping[str, Points]) -> Iterator[str]:
+    now = time.time()
+    yield from _head(picture, now)
+    yield from map(_device, picture["devices"])
+    for device in picture["devices"]:
+        for note in words.notes(device):
+            yield f"    {device['name']}: {note}"
+    rows = picture["strategies"]["rows"]
+    if rows:
+        yield "strategies, bytes of one device (* runs, > recommended; %nbdist switch changes):"
+        yield from map(_strategy, rows)
+    if picture["strategies"]["note"]:
+        yield f"  {picture['strategies']['note']}"
+    shown = words.in_order(name for name in curves if len(curves[name][0]))
+    for name in shown[:_MOST]:
+        steps, _, values = curves[name]
+        yield f"  {name:<14} {_spark(list(values))} {values[-1]:.6g} at step {steps[-1]:.0f}"
+    if len(shown) > _MOST:
+        yield f"  and {len(shown) - _MOST} more: nbdist.session().metrics"
+    for rank in picture["ranks"]:
+        at = f", {rank['where']}" if rank["where"] else ""
+        line = f": {rank['line']}" if rank["line"] else ""
+        yield f"  rank {rank['rank']} ({rank['state']}, pid {rank['pid']}{at}){line}"
+    for one in picture["checkpoints"][-_MOST:]:
+        state = {"done": "", "running": ", being written", "failed": f", failed: {one['problem']}"}
+        size = f", {words.size(one['size_bytes'])}" if one["state"] == "done" else ""
+        step = "" if one["step"] is None else f", step {one['step']}"
+        age = words.age(now - one["saved"])
+        yield f"  checkpoint {one['name']}{step}{size}, {age} ago{state[one['state']]}"
+    for mark in picture["marks"][-_MOST:]:
+        yield f"  at step {mark['step']}: {mark['kind']}: {mark['text']}"
+
+
+def _head(picture: Picture, now: float) -> Iterator[str]:
+    head = picture["header"]
+    strategy = [head["backend"], f"precision {head['precision']}"]
+    strategy += [f"offload {head['offload']}"] if head["offload"] != "none" else []
+    strategy += [head["options"]] if head["options"] else []
+    since = "" if head["since"] is None else f" since {words.clock(now - head['since'])}"
+    age = "" if head["started"] is None else f"; session {words.clock(now - head['started'])} old"
+    yield f"{', '.join(strategy)} on {head['place']}"
+    yield f"{head['words']}{since}{age}"
+    if (progress := picture["progress"]) is not None:
+        share = "" if progress["share"] is None else f", {words.share(progress['share'])}"
+        yield f"{progress['text']}{share}"
+    for waiting in picture["queue"]:
+        yield f"waits: {waiting['text']}"
+    if (notice := picture["notice"]) is not None:
+        yield from f"{notice['kind']}: {notice['text']}".splitlines()
+
+
+def _device(device: DeviceView) -> str:
+    capacity = device["capacity_bytes"] or 0
+    used, peak = device["used_bytes"] or 0, device["peak_bytes"] or 0
+    bar = _bar(used, max(capacity, peak, device["predicted_bytes"] or 0))
+    predicted = (
+        ""
+        if device["predicted_bytes"] is None
+        else f", predicted {words.size(device['predicted_bytes'])}"
+    )
+    doing = words.doing(device)
+    others = f", others {words.size(device['others_bytes'])}" if device["others_bytes"] else ""
+    return (
+        f"  {device['name']:<22} {bar} {words.size(device['used_bytes'])} of"
+        f" {words.size(device['capacity_bytes'])}, peak {words.size(device['peak_bytes'])}"
+        f"{predicted}{others}{', ' if doing else ''}{doing}"
+    )
+
+
+def _strategy(row: StrategyRow) -> str:
+    mark = ("*" if row["current"] else " ") + (">" if row["recommended"] else " ")
+    why = words.why(row["why"], fits=row["fits"])
+    bar = _bar(row["device_bytes"], row["capacity_bytes"])
+    size = words.size(row["device_bytes"])
+    speed = f"{words.speed(row['tokens_per_s']):>6} tokens/s"
+    return f"{mark} {row['words']:<44} {bar} {size:>9} {speed}  {why}"
+
+
+def _bar(part: float, whole: float) -> str:
+    filled = min(_BAR, round(_BAR * part / whole)) if whole else 0
+    return "#" * filled + "." * (_BAR - filled)
+
+
+def _spark(values: list[float]) -> str:
+    """The last values as a line of blocks; a blank for what is no number."""
+    shown = values[:: max(1, math.ceil(len(values) / _SPARK_WIDTH))]
+    numbers = [value for value in shown if math.isfinite(value)]
+    low, high = (min(numbers), max(numbers)) if numbers else (0.0, 0.0)
+    top = len(_SPARKS) - 1
+    return "".join(
+        _SPARKS[round(top * words.between(low, value, high))] if math.isfinite(value) else " "
+        for value in shown
+    )

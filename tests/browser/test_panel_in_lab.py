@@ -1,0 +1,219 @@
+"""The panel in JupyterLab in chromium, from the first paint to the end of its kernel.
+
+One notebook, read from top to bottom as its user would go on: each test takes up where the one
+before it has left the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
+
+from playwright.sync_api import expect
+
+from tests.browser.panel_page import BLOCK, PANEL, SETUP, Panel, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.browser.jupyter import Notebook
+
+AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
+DEVICES = ".nbd-devices-list .nbd-device"
+FIRST_PAINT_S = 1.5
+"""On a machine that does nothing else; beside other tests it may take twice as long."""
+PAINTED = """selector => new Promise(done => {
+    const from = performance.now();
+    const { content } = window.jupyterapp.shell.currentWidget;
+    const look = () => document.querySelector(selector)
+        ? requestAnimationFrame(() => done((performance.now() - from) / 1000))
+        : requestAnimationFrame(look);
+    window.jupyterapp.commands.execute('notebook:run-cell');
+    look();
+})"""
+
+
+@pytest.fixture(scope="module")
+def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
+    """A notebook whose two ranks have prepared a model."""
+    opened = open_notebook("lab")
+    opened.run("%load_ext nbdist")
+    opened.run(SETUP)
+    return opened
+
+
+@pytest.fixture(scope="module")
+def panel(notebook: Notebook) -> Panel:
+    """Its panel."""
+    return Panel(notebook.page)
+
+
+@pytest.fixture(autouse=True)
+def nothing_wrong(notebook: Notebook) -> Iterator[None]:
+    """No test leaves an error in the console, or asks anything of another machine."""
+    yield
+    assert notebook.wrong == []
+
+
+def test_first_paint(notebook: Notebook, panel: Panel) -> None:
+    notebook.insert("%nbdist panel")
+    took = notebook.page.evaluate(PAINTED, f"{PANEL}[data-link=live] {DEVICES}")
+    print(f"first paint after %nbdist panel: {took:.2f} s; the bar is {FIRST_PAINT_S} s")
+    assert took <= 2 * FIRST_PAINT_S
+    panel.says("ready")
+    expect(panel.setup).to_contain_text("ddp · 2 CPU ranks")
+
+
+def test_training_moves_bars_and_curves(notebook: Notebook, panel: Panel) -> None:
+    bars = panel.root.locator(DEVICES)
+    cell = notebook.start(train(40))
+    panel.says(re.compile("running cell"))
+    expect(panel.chart("loss")).to_be_visible()
+    expect(panel.chart("tokens/s")).to_be_visible()
+    before = panel.ink()
+    notebook.end(cell)
+    panel.reaches(39)
+    assert panel.ink() != before
+    assert panel.live_width() > 0
+    expect(bars).to_have_count(2)
+    used = re.compile(r"^[\d.]+ (MiB )?/ [\d.]+ GiB$")
+    expect(bars.first.locator(".nbd-used")).to_have_text(used)
+    panel.says("ready")
+    expect(panel.tab("Strategies")).to_have_attribute("aria-selected", "true")
+    expect(panel.root.locator(".nbd-strategy", has_text="current")).to_contain_text("ddp")
+    expect(panel.root.locator(".nbd-legend")).to_contain_text("optimizer")
+
+
+@pytest.mark.parametrize("served", [True, False], ids=["by the comm", "by the server"])
+def test_stop_ends_a_cell_that_blocks(notebook: Notebook, panel: Panel, *, served: bool) -> None:
+    notebook.comms_while_busy(served=served)
+    cell = notebook.start(BLOCK)
+    panel.says(re.compile("running cell"))
+    expect(panel.ranks().first).to_contain_text("In[")
+    panel.button("Stop").click()
+    outputs = notebook.end(cell)
+    assert "KeyboardInterrupt" in json.dumps(outputs)
+    panel.says(re.compile(r"cell \d+ was interrupted"))
+    expect(panel.button("Stop")).to_be_disabled()
+    assert notebook.run("%%distribute\nprint(len(text))")
+    panel.says("ready")
+    notebook.comms_while_busy(served=True)
+
+
+def test_switch_from_a_row_of_the_plan(notebook: Notebook, panel: Panel) -> None:
+    panel.tab("Strategies").click()
+    row = panel.root.get_by_role("button", name=re.compile("^fsdp2 fits"))
+    row.click()
+    expect(row).to_have_attribute("aria-expanded", "true")
+    panel.button("Switch to it").click()
+    expect(panel.setup).to_contain_text("fsdp2 · 2 CPU ranks")
+    panel.says("ready")
+    expect(panel.root.locator(".nbd-strategy", has_text="current")).to_contain_text("fsdp2")
+    notebook.run(train(20))
+    panel.reaches(59)
+
+
+def test_keyboard_alone_saves(notebook: Notebook, panel: Panel) -> None:
+    keys = notebook.page.keyboard
+    expect(panel.ranks()).to_have_count(2)  # a plan may still be made anew, and be sorted
+    panel.button("Restart").focus()
+    assert panel.tab_through() == panel.focusable()
+    cells = len(notebook.content()["cells"])
+    panel.button("Restart").focus()
+    for key in ("d", "d", "b", "x"):  # in JupyterLab's command mode these change the cells
+        keys.press(key)
+    assert len(notebook.content()["cells"]) == cells
+    keys.press("Enter")
+    expect(panel.button("Restart ranks")).to_be_focused()
+    keys.press("Escape")
+    expect(panel.button("Restart")).to_be_focused()
+    keys.press("Tab")
+    keys.press("Enter")
+    expect(panel.root.get_by_label("checkpoint name")).to_be_focused()
+    keys.type("step-60")
+    keys.press("Enter")
+    expect(panel.button("Save")).to_be_focused()
+    expect(panel.root.get_by_label("checkpoint name")).to_have_count(0)
+    panel.tab("Strategies").focus()
+    keys.press("ArrowRight")
+    keys.press("ArrowRight")
+    expect(panel.tab("Checkpoints")).to_be_focused()
+    saved = panel.root.get_by_role("row", name=re.compile("step-60"))
+    expect(saved).to_contain_text("saved in")
+    expect(saved).to_contain_text("fsdp2")
+
+
+def test_light_and_dark(notebook: Notebook, panel: Panel, pictures: Path) -> None:
+    panel.tab("Strategies").click()
+    notebook.page.mouse.move(0, 0)
+    cell = notebook.start(train(40))
+    panel.reaches(80)
+    colours = []
+    for name in ("Light", "Dark"):
+        notebook.theme(f"JupyterLab {name}")
+        panel.picture(pictures / f"panel-{name.lower()}.png")
+        colours.append(panel.root.evaluate("root => getComputedStyle(root).color"))
+    assert colours[0] != colours[1]
+    notebook.end(cell)
+    panel.reaches(99)
+    dark = panel.ink()
+    notebook.theme("JupyterLab Light")
+    panel.draws_other_than(dark)
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not in widgets/node_modules")
+def test_axe_finds_nothing(notebook: Notebook, panel: Panel) -> None:
+    found = []
+    for theme in ("Light", "Dark"):
+        notebook.theme(f"JupyterLab {theme}")
+        notebook.page.evaluate(AXE.read_text())
+        for tab in ("Strategies", "Ranks", "Checkpoints"):
+            panel.tab(tab).click()
+            found += notebook.page.evaluate(
+                "async root => (await axe.run(root, { preload: false })).violations"
+                ".map(one => `${one.id}: ${one.nodes[0].html.slice(0, 160)}`)",
+                PANEL,
+            )
+    notebook.theme("JupyterLab Light")
+    assert found == []
+
+
+def test_a_reload_finds_the_history_and_a_second_view(notebook: Notebook, panel: Panel) -> None:
+    notebook.save()
+    notebook.reload()
+    panel.says("ready")
+    panel.reaches(99)
+    expect(panel.chart("loss").locator(".nbd-plot")).to_have_attribute(
+        "aria-label", re.compile("100 points")
+    )
+    expect(panel.tab("Checkpoints")).to_contain_text("1")
+    notebook.run("%nbdist panel")
+    notebook.run(train(10))
+    for one in (panel, Panel(notebook.page, 1)):
+        one.reaches(109)
+
+
+def test_an_untrusted_copy_shows_the_static_page(notebook: Notebook, panel: Panel) -> None:
+    notebook.save()
+    stranger = json.loads(notebook.path.read_text())
+    assert "widgets" not in stranger["metadata"]
+    stranger["cells"][0]["source"] = "# what somebody sent"
+    notebook.path.with_name("stranger.ipynb").write_text(json.dumps(stranger))
+    notebook.open("stranger.ipynb")
+    expect(notebook.page.get_by_text("2 CPU ranks").first).to_be_visible()
+    expect(panel.root).to_have_count(0)
+    notebook.open(notebook.path.name)
+    panel.reaches(109)
+
+
+def test_a_restarted_kernel_leaves_a_panel_that_says_so(notebook: Notebook, panel: Panel) -> None:
+    notebook.restart_kernel()
+    panel.says("the kernel is gone: run the cell again")
+    for name in ("Stop", "Restart", "Save", "Switch"):
+        expect(panel.button(name)).to_be_disabled()

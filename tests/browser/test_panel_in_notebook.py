@@ -1,0 +1,90 @@
+"""The panel in Notebook 7 in chromium: what is another front end's; and its end as a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
+
+from playwright.sync_api import expect
+
+from tests.browser.panel_page import BLOCK, SETUP, Panel, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.browser.jupyter import Notebook
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.fixture(scope="module")
+def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
+    """A notebook with a panel and two ranks."""
+    opened = open_notebook("notebook")
+    opened.run("%load_ext nbdist")
+    opened.run(SETUP)
+    opened.run("%nbdist panel")
+    return opened
+
+
+@pytest.fixture(scope="module")
+def panel(notebook: Notebook) -> Panel:
+    """Its panel."""
+    return Panel(notebook.page)
+
+
+@pytest.fixture(autouse=True)
+def nothing_wrong(notebook: Notebook) -> Iterator[None]:
+    """No test leaves an error in the console, or asks anything of another machine."""
+    yield
+    assert notebook.wrong == []
+
+
+def test_curves_and_ranks(notebook: Notebook, panel: Panel) -> None:
+    panel.says("ready")
+    notebook.run(train(10))
+    panel.reaches(9)
+    expect(panel.ranks()).to_have_count(2)
+
+
+def test_stop_ends_a_cell_that_blocks(notebook: Notebook, panel: Panel) -> None:
+    cell = notebook.start(BLOCK)
+    panel.says(re.compile("running cell"))
+    expect(panel.ranks().first).to_contain_text("In[")
+    panel.button("Stop").click()
+    assert "KeyboardInterrupt" in json.dumps(notebook.end(cell))
+    panel.says(re.compile("was interrupted"))
+
+
+def test_keys_on_a_button_leave_the_cells_alone(notebook: Notebook, panel: Panel) -> None:
+    cells = len(notebook.content()["cells"])
+    panel.button("Restart").focus()
+    for key in ("d", "d", "b", "x"):
+        notebook.page.keyboard.press(key)
+    assert len(notebook.content()["cells"]) == cells
+
+
+def test_restart_asks_and_starts_before_our_eyes(panel: Panel) -> None:
+    panel.button("Restart").click()
+    panel.button("Restart ranks").click()
+    panel.says(re.compile("start"))
+    panel.says("ready")
+    expect(panel.root).to_contain_text("No values yet")
+    expect(panel.ranks()).to_have_count(2)
+
+
+def test_the_end_of_the_session_leaves_a_page_to_read(notebook: Notebook, panel: Panel) -> None:
+    notebook.run("%nbdist stop")
+    expect(panel.root).to_have_count(0)
+    notebook.save()
+    saved = json.loads(notebook.path.read_text())
+    (cell,) = (one for one in saved["cells"] if "".join(one["source"]) == "%nbdist panel")
+    (output,) = cell["outputs"]
+    assert WIDGET not in output["data"]
+    assert "stopped" in "".join(output["data"]["text/html"])
+    assert "widgets" not in saved["metadata"]

@@ -1,0 +1,375 @@
+"""The panel in a real kernel; its page is simulated by the messages that a browser would send."""
+
+from __future__ import annotations
+
+import queue
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from nbdist.panel import commands
+from tests.live_kernel import DEADLINE_S, LiveKernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+SETUP = """%%distribute -n 2
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=64))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model, optimizer = accelerator.prepare(model, optimizer)
+"""
+TRAIN = """%%distribute
+for _ in range(5):
+    ids = torch.randint(0, 64, (2, 16), device=device)
+    loss = model(input_ids=ids, labels=ids).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    report(loss=loss)
+print("<b>trained</b>")
+"""
+
+
+TRAIN_NOTHING = "%%distribute\nreport(loss=1.0)"
+
+
+class Page:
+    """What a browser's page does with the panel: sends messages, and keeps what comes."""
+
+    def __init__(self, kernel: LiveKernel) -> None:
+        """Open the panel in a cell."""
+        self.kernel = kernel
+        self.model = ""
+        self.display = ""
+        self.messages: list[tuple[dict[str, Any], list[Any]]] = []
+        self.frozen: dict[str, Any] = {}
+        self.picture: dict[str, Any] = {}
+        self.rows: dict[str, dict[float, float]] = {}
+        self.statuses: dict[str, str] = {}
+        request = kernel.send("%nbdist panel")
+        self.until(lambda: self.model and request in self.statuses)
+        assert self.statuses[request] == "ok"
+        self.send({"kind": "hello"})
+        self.until(lambda: self.picture)
+
+    def send(self, content: dict[str, Any], *, subshell: str | None = None) -> None:
+        """Send a message on the widget's comm; JupyterLab does so on a subshell."""
+        data = {"method": "custom", "content": content}
+        message = self.kernel.client.session.msg("comm_msg", {"comm_id": self.model, "data": data})
+        if subshell is not None:
+            message["header"]["subshell_id"] = subshell
+        self.kernel.client.shell_channel.send(message)
+
+    def subshell(self) -> str:
+        """A shell that answers while a cell blocks the main one, as JupyterLab makes it."""
+        client = self.kernel.client
+        client.control_channel.send(client.session.msg("create_subshell_request", {}))
+        return str(client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"])
+
+    def command(self, name: str, /, subshell: str | None = None, **arguments: Any) -> str:
+        """Press a button; returns the id of the command."""
+        identity = f"{name}-{len(self.messages)}"
+        message = {"kind": "command", "id": identity, "name": name, "arguments": arguments}
+        self.send(message, subshell=subshell)
+        return identity
+
+    def answer(self, identity: str) -> dict[str, Any]:
+        """What came of a command."""
+
+        def found() -> dict[str, Any]:
+            all_of_them = [m for m, _ in self.messages if m.get("id") == identity]
+            return all_of_them[-1] if all_of_them else {}
+
+        self.until(found)
+        return found()
+
+    def cell(self, code: str) -> str:
+        """Run a cell to its end; its status."""
+        request = self.kernel.send(code)
+        self.until(lambda: request in self.statuses)
+        return self.statuses[request]
+
+    def until(self, happened: Callable[[], object]) -> None:
+        """Read messages until something has happened."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not happened():
+            assert time.monotonic() < deadline, self.picture
+            self._read()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                reply = self.kernel.client.get_shell_msg(timeout=0)
+            except queue.Empty:
+                break
+            self.statuses[reply["parent_header"]["msg_id"]] = reply["content"].get("status", "")
+        try:
+            message = self.kernel.client.get_iopub_msg(timeout=0.2)
+        except queue.Empty:
+            return
+        content = message["content"]
+        match message["msg_type"]:
+            case "display_data" if WIDGET in content["data"]:
+                self.model = content["data"][WIDGET]["model_id"]
+                self.display = content["transient"]["display_id"]
+                self.shown = content["data"]
+            case "update_display_data" if content["transient"]["display_id"] == self.display:
+                self.frozen = content["data"]
+            case "comm_msg" if content["comm_id"] == self.model:
+                if content["data"].get("method") == "custom":
+                    self._take(content["data"]["content"], message["buffers"])
+
+    def _take(self, message: dict[str, Any], buffers: list[Any]) -> None:
+        self.messages.append((message, buffers))
+        if message["kind"] == "reset":
+            self.picture, self.rows = message["picture"], {}
+        elif message["kind"] == "picture":
+            self.picture.update(message["changed"])
+        if "series" in message:
+            numbers = iter(struct.iter_unpack("<ddd", bytes(buffers[0])))
+            for one in message["series"]:
+                points = self.rows.setdefault(one["name"], {})
+                for _ in range(one["points"]):
+                    step, _, value = next(numbers)
+                    points[step] = value
+            assert next(numbers, None) is None
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A panel beside two trained CPU ranks."""
+    folder: Path = tmp_path_factory.mktemp("panel")
+    script = folder / "panel.js"
+    script.write_text("export default () => ({ render() {} });")
+    script.with_suffix(".css").write_text("")
+    with LiveKernel(folder) as kernel:
+        assert kernel.run("%load_ext nbdist").status == "ok"
+        # The bundle is built by Node, which these tests do without.
+        kernel.run(
+            "import pathlib, nbdist.panel.bundled as bundled\n"
+            f"bundled.SCRIPT, bundled.STYLE = pathlib.Path({str(script)!r}),"
+            f" pathlib.Path({str(script.with_suffix('.css'))!r})"
+        )
+        assert kernel.run(SETUP).status == "ok"
+        yield Page(kernel)
+
+
+def test_a_displayed_panel_says_the_same_without_widgets(page: Page) -> None:
+    assert "ddp" in page.shown["text/plain"]
+    assert "2 CPU ranks" in page.shown["text/html"]
+    assert "<script" not in page.shown["text/html"]
+
+
+def test_rows_and_pictures_arrive(page: Page) -> None:
+    assert page.cell(TRAIN) == "ok"
+    page.until(lambda: len(page.rows.get("loss", {})) == 5)
+    page.until(lambda: "trained" in page.picture["ranks"][1]["line"])
+    assert [rank["state"] for rank in page.picture["ranks"]] == ["ready", "ready"]
+    page.until(lambda: page.picture["devices"][0]["used_bytes"])
+    mine = page.kernel.run(
+        "nbdist_losses = __import__('nbdist').session().metrics['loss']\nprint(nbdist_losses)"
+    ).text
+    assert [f"{value:.6f}" for value in page.rows["loss"].values()] == [
+        f"{float(value):.6f}" for value in mine.strip().strip("[]").split(",")
+    ]
+
+
+def test_the_plan_appears_by_itself(page: Page) -> None:
+    page.until(lambda: page.picture["strategies"]["rows"])
+    rows = page.picture["strategies"]["rows"]
+    assert [row["backend"] for row in rows if row["current"]] == ["ddp"]
+    assert sum(row["recommended"] for row in rows) == 1
+    assert {"ddp", "fsdp2", "zero3"} <= {row["backend"] for row in rows}
+    assert page.picture["devices"][0]["predicted"]
+
+
+def test_what_a_long_cell_prepares_is_planned_while_it_runs(page: Page) -> None:
+    def parameters() -> int:
+        parts = page.picture["devices"][0]["predicted"]
+        return sum(one["bytes"] for one in parts if one["part"] == "parameters")
+
+    before = parameters()
+    assert before
+    wider = SETUP.replace(" -n 2", " --background").replace("hidden_size=32", "hidden_size=512")
+    assert page.cell(f"{wider}\nimport time; time.sleep(60)") == "ok"
+    page.until(lambda: parameters() > 10 * before)
+    assert page.picture["header"]["state"] == "running"
+    assert page.answer(page.command("interrupt"))["ok"]
+    page.until(lambda: page.picture["header"]["state"] == "interrupted")
+    assert page.cell(SETUP) == "ok"
+
+
+def test_not_more_than_five_messages_a_second(page: Page) -> None:
+    before = len(page.messages)
+    begin = time.monotonic()
+    page.cell(
+        "%%distribute\nimport time\nend = time.time() + 4\n"
+        "while time.time() < end:\n    report(fast=1.0)\n    time.sleep(0.001)"
+    )
+    kinds = [message["kind"] for message, _ in page.messages[before:]]
+    assert len(kinds) / (time.monotonic() - begin) <= 5.5
+    assert "rows" in kinds
+
+
+def test_save_from_the_panel(page: Page) -> None:
+    answer = page.answer(page.command("save", name="from-panel"))
+    assert answer["ok"], answer
+    page.until(
+        lambda: [
+            one
+            for one in page.picture["checkpoints"]
+            if one["name"] == "from-panel" and one["state"] == "done"
+        ]
+    )
+    page.until(lambda: [mark for mark in page.picture["marks"] if mark["kind"] == "save"])
+    again = page.answer(page.command("save", name="from-panel"))
+    assert not again["ok"]
+    assert "overwrite" in again["text"]
+
+
+def test_bad_messages_are_answered_or_dropped(page: Page) -> None:
+    page.send({"kind": "nonsense"})
+    page.send({"kind": "command", "id": "bad", "name": "stop", "arguments": {}})
+    page.send({"kind": "hello", "padding": "x" * 10_000_000})
+    assert not page.answer("bad")["ok"]
+    hellos = sum(message["kind"] == "reset" for message, _ in page.messages)
+    page.send({"kind": "hello"})
+    page.until(lambda: sum(m["kind"] == "reset" for m, _ in page.messages) == hellos + 1)
+
+
+def test_a_command_waits_for_the_running_cell(page: Page) -> None:
+    assert (
+        page.cell("%%distribute --background\nimport time; time.sleep(4); print('slept')") == "ok"
+    )
+    page.until(lambda: page.picture["header"]["state"] == "running")
+    identity = page.command("switch", backend="zero1")
+    page.until(lambda: [one for one in page.picture["queue"] if one["id"] == identity])
+    page.until(lambda: page.picture["header"]["state"] == "switching")
+    assert page.answer(identity)["ok"]
+    page.until(lambda: page.picture["header"]["backend"] == "zero1")
+    assert page.picture["queue"] == []
+    page.until(lambda: [mark for mark in page.picture["marks"] if mark["kind"] == "switch"])
+    page.until(lambda: [r for r in page.picture["strategies"]["rows"] if r["current"]])
+    assert page.cell(TRAIN) == "ok"
+
+
+def test_interrupt_does_not_wait_and_says_where_ranks_are(page: Page) -> None:
+    page.cell(
+        "%%distribute --background\nimport time\nif rank == 0:\n    time.sleep(60)\n"
+        "accelerator.wait_for_everyone()"
+    )
+    page.until(lambda: "sleep(60)" in page.picture["ranks"][0]["where"])
+    page.until(lambda: "barrier" in page.picture["ranks"][1]["where"])
+    assert page.picture["ranks"][1]["state"] == "waiting"
+    page.command("interrupt")
+    page.until(lambda: page.picture["ranks"][0]["state"] == "ready")
+    page.command("restart")
+    page.until(lambda: page.picture["header"]["state"] in {"starting", "ready"})
+    page.until(lambda: page.picture["header"]["state"] == "ready")
+    page.until(lambda: [mark["kind"] for mark in page.picture["marks"]] == ["restart"])
+    assert page.rows == {}
+
+
+def test_buttons_work_while_a_cell_blocks(page: Page) -> None:
+    subshell = page.subshell()
+    blocked = page.kernel.send("%%distribute\nx = 1\nimport time\ntime.sleep(80)")
+    page.until(lambda: page.picture["header"]["state"] == "running")
+    page.until(lambda: "sleep(80)" in page.picture["ranks"][0]["where"])
+    assert page.answer(page.command("interrupt", subshell))["ok"]
+    page.until(lambda: blocked in page.statuses)
+    assert page.statuses[blocked] == "error"
+    page.until(lambda: page.picture["header"]["state"] == "interrupted")
+    assert page.cell("%%distribute\nassert x == 1") == "ok"
+
+
+def test_a_restart_ends_a_cell_that_blocks(page: Page) -> None:
+    subshell = page.subshell()
+    stuck = page.kernel.send("%%distribute\nimport time\ntime.sleep(80)")
+    page.until(lambda: page.picture["header"]["state"] == "running")
+    identity = page.command("restart", subshell)
+    page.until(lambda: stuck in page.statuses)
+    assert page.statuses[stuck] == "error"
+    assert page.answer(identity)["ok"]
+    page.until(lambda: page.picture["header"]["state"] == "ready")
+
+
+def test_the_notebooks_own_stop_leaves_a_panel_that_works(page: Page) -> None:
+    """The REST interrupt of a page whose messages nobody reads is this signal."""
+    blocked = page.kernel.send("%%distribute\ny = 2\nimport time\ntime.sleep(80)")
+    page.until(lambda: "sleep(80)" in page.picture["ranks"][1]["where"])
+    page.kernel.manager.interrupt_kernel()
+    page.until(lambda: blocked in page.statuses)
+    page.until(lambda: page.picture["header"]["state"] == "interrupted")
+    page.until(lambda: page.answer(page.command("plan"))["id"])
+    assert page.cell("%%distribute\nassert y == 2") == "ok"
+
+
+def test_a_session_shows_itself_as_its_panel(page: Page) -> None:
+    model = page.model
+    assert page.cell("import nbdist; nbdist.session()") == "ok"
+    assert page.model == model  # one panel, seen in two places
+    assert page.cell(TRAIN_NOTHING) == "ok"
+    page.until(lambda: page.picture["header"]["state"] == "ready")
+
+
+def test_a_dead_rank_is_named_and_new_ones_are_a_button_away(page: Page) -> None:
+    assert page.cell("%%distribute\nimport os, signal\nif rank == 1:\n"
+                     "    os.kill(os.getpid(), signal.SIGKILL)\n"
+                     "accelerator.wait_for_everyone()") == "error"  # fmt: skip
+    page.until(lambda: page.picture["header"]["state"] == "dead")
+    assert "rank 1" in page.picture["header"]["words"]
+    assert {rank["state"] for rank in page.picture["ranks"]} == {"dead"}
+    refused = page.answer(page.command("save", name="dead"))
+    assert not refused["ok"]
+    assert "rank 1" in refused["text"]
+    assert page.answer(page.command("restart"))["ok"]
+    page.until(lambda: page.picture["header"]["state"] == "ready")
+    page.until(lambda: [rank["state"] for rank in page.picture["ranks"]] == ["ready", "ready"])
+
+
+def test_ranks_that_hang_in_a_command_can_be_restarted(page: Page) -> None:
+    page.until(lambda: [rank["pid"] for rank in page.picture["ranks"] if rank["pid"]])
+    psutil.Process(page.picture["ranks"][1]["pid"]).suspend()
+    saving = page.command("save", name="hangs")
+    page.until(lambda: page.picture["header"]["state"] == "saving")
+    stopped = page.answer(page.command("interrupt"))
+    assert "cannot be stopped" in stopped["text"]
+    since = time.monotonic()
+    page.until(lambda: time.monotonic() - since > commands.PATIENCE_S)
+    restart = page.command("restart")
+    assert not page.answer(saving)["ok"]
+    assert page.answer(restart)["ok"]
+    page.until(lambda: page.picture["header"]["state"] == "ready")
+    assert page.cell(TRAIN_NOTHING) == "ok"
+
+
+def test_log_is_searched(page: Page) -> None:
+    page.cell("%%distribute\nfor i in range(20):\n    print('line', i)")
+    page.send({"kind": "log", "rank": 1, "search": "LINE 1"})
+    page.until(lambda: page.messages[-1][0]["kind"] == "log")
+    lines = page.messages[-1][0]["lines"]
+    assert lines[0] == "line 1"
+    assert lines[-1] == "line 19"
+
+
+def test_the_end_of_the_session_freezes_the_panel(page: Page) -> None:
+    assert page.cell("%nbdist stop") == "ok"
+    page.until(lambda: page.frozen)
+    assert WIDGET not in page.frozen
+    assert "stopped" in page.frozen["text/html"]
+    assert "line 19" in page.frozen["text/html"]  # what the ranks said last
+    assert "ended" in page.frozen["text/plain"]
+    left = page.kernel.run(
+        "import threading\nprint(sorted(t.name for t in threading.enumerate()"
+        " if t.name.startswith('nbdist')))"
+    )
+    assert left.text.strip() in {"[]", "['nbdist-link']"}  # the launcher that warms up

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import threading
+from typing import Any, Self
+
+import pytest
+
+from nbdist.errors import CheckpointError, RankDied, SessionBusy
+from nbdist.panel import commands
+from nbdist.panel.commands import BadMessage, Command, Driver, Hello, LogRequest, read
+from tests.conftest import eventually
+
+
+def command(
+    name: object = "save", /, identity: object = "1", **arguments: object
+) -> dict[str, Any]:
+    return {"kind": "command", "id": identity, "name": name, "arguments": arguments}
+
+
+@pytest.mark.parametrize(
+    ("message", "meant"),
+    [
+        ({"kind": "hello"}, Hello()),
+        ({"kind": "log", "rank": None, "search": ""}, LogRequest(None, "")),
+        ({"kind": "log", "rank": 1, "search": "error"}, LogRequest(1, "error")),
+        (command("interrupt"), Command("1", "interrupt", {})),
+        (
+            command("switch", backend="zero3", offload="cpu", nproc=2),
+            Command("1", "switch", {"backend": "zero3", "offload": "cpu", "nproc": 2}),
+        ),
+        ({"kind": "command", "id": "7", "name": "plan"}, Command("7", "plan", {})),
+    ],
+)
+def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
+    assert read(message, []) == meant
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        None,
+        17,
+        "hello",
+        [],
+        {},
+        {"kind": None},
+        {"kind": ["hello"]},
+        {"kind": "eval", "code": "1"},
+        {"kind": "hello", "more": "x" * 10_000_000},
+        {"kind": "log", "rank": "0"},
+        {"kind": "log", "rank": True},
+        {"kind": "log", "rank": -1},
+        {"kind": "log", "rank": 0, "search": 5},
+        {"kind": "log", "rank": 0, "search": "x" * 300},
+        command("stop"),
+        command("__class__"),
+        command(None),
+        command(["save"]),
+        command(identity=None),
+        command(identity=""),
+        command(identity=5),
+        command(identity="x" * 65),
+        command("save"),
+        command("save", name=""),
+        command("save", name=5),
+        command("save", name="x" * 65),
+        command("save", name="a", overwrite="true"),
+        command("save", name="a", overwrite=1),
+        command("save", name="a", keep=1),
+        command("load", name="a", trust=True),
+        command("load", name="x" * 2000),
+        command("export"),
+        command("switch"),
+        command("switch", nproc="2"),
+        command("switch", nproc=2.0),
+        command("switch", nproc=True),
+        command("switch", nproc=0),
+        command("switch", nproc=10**9),
+        command("switch", backend={"a": 1}),
+        command("switch", fsdp_config={}),
+        command("restart", backend="ddp"),
+        {"kind": "command", "id": "1", "name": "save", "arguments": ["name"]},
+        {"kind": "command", "id": "1", "name": "save", "arguments": {1: 2}},
+        command("save", name="a", deep=[[[[[[[[[[]]]]]]]]]]),
+    ],
+    ids=lambda message: repr(message)[:60],
+)
+def test_everything_else_is_refused(message: object) -> None:
+    with pytest.raises(BadMessage):
+        read(message, [])
+
+
+def test_buffers_are_refused() -> None:
+    with pytest.raises(BadMessage):
+        read({"kind": "hello"}, [b"x"])
+
+
+def test_a_refused_command_is_answered_by_its_id() -> None:
+    with pytest.raises(BadMessage, match="interrupt, restart, switch") as refused:
+        read(command("stop", identity="9"), [])
+    assert refused.value.answers == "9"
+    with pytest.raises(BadMessage) as nameless:
+        read({"kind": "x", "id": {"a": 1}}, [])
+    assert nameless.value.answers is None
+
+
+class FakeCell:
+    """A cell that runs."""
+
+
+class FakeSession:
+    """As much of a session as the driver uses."""
+
+    def __init__(self) -> None:
+        self.turn = threading.RLock()
+        self.running: FakeCell | None = None
+        self.done: list[str] = []
+        self.busy_times = 0
+        self.hangs = threading.Event()
+
+    def load(self, name: str) -> str:
+        assert self.hangs.wait(5)
+        raise RankDied(f"the ranks ended before they answered {name}.")
+
+    def give_up(self) -> None:
+        self.hangs.set()
+
+    def save(self, name: str) -> str:
+        if self.busy_times:
+            self.busy_times -= 1
+            raise SessionBusy("a cell runs")
+        if name == "bad":
+            raise CheckpointError("no room.")
+        if name == "broken":
+            raise ZeroDivisionError("oh")
+        self.done.append(f"save {name}")
+        return f"{name} saved"
+
+    def restart(self) -> None:
+        self.done.append("restart")
+
+    def abandon(self) -> None:
+        self.running = None
+
+    def describe(self) -> str:
+        return "2 CPU ranks"
+
+
+@pytest.fixture
+def session() -> FakeSession:
+    return FakeSession()
+
+
+class Driven:
+    """A driver and what it answers."""
+
+    def __init__(self, session: FakeSession) -> None:
+        self.answers: list[Any] = []
+        self.planned = threading.Event()
+        self.failing = False
+        self.driver = Driver(
+            session,  # type: ignore[arg-type]
+            answer=self.answers.append,
+            plan=lambda: "planned",
+            idle=self._look,
+        )
+
+    def _look(self) -> None:
+        self.planned.set()
+        if self.failing:
+            raise ZeroDivisionError("a model that the planner has not met")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.close()
+
+
+def test_commands_run_in_their_order(session: FakeSession) -> None:
+    with Driven(session) as driven:
+        for name in "abc":
+            driven.driver.put(Command(name, "save", {"name": name}))
+        eventually(lambda: len(driven.answers) == 3, within_s=5)
+    assert session.done == ["save a", "save b", "save c"]
+    assert driven.answers[0] == {"kind": "answer", "id": "a", "ok": True, "text": "a saved"}
+
+
+def test_errors_are_answers(session: FakeSession) -> None:
+    with Driven(session) as driven:
+        for name in ("bad", "broken", "good"):
+            driven.driver.put(Command(name, "save", {"name": name}))
+        eventually(lambda: len(driven.answers) == 3, within_s=5)
+    assert [one["ok"] for one in driven.answers] == [False, False, True]
+    assert driven.answers[0]["text"] == "no room."
+    assert driven.answers[1]["text"] == "ZeroDivisionError: oh"
+
+
+def test_a_command_waits_for_the_cell_and_for_its_turn(session: FakeSession) -> None:
+    session.running = FakeCell()
+    with Driven(session) as driven:
+        driven.driver.put(Command("1", "save", {"name": "a"}))
+        eventually(lambda: driven.driver.queue, within_s=5)
+        assert driven.driver.queue == [{"id": "1", "text": "save a"}]
+        with session.turn:  # the thread of a cell
+            session.running = None
+            threading.Event().wait(3 * commands.LOOK_S)
+            assert session.done == []
+        eventually(lambda: driven.answers, within_s=5)
+    assert session.done == ["save a"]
+
+
+def test_a_background_cell_that_was_quicker_is_waited_for(session: FakeSession) -> None:
+    session.busy_times = 2
+    with Driven(session) as driven:
+        driven.driver.put(Command("1", "save", {"name": "a"}))
+        eventually(lambda: driven.answers, within_s=5)
+    assert driven.answers[0]["ok"]
+
+
+def test_a_restart_waits_for_no_cell(session: FakeSession) -> None:
+    session.running = FakeCell()
+    with Driven(session) as driven:
+        driven.driver.put(Command("1", "restart"))
+        eventually(lambda: driven.answers, within_s=5)
+    assert session.done == ["restart"]
+
+
+def test_a_restart_drops_what_waits(session: FakeSession) -> None:
+    session.running = FakeCell()
+    with Driven(session) as driven:
+        driven.driver.put(Command("1", "save", {"name": "a"}))
+        eventually(lambda: driven.driver.queue, within_s=5)
+        driven.driver.put(Command("2", "restart"))
+        eventually(lambda: len(driven.answers) == 2, within_s=5)
+    assert session.done == ["restart"]
+    assert driven.answers[0]["text"] == "not done: the ranks are restarted."
+
+
+def test_a_restart_ends_what_hangs(session: FakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "PATIENCE_S", 0.1)
+    session.hangs = threading.Event()
+    with Driven(session) as driven:
+        driven.driver.put(Command("1", "load", {"name": "a"}))
+        eventually(lambda: driven.driver.doing, within_s=5)
+        threading.Event().wait(2 * commands.PATIENCE_S)
+        driven.driver.put(Command("2", "restart"))
+        eventually(lambda: len(driven.answers) == 2, within_s=5)
+    assert [(one["id"], one["ok"]) for one in driven.answers] == [("1", False), ("2", True)]
+
+
+def test_a_session_that_cannot_be_looked_at_is_not_the_end(session: FakeSession) -> None:
+    with Driven(session) as driven:
+        driven.failing = True
+        assert driven.planned.wait(5)
+        driven.driver.put(Command("1", "save", {"name": "a"}))
+        eventually(lambda: driven.answers, within_s=5)
+    assert session.done == ["save a"]
+
+
+def test_a_full_queue_says_so(session: FakeSession) -> None:
+    session.running = FakeCell()
+    with Driven(session) as driven:
+        for number in range(commands.MAX_QUEUE + 1):
+            driven.driver.put(Command(str(number), "save", {"name": "a"}))
+        assert not driven.answers[0]["ok"]
+        assert len(driven.driver.queue) == commands.MAX_QUEUE
+    assert session.done == []  # what waits when the panel closes is not run
+
+
+def test_an_idle_driver_looks_around(session: FakeSession) -> None:
+    with Driven(session) as driven:
+        assert driven.planned.wait(5)

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import nbdist
+from nbdist import panel
+from nbdist.kernel.cell import Cell
+from nbdist.panel import live
+from nbdist.panel.live import Live, View
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbdist import Session
+
+WITHIN_S = 10.0
+
+
+class Opened:
+    """An open panel of a session without ranks, and what it sends."""
+
+    def __init__(self) -> None:
+        self.session: Session = nbdist.Session(nproc=2, backend="ddp")
+        self.session.state = "ready"
+        self.sent: list[tuple[Any, list[bytes]]] = []
+        self.failing = 0
+        self.live = Live(View(self.session), self._send)
+
+    def _send(self, message: Any, buffers: list[bytes]) -> None:
+        json.dumps(message, allow_nan=False, ensure_ascii=False).encode()  # as jupyter_client does
+        if self.failing:
+            self.failing -= 1
+            raise OSError("the comm is closed")
+        self.sent.append((message, buffers))
+
+    def kinds(self, kind: str) -> list[Any]:
+        """Messages of a kind so far."""
+        return [message for message, _ in list(self.sent) if message["kind"] == kind]
+
+    def command(self, name: str, /, identity: str = "1", **arguments: Any) -> None:
+        """Press a button."""
+        message = {"kind": "command", "id": identity, "name": name, "arguments": arguments}
+        self.live.receive(message)
+
+    def answer(self, identity: str = "1") -> Any:
+        """What comes of it."""
+
+        def found() -> list[Any]:
+            return [one for one in self.kinds("answer") if one["id"] == identity]
+
+        eventually(found, within_s=WITHIN_S)
+        return found()[0]
+
+    def points(self) -> list[float]:
+        """All numbers in buffers."""
+        return [
+            number
+            for _, buffers in list(self.sent)
+            for buffer in buffers
+            for (number,) in struct.iter_unpack("<d", buffer)
+        ]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    made = Opened()
+    yield made
+    made.live.close()
+
+
+def test_hello_is_answered_with_everything(opened: Opened) -> None:
+    opened.session.metrics.add(0, [{"step": 0, "time": 1.0, "loss": 0.5}])
+    opened.live.receive({"kind": "hello"})
+    eventually(lambda: opened.kinds("reset"), within_s=WITHIN_S)
+    reset = opened.kinds("reset")[0]
+    assert reset["picture"]["header"]["backend"] == "ddp"
+    eventually(lambda: 0.5 in opened.points(), within_s=WITHIN_S)
+
+
+def test_a_flood_of_messages_makes_no_flood_of_answers(opened: Opened) -> None:
+    for _ in range(2000):
+        opened.live.receive({"kind": "hello"})
+        opened.live.receive({"kind": "eval", "code": "x" * 1000})
+        opened.live.receive("rubbish", [b"x"])
+    opened.command("plan", identity="last")
+    opened.answer("last")
+    assert 1 <= len(opened.kinds("reset")) <= 20
+    assert opened.live.dropped > 100
+
+
+def test_losses_that_are_no_numbers_travel_in_buffers(opened: Opened) -> None:
+    values = ["nan", "inf", "-inf", 1.7e308, -1.7e308]
+    rows = [{"step": i, "time": float(i), "loss": v} for i, v in enumerate(values)]
+    for rank in range(2):
+        opened.session.metrics.add(rank, rows)
+    eventually(lambda: float("-inf") in opened.points(), within_s=WITHIN_S)
+    opened.live.close()
+    curves = opened.live.history()
+    assert len(curves["loss"][0]) == len(values)
+    page = panel.faces(View(opened.session).draw(), curves)
+    assert "loss" in page["text/html"]
+
+
+def test_two_hundred_names_and_one_that_changes_its_type(opened: Opened) -> None:
+    row = {"step": 0, "time": 1.0} | {f"scalar {i}": float(i) for i in range(250)}
+    opened.session.metrics.add(0, [row, {"step": 1, "time": 2.0, "scalar 1": "high"}])
+    opened.session.metrics.add(0, [{"step": 2, "time": 3.0, "scalar 1": 7.0}])
+    eventually(lambda: 7.0 in opened.points(), within_s=WITHIN_S)
+    opened.live.close()
+    page = panel.faces(View(opened.session).draw(), opened.live.history())
+    assert "and 192 more" in page["text/html"]
+    assert "and 188 more" in page["text/plain"]
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\0b"])
+def test_text_that_no_message_can_carry_back_is_refused(opened: Opened, text: str) -> None:
+    opened.command("export", folder=text)
+    assert not opened.answer()["ok"]
+    opened.command("save", identity=text, name="a")  # not even answered
+    opened.command(text, identity="2")
+    assert not opened.answer("2")["ok"]
+    opened.live._take_answer({"kind": "answer", "id": "3", "ok": False, "text": text})
+    opened.live.receive({"kind": "hello"})
+    eventually(lambda: opened.kinds("reset"), within_s=WITHIN_S)
+
+
+def test_a_failure_to_send_is_not_the_end(opened: Opened) -> None:
+    opened.failing = 1
+    opened.live.receive({"kind": "hello"})
+    eventually(lambda: not opened.failing, within_s=WITHIN_S)
+    opened.live.receive({"kind": "hello"})
+    eventually(lambda: opened.kinds("reset"), within_s=WITHIN_S)
+
+
+def test_a_restart_begins_new_curves(opened: Opened) -> None:
+    opened.session.metrics.add(0, [{"step": 0, "time": 1.0, "loss": 0.5}])
+    opened.session._configure({"nproc": 2})
+    eventually(lambda: opened.kinds("reset"), within_s=WITHIN_S)
+    assert opened.kinds("reset")[-1]["series"] == []
+
+
+def test_it_beats_when_there_is_nothing_to_say(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "BEAT_S", 0.1)
+    eventually(lambda: opened.kinds("beat"), within_s=WITHIN_S)
+
+
+# ---------------------------------------------------------------------------- stop
+
+
+def test_stop_interrupts_the_cell_at_once(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
+    monkeypatch.setattr(opened.session, "interrupt", lambda: setattr(cell, "interrupted", True))
+    opened.session._running = cell
+    with opened.session.turn:  # as the cell's thread does
+        opened.command("interrupt")
+        assert opened.answer()["ok"]
+    assert cell.interrupted
+    opened.session._running = None
+
+
+def test_stop_says_what_cannot_be_stopped(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def export(folder: str) -> str:
+        begun.set()
+        assert end.wait(WITHIN_S)
+        return folder
+
+    monkeypatch.setattr(opened.session, "export", export)
+    opened.command("interrupt", identity="0")
+    assert opened.answer("0")["text"] == "no cell runs."
+    opened.command("export", folder="out")
+    assert begun.wait(WITHIN_S)
+    opened.command("interrupt", identity="2")
+    answer = opened.answer("2")
+    assert not answer["ok"]
+    assert "export out cannot be stopped" in answer["text"]
+    end.set()
+    assert opened.answer()["ok"]
+
+
+def test_stop_leaves_a_magic_to_the_notebooks_own_interrupt(opened: Opened) -> None:
+    with opened.session.turn, opened.session.activity.doing("loading", "loading base"):
+        opened.command("interrupt")
+        opened.command("nonsense", identity="2")
+        opened.answer("2")
+    assert [one["id"] for one in opened.kinds("answer")] == ["2"]
+
+
+# ---------------------------------------------------------------------------- logs
+
+
+def test_a_log_is_searched_and_has_no_escapes(opened: Opened) -> None:
+    opened.session.logs[1].append("\x1b[31mred <b>LINE</b>\x1b[0m\nother\n")
+    opened.live.receive({"kind": "log", "rank": 1, "search": "line"})
+    opened.live.receive({"kind": "log", "rank": 7, "search": ""})
+    eventually(lambda: len(opened.kinds("log")) == 2, within_s=WITHIN_S)
+    assert [one["lines"] for one in opened.kinds("log")] == [["red <b>LINE</b>"], []]
+
+
+# ---------------------------------------------------------------------------- the widget
+
+
+def test_a_panel_that_cannot_be_made_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = nbdist.Session(nproc=1)
+    made: list[Any] = []
+
+    class Widget:
+        def __init__(self, *_: object) -> None:
+            made.append(self)
+            if len(made) == 1:
+                raise FileNotFoundError("panel.js")
+
+        def say(self, *_: object) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "nbdist.panel.widget", SimpleNamespace(PanelWidget=Widget))
+    with pytest.raises(FileNotFoundError):
+        panel._open(session)
+    opened = panel._open(session)
+    assert panel._open(session) is opened
+    opened.freeze()
+    opened.freeze()  # as the session's end does, once more
+    assert panel._view(session).panel is None
+
+
+def test_two_sessions_have_two_panels() -> None:
+    one, other = Opened(), Opened()
+    try:
+        one.session.metrics.add(0, [{"step": 0, "time": 1.0, "loss": 0.25}])
+        eventually(lambda: 0.25 in one.points(), within_s=WITHIN_S)
+        assert 0.25 not in other.points()
+    finally:
+        one.live.close()
+        other.live.close()

@@ -1,0 +1,319 @@
+"""Who uses the ranks, what is said of it, and how hanging ranks are ended."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import nbdist
+from nbdist.errors import OptionError, RankDied
+from nbdist.kernel import peeking, progress, status_line, whereabouts
+from nbdist.kernel.gang import Gang
+from nbdist.kernel.marks import KEPT, Mark, Marks
+from nbdist.kernel.peeking import Peek
+from nbdist.kernel.progress import Activity, share_in
+from nbdist.kernel.session import Session
+from nbdist.kernel.status_line import StatusLine
+from nbdist.kernel.turns import in_turn
+from nbdist.kernel.whereabouts import Whereabouts
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WITHIN_S = 10.0
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is shown below the cell."""
+    shown: list[str] = []
+
+    class Screen:
+        def display(self, bundle: dict[str, str], _: object, **__: object) -> None:
+            shown.append(bundle["text/plain"])
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setattr(status_line, "LiveScreen", Screen)
+    return shown
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+# ---------------------------------------------------------------------------- turns
+
+
+class Worked:
+    """As much of a session as a turn needs."""
+
+    def __init__(self) -> None:
+        self.turn = threading.RLock()
+        self.activity = Activity()
+        self.done: list[str] = []
+
+    @in_turn
+    def outer(self) -> None:
+        self.inner()
+
+    @in_turn
+    def inner(self) -> None:
+        self.done.append(threading.current_thread().name)
+
+
+def test_a_turn_is_taken_again_and_waited_for(lines: list[str]) -> None:
+    session = Worked()
+    session.outer()
+    assert lines == []
+    begun, end = threading.Event(), threading.Event()
+
+    def export() -> None:
+        with session.turn, session.activity.doing("exporting", "exporting to out"):
+            session.outer()
+            begun.set()
+            assert end.wait(WITHIN_S)
+
+    working = in_thread(export)
+    assert begun.wait(WITHIN_S)
+    waiting = in_thread(session.outer)
+    eventually(lambda: lines, within_s=WITHIN_S)
+    assert len(session.done) == 2
+    end.set()
+    working.join(WITHIN_S)
+    waiting.join(WITHIN_S)
+    assert len(session.done) == 3
+    assert lines == ["nbdist: waiting for what the panel was asked for: exporting to out"]
+
+
+@pytest.fixture
+def gang() -> Gang:
+    """Ranks that are up and never answer."""
+    made = Gang(
+        None,  # type: ignore[arg-type]
+        on_message=print,
+        on_idle=bool,
+        on_death=print,
+    )
+    made._channels = SimpleNamespace(send=lambda *_, **__: None, wake=lambda: None)  # type: ignore[assignment]
+    made._up = True
+    return made
+
+
+def hung(gang: Gang) -> tuple[threading.Thread, list[str]]:
+    """A thread that waits for ranks which hang, and how that ends."""
+    ended: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(RankDied) as error:
+            gang.ask([0, 1], "nbdist_load_request", {})
+        ended.append(str(error.value))
+
+    return in_thread(ask), ended
+
+
+def test_whoever_waits_for_hanging_ranks_can_be_freed(gang: Gang) -> None:
+    thread, ended = hung(gang)
+    gang.give_up()
+    thread.join(WITHIN_S)
+    assert ended == ["The ranks ended before they answered nbdist_load_request."]
+    assert gang._routes == {}
+
+
+def test_stop_while_waiting_for_the_panel_ends_what_it_does(
+    gang: Gang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """%nbdist restart beside a command of the panel that hangs; Stop is pressed."""
+    session = Session(nproc=2)
+    session._gang = gang
+    thread, ended = hung(gang)
+
+    class Interrupted:
+        def __enter__(self) -> None:
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_: object) -> None:
+            raise AssertionError
+
+    monkeypatch.setattr(session, "turn", Interrupted())
+    monkeypatch.setattr(session, "_restart", lambda **_: session)
+    assert session.restart() is session
+    thread.join(WITHIN_S)
+    assert ended
+
+
+def test_a_restart_with_a_wrong_option_ends_nothing(gang: Gang) -> None:
+    session = nbdist.Session(nproc=2)
+    session._gang = gang
+    with pytest.raises(OptionError):
+        session.restart(backend="zero9")
+    assert gang._up
+
+
+def test_two_threads_start_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = nbdist.Session(nproc=2)
+    starts: list[str] = []
+
+    def start_ranks(*_: object) -> None:
+        starts.append("start")
+
+    monkeypatch.setattr(session, "_start_ranks", start_ranks)
+    monkeypatch.setattr("nbdist.kernel.session._set_current", bool)
+    with session.turn:
+        other = in_thread(session.start)
+        session.start()
+    other.join(WITHIN_S)
+    assert starts == ["start"]
+
+
+# ---------------------------------------------------------------------------- progress
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("export: writing, 42%", 0.42),
+        ("writing checkpoint base, 100%", 1.0),
+        ("reading, 7 %", 0.07),
+        ("ddp -> zero3: copying", None),
+        ("100% sure that nothing follows", None),
+        ("building, 400%", 1.0),
+    ],
+)
+def test_the_share_that_words_end_with(text: str, share: float | None) -> None:
+    assert share_in(text) == share
+
+
+def test_work_is_told_by_the_lines_of_its_own_thread(lines: list[str]) -> None:
+    mine, other = Activity(), Activity()
+    with mine.doing("loading", "loading base"):
+        with StatusLine() as line:
+            line.show("nbdist: load base: reading, 5%")
+            assert mine.now is not None
+            assert (mine.now.text, mine.now.share) == ("load base: reading, 5%", 0.05)
+            with mine.doing("starting", "starting 2 CPU ranks"):
+                assert mine.now.kind == "loading"  # the outermost, with the newest words
+                assert mine.now.text == "starting 2 CPU ranks"
+        in_thread(lambda: StatusLine().show("elsewhere")).join(WITHIN_S)
+        assert mine.now.text == "load base: reading, 5%"
+    assert mine.now is None
+    assert other.now is None
+    assert lines == ["nbdist: load base: reading, 5%", "elsewhere"]
+
+
+def test_what_a_button_asked_for_has_no_line_below_a_cell(lines: list[str]) -> None:
+    activity = Activity()
+    with progress.without_lines(), activity.doing("switching", "ddp -> zero3"):
+        with StatusLine() as line:
+            line.show("nbdist: ddp -> zero3: verifying")
+        assert activity.now is not None
+        assert activity.now.text == "ddp -> zero3: verifying"
+    assert lines == []
+    assert progress.shown()
+
+
+# ---------------------------------------------------------------------------- marks
+
+
+def test_marks_are_bounded_and_begin_anew_with_new_ranks() -> None:
+    marks = Marks()
+    for step in range(KEPT + 10):
+        marks.add(Mark(step, "save", "base"))
+    assert len(marks.all()) == KEPT
+    marks.begin_anew(Mark(0, "restart", "new ranks"))
+    assert [mark.kind for mark in marks.all()] == ["restart"]
+
+
+def test_a_save_is_marked_where_its_state_was_taken() -> None:
+    session = nbdist.Session(nproc=1)
+    said: dict[str, Any] = {"id": ".tmp-1", "root": "/x", "name": "base", "seconds": 1.0,
+                            "pause_s": 0.1}  # fmt: skip
+    session.metrics.add(0, [{"step": 5, "time": 1.0, "loss": 1.0}])
+    session._take_saved({**said, "state": "running", "size_bytes": 10})  # type: ignore[typeddict-item]
+    session.metrics.add(0, [{"step": 9, "time": 2.0, "loss": 1.0}])
+    assert session.marks.all() == []
+    done = {"state": "done", "path": "/x/base", "removed": [], "notes": []}
+    session._take_saved({**said, **done})  # type: ignore[typeddict-item]
+    assert [(mark.step, mark.text) for mark in session.marks.all()] == [(5, "base")]
+
+
+# ---------------------------------------------------------------------------- whereabouts
+
+
+class Asked:
+    """A gang that notes what it is asked to send."""
+
+    def __init__(self) -> None:
+        self.routes: dict[str, Any] = {}
+        self.sent: list[str] = []
+
+    def post(self, rank: int, _channel: str, _kind: str, _content: object, route: Any) -> str:
+        request = f"{rank}.{len(self.sent)}"
+        self.sent.append(request)
+        self.routes[request] = route
+        return request
+
+    def forget(self, requests: list[str]) -> None:
+        for request in requests:
+            self.routes.pop(request, None)
+
+    def wake(self) -> None:
+        pass
+
+    def answer(self, route: Any, request: str, line: int) -> None:
+        """What the reader thread does with a rank's answer."""
+        content = {"cell": "In[3]", "line": line, "source": "", "collective": ""}
+        message = {"content": content, "parent_header": {"msg_id": request}}
+        route(int(request.split(".", maxsplit=1)[0]), "control", message)
+
+
+def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = Asked()
+    places = Whereabouts(gang)  # type: ignore[arg-type]
+    places.ask([0, 1])
+    places.ask([0, 1])
+    assert gang.sent == ["0.0", "1.1"]
+    gang.answer(gang.routes["0.0"], "0.0", 7)
+    places.ask([0, 1])
+    assert gang.sent[2:] == ["0.2"]
+    assert [one["line"] for one in places.now().values()] == [7]
+    monkeypatch.setattr(whereabouts, "GIVEN_UP_S", 0.0)
+    places.ask([1])
+    assert gang.sent[3:] == ["1.3"]
+    assert "1.1" not in gang.routes
+
+
+def test_one_question_for_a_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = Asked()
+    peek = Peek(gang)  # type: ignore[arg-type]
+    peek.ask("cpu")
+    peek.ask("cpu")
+    assert gang.sent == ["0.0"]
+    assert peek.answer() is None
+    gang.answer(gang.routes["0.0"], "0.0", 7)
+    assert peek.answer() is not None
+    assert peek.answer() is None  # told once
+    peek.ask("cpu")
+    monkeypatch.setattr(peeking, "GIVEN_UP_S", 0.0)
+    peek.ask("cpu")
+    assert gang.sent == ["0.0", "0.1", "0.2"]
+    assert list(gang.routes) == ["0.2"]
+
+
+def test_an_answer_of_a_cell_that_has_ended_is_dropped() -> None:
+    gang = Asked()
+    places = Whereabouts(gang)  # type: ignore[arg-type]
+    places.ask([0])
+    late = gang.routes["0.0"]
+    places.forget()
+    gang.answer(late, "0.0", 7)  # it was on its way
+    assert places.now() == {}
+    places.ask([0])
+    assert gang.sent == ["0.0", "0.1"]

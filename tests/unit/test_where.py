@@ -1,0 +1,57 @@
+"""Where a rank's main thread says it is."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from nbdist.rank import where
+
+FILE = "/tmp/ipykernel_1/123.py"  # noqa: S108 - a name, no file
+TORCHS = """
+def all_reduce():
+    _inner()
+
+def _inner():
+    get_rank()
+
+def get_rank():
+    found.append(asked())
+"""
+COLLECTIVES = "/somewhere/torch/distributed/distributed_c10d.py"
+
+
+def cell_of(file: str) -> tuple[str, str] | None:
+    return ("Cell", "In[3]") if file == FILE else None
+
+
+def asked() -> Any:
+    """Ask on another thread, as the control thread does."""
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(where.reply(cell_of)))
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+def ran(code: str, file: str, **names: Any) -> dict[str, Any]:
+    exec(compile(code, file, "exec"), names)  # noqa: S102 - a frame of that file is needed
+    return names
+
+
+def test_the_line_of_the_cell_and_the_outermost_collective() -> None:
+    found: list[Any] = []
+    functions = ran(TORCHS, COLLECTIVES, asked=asked, found=found)
+    ran("x = 1\n\nall_reduce()", FILE, **functions)
+    assert found == [{"cell": "In[3]", "line": 3, "source": "", "collective": "all_reduce"}]
+
+
+def test_in_a_cell_without_a_collective() -> None:
+    found: list[Any] = []
+    ran("found.append(\n    asked())", FILE, asked=asked, found=found)
+    assert found[0]["collective"] == ""
+    assert found[0]["line"] in {1, 2}
+
+
+def test_outside_of_a_cell_nothing_is_said() -> None:
+    assert asked()["cell"] == ""

@@ -1,0 +1,147 @@
+// Pictures as a kernel would send them, for the dev page.
+
+import type { Device, Header, Mark, Part, Picture, Rank, StrategyRow } from "../src/protocol.ts";
+import { EMPTY } from "../src/protocol.ts";
+
+const GIB = 2 ** 30;
+export const NOW = Date.now() / 1000;
+
+export interface Scene {
+  picture: Picture;
+  /** Name -> value of a step. */
+  series: Record<string, (step: number) => number>;
+  steps: number;
+}
+
+const header = (changed: Partial<Header>): Header => ({
+  ...EMPTY.header,
+  kernel_id: "7f1c",
+  version: "0.1.0",
+  started: NOW - 3723,
+  ...changed,
+});
+
+const gib = (sizes: Record<string, number>): Part[] =>
+  Object.entries(sizes).map(([part, size]) => ({ part, bytes: size * GIB }));
+const sum = (parts: Part[]): number => parts.reduce((all, part) => all + part.bytes, 0);
+
+function gpu(index: number, changed: Partial<Device> = {}): Device {
+  const predicted = gib({
+    parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 1.6,
+    activations: 18.4, logits: 4.1, buffers: 1.2, temporaries: 0.8, context: 1.6,
+  });
+  return {
+    name: `GPU ${index} · NVIDIA H100 80GB HBM3`, kind: "cuda", ranks: [index], capacity_bytes: 79.6 * GIB,
+    predicted, predicted_bytes: sum(predicted), stated_error: 0.05,
+    used_bytes: (46 + index * 0.7) * GIB, peak_bytes: (56.2 + index * 0.4) * GIB, others_bytes: 0, holders: [],
+    utilization: 0.97 - 0.02 * index, power_w: 640 - 9 * index, power_limit_w: 700, temperature_c: 61 + index,
+    pcie_tx: 1.2e9, pcie_rx: 0.8e9, nvlink_tx: 112e9, nvlink_rx: 109e9, note: "", ...changed,
+  };
+}
+
+function row(id: string, words: string, sizes: Record<string, number>, changed: Partial<StrategyRow> = {}): StrategyRow {
+  const parts = gib(sizes);
+  const device_bytes = sum(parts);
+  const backend = words.split(",")[0]!;
+  return {
+    id, backend, words, parts, device_bytes, capacity_bytes: 79.6 * GIB, fits: device_bytes < 79.6 * GIB,
+    current: false, recommended: false, tokens_per_s: null, why: "", command: `%nbdist switch ${backend}`,
+    does: `Switches to ${words}: moves 55.9 GiB of state between the ranks, about 9 s.`, arguments: { backend }, ...changed,
+  };
+}
+const ROWS = [
+  row("1", "ddp", { parameters: 30.4, master: 60.8, gradients: 30.4, optimizer: 121, activations: 18 }, { why: "The optimizer alone needs 121.0 GiB on each device." }),
+  row("2", "fsdp2", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 1.6, activations: 18.4, logits: 4.1, buffers: 1.2, context: 1.6 }, { current: true, tokens_per_s: 92_300, why: "The fastest that fits." }),
+  row("3", "fsdp2, activation checkpointing", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 1.6, activations: 3.4, logits: 4.1, context: 1.6 }, { tokens_per_s: 74_100, arguments: { backend: "fsdp2", activation_checkpointing: true } }),
+  row("4", "zero2", { parameters: 30.4, master: 7.6, gradients: 8.8, optimizer: 15.2, activations: 12, context: 1.6 }, { tokens_per_s: 88_000 }),
+  row("5", "zero3", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 2.6, activations: 18.4, logits: 4.1, buffers: 2.6, context: 1.6 }, { tokens_per_s: 93_700, recommended: true, why: "1.5 % faster than fsdp2 at this micro-batch." }),
+  row("6", "zero3, offload cpu, activation checkpointing", { parameters: 3.8, gradients: 3.8, gathered: 2.6, activations: 3.4, logits: 4.1, buffers: 2.6, context: 1.6 }, { tokens_per_s: 31_200, arguments: {} }),
+];
+
+function ranks(number: number, device: (rank: number) => string): Rank[] {
+  return Array.from({ length: number }, (_, rank) => ({
+    rank, pid: 41_230 + rank, device: device(rank), state: "running" as const,
+    line: `step 1840 loss 2.14${rank} lr 2.0e-05`, where: "",
+  }));
+}
+const marks: Mark[] = [
+  { step: 420, time: NOW - 900, kind: "save", text: "save base" },
+  { step: 900, time: NOW - 600, kind: "switch", text: "ddp → fsdp2" },
+  { step: 1500, time: NOW - 300, kind: "save", text: "save step-1500" },
+];
+const noise = (step: number, seed = 1): number => Math.sin(step * 12.9898 * seed) * 43_758.5453 % 1;
+const loss = (step: number): number => 2 + 8 * Math.exp(-step / 300) + 0.22 * noise(step);
+const speed = (step: number): number => (step < 900 ? 61_000 : 92_000) + 2400 * noise(step, 3);
+
+export const SCENES: Record<string, () => Scene> = {
+  gpu: () => ({
+    picture: {
+      header: header({ backend: "fsdp2", world_size: 8, precision: "bf16", offload: "none", options: "clip 1.0", place: "8 x NVIDIA H100 80GB", state: "running", words: "running cell 4", since: NOW - 42 }),
+      devices: Array.from({ length: 8 }, (_, index) => gpu(index, index === 5 ? { peak_bytes: 64.4 * GIB, note: "The peak of 64.4 GiB is 11 % above the prediction of 58.1 GiB (stated error 5 %)." } : index === 7 ? { others_bytes: 6.2 * GIB, holders: ["python (pid 9120, 6.2 GiB)"] } : {})),
+      strategies: { rows: ROWS, note: "Qwen2.5-7B, micro-batch 4 x 2,048 tokens, AdamW: the fullest rank at its fullest moment." },
+      ranks: ranks(8, (rank) => `cuda:${rank}`).map((rank) => (rank.rank === 3 ? { ...rank, state: "waiting" as const, where: "In[4] line 7: accelerator.backward(loss) · all_reduce" } : rank)),
+      checkpoints: [
+        { name: "step-1500", step: 1500, size_bytes: 85.2 * GIB, backend: "fsdp2", saved: NOW - 300, seconds: 12.4, path: "/data/run/step-1500", state: "done", problem: "" },
+        { name: "base", step: 420, size_bytes: 85.2 * GIB, backend: "ddp", saved: NOW - 9000, seconds: 31.8, path: "/data/run/base", state: "done", problem: "" },
+      ],
+      progress: { text: "saving step-1840: 31.2 of 85.2 GiB", share: 0.37, since: NOW - 6 },
+      queue: [{ id: "1", text: "switch to zero3" }],
+      marks, notice: null,
+    },
+    series: { loss, "tokens/s": speed, lr: (step) => 2e-5 * Math.min(1, step / 200), grad_norm: (step) => 1 + Math.abs(noise(step, 7)) },
+    steps: 1840,
+  }),
+  cpu: () => ({
+    picture: {
+      ...EMPTY,
+      header: header({ backend: "ddp", world_size: 2, precision: "no", offload: "none", place: "2 CPU ranks (no GPU found)", state: "ready", words: "ready", started: NOW - 95 }),
+      devices: [0, 1].map((rank) => ({
+        ...gpu(rank), name: `CPU rank ${rank}`, kind: "cpu" as const, ranks: [rank], capacity_bytes: 15.6 * GIB, predicted: gib({ parameters: 0.1, gradients: 0.1, optimizer: 0.2, activations: 0.5 }), predicted_bytes: 0.9 * GIB,
+        used_bytes: 0.84 * GIB, peak_bytes: 0.91 * GIB, utilization: 0.49, power_w: null, power_limit_w: null, temperature_c: null,
+        pcie_tx: null, pcie_rx: null, nvlink_tx: null, nvlink_rx: null,
+      })),
+      strategies: { rows: [], note: "No plan: memory of CPU ranks is not predicted." },
+      ranks: ranks(2, () => "cpu").map((rank) => ({ ...rank, state: "ready" as const })),
+      checkpoints: [], marks: [],
+    },
+    series: { loss: (step) => (step > 60 && step < 70 ? NaN : loss(10 * step)), "tokens/s": (step) => 812 + 30 * noise(step) },
+    steps: 180,
+  }),
+  empty: () => ({ picture: { ...EMPTY, header: header({ place: "4 x NVIDIA A100 80GB, NVLink", started: null }) }, series: {}, steps: 0 }),
+  dead: () => {
+    const scene = SCENES.gpu!();
+    return {
+      ...scene,
+      picture: {
+        ...scene.picture, devices: scene.picture.devices.slice(0, 1), queue: [], progress: null,
+        header: header({ backend: "fsdp2", world_size: 2, precision: "bf16", place: "2 x NVIDIA H100 80GB", state: "dead", words: "rank 1 is dead", since: NOW - 15 }),
+        ranks: ranks(2, (rank) => `cuda:${rank}`).map((rank) => (rank.rank === 1 ? { ...rank, state: "dead" as const, line: "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." } : { ...rank, state: "waiting" as const, where: "In[4] line 9: optimizer.step() · all_gather" })),
+        notice: { kind: "error", text: "Rank 1 (pid 41231) ended with signal 9 (SIGKILL).\nThe other ranks were released; %nbdist restart starts new ones.", time: NOW - 15 },
+      },
+    };
+  },
+  hostile: () => {
+    const evil = "<img src=x onerror=alert(1)>";
+    const long = "a-name-that-nobody-should-choose-".repeat(6);
+    const scene = SCENES.gpu!();
+    const names = Array.from({ length: 196 }, (_, index) => `layer.${index}.grad_norm`);
+    return {
+      ...scene,
+      picture: {
+        ...scene.picture,
+        header: header({ backend: evil, world_size: 1, precision: long, options: evil, state: "interrupted", words: `interrupted in ${evil}`, since: NOW - 90_000 }),
+        devices: [gpu(0, { name: long, ranks: [0], note: evil, capacity_bytes: null, predicted: [...gib({ "<b>new part</b>": 3, other: 2 })], others_bytes: 1e15 })],
+        strategies: { rows: [...ROWS, row("7", long, { parameters: 4000 })], note: evil },
+        ranks: [{ rank: 0, pid: 1, device: long, state: "running", line: `${evil} ${long}`, where: long }],
+        checkpoints: [
+          { name: evil, step: 12, size_bytes: 12, backend: evil, saved: NOW + 1e6, seconds: 0, path: evil, state: "failed", problem: `disk full: ${long}` },
+          { name: long, step: null, size_bytes: 1e15, backend: "zero3", saved: 0, seconds: null, path: long, state: "running", problem: "" },
+        ],
+        progress: { text: long, share: null, since: null },
+        notice: { kind: "error", text: evil, time: NOW },
+      },
+      series: { loss: (step) => (step % 50 < 10 ? Infinity : loss(step)), [evil]: () => NaN, [long]: () => 1, flat: () => 0, ...Object.fromEntries(names.map((name, at) => [name, (step: number) => noise(step, at)])) },
+      steps: 300,
+    };
+  },
+};

@@ -1,0 +1,41 @@
+// A bar of memory: parts stacked against a scale, in bytes.
+
+import { h, Keyed, style } from "./dom.ts";
+import { bytes } from "./format.ts";
+import { colour, ordered } from "./parts.ts";
+import type { Part } from "./protocol.ts";
+
+export class Stack {
+  readonly root = h("div", { class: "nbd-stack" });
+  private scale = 1;
+  private readonly segments = new Keyed<Part, { root: HTMLElement }>(
+    this.root,
+    (part) => part.part,
+    (part) => {
+      const root = h("div", { class: "nbd-segment" });
+      style(root, "background-color", colour(part.part));
+      return { root };
+    },
+    ({ root }, part) => {
+      style(root, "width", percent(part.bytes, this.scale));
+      root.classList.toggle("nbd-thin", part.bytes < 0.01 * this.scale);
+      root.title = `${part.part} ${bytes(part.bytes)}`;
+    },
+  );
+
+  show(parts: readonly Part[], scale: number): void {
+    this.scale = scale;
+    const total = parts.reduce((sum, part) => sum + part.bytes, 0);
+    this.root.classList.toggle("nbd-over", total > 1.005 * scale);
+    this.segments.show(ordered(parts));
+  }
+}
+
+/** A share of the scale as CSS wants it, never past the bar's end. */
+export function percent(value: number, scale: number): string {
+  return scale > 0 ? `${Math.min(100, (100 * value) / scale).toFixed(2)}%` : "0%";
+}
+
+export function inWords(parts: readonly Part[]): string {
+  return ordered(parts).map((part) => `${part.part} ${bytes(part.bytes)}`).join(", ");
+}

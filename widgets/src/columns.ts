@@ -1,0 +1,40 @@
+// What a chart draws of a series: sorted, gaps for what is no number, smoothed.
+
+import type { Points } from "./points.ts";
+import type { Choice } from "./store.ts";
+
+export type Columns = [x: number[], raw: (number | null)[], smooth: (number | null)[]];
+
+/** Columns for uPlot; by time, x counts seconds from `start`. */
+export function columns(points: Points, choice: Choice, start: number): Columns {
+  const xs: number[] = new Array<number>(points.length);
+  const ys: (number | null)[] = new Array<number | null>(points.length);
+  const from = choice.x === "step" ? points.step : points.time;
+  const shift = choice.x === "step" ? 0 : start;
+  const order = choice.x === "step" ? null : byTime(points);
+  for (let i = 0; i < points.length; i += 1) {
+    const at = order ? order[i]! : i;
+    const y = points.value[at]!;
+    xs[i] = from[at]! - shift;
+    ys[i] = Number.isFinite(y) && !(choice.log && y <= 0) ? y : null;
+  }
+  return [xs, ys, choice.smoothing > 0 ? smoothed(ys, choice.smoothing) : ys];
+}
+
+/** Indices in the order of time, where that is not the order of steps; else null. */
+function byTime({ time, length }: Points): Uint32Array | null {
+  let sorted = true;
+  for (let i = 1; sorted && i < length; i += 1) sorted = time[i - 1]! <= time[i]!;
+  return sorted ? null : Uint32Array.from({ length }, (_, i) => i).sort((a, b) => time[a]! - time[b]!);
+}
+
+/** Exponential mean, corrected for its start (as Adam's), which gaps do not move. */
+export function smoothed(values: readonly (number | null)[], weight: number): (number | null)[] {
+  let [mean, left] = [0, 1];
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = weight * mean + (1 - weight) * value;
+    left *= weight;
+    return mean / (1 - left);
+  });
+}

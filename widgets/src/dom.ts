@@ -1,0 +1,95 @@
+// Elements: every text becomes a text node, never HTML.
+
+type Child = Node | string | null;
+type Value = string | number | boolean | null | ((event: never) => void);
+
+const FOCUSABLE = new Set(["BUTTON", "INPUT", "SELECT", "TEXTAREA"]);
+
+/** An element with attributes (`on...`: listeners) and children. */
+export function h<K extends keyof HTMLElementTagNameMap>(
+  tag: K,
+  attributes: Record<string, Value> = {},
+  ...children: Child[]
+): HTMLElementTagNameMap[K] {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") {
+      made.addEventListener(name.slice(2), value as unknown as EventListener);
+    } else {
+      attribute(made, name, value);
+    }
+  }
+  // With the focus on a button JupyterLab would take "d d" as "delete this cell".
+  if (FOCUSABLE.has(made.tagName) || "tabindex" in attributes) {
+    made.setAttribute("data-lm-suppress-shortcuts", "true");
+  }
+  if (made instanceof HTMLButtonElement) made.type = "button";
+  for (const child of children) if (child !== null) made.append(child);
+  return made;
+}
+
+/** Set an attribute where it differs; null and false remove it, true sets it empty. */
+export function attribute(element: Element, name: string, value: string | number | boolean | null): void {
+  if (value === null || value === false) {
+    element.removeAttribute(name);
+    return;
+  }
+  const text = value === true ? "" : String(value);
+  if (element.getAttribute(name) !== text) element.setAttribute(name, text);
+}
+
+/** Set an element's text where it differs, so that a selection in it lives on. */
+export function say(element: Element, text: string): void {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** Set a style property where it differs. */
+export function style(element: HTMLElement | SVGElement, name: string, value: string): void {
+  if (element.style.getPropertyValue(name) !== value) element.style.setProperty(name, value);
+}
+
+/**
+ * Make the children of `parent` those of `items`: kept by key, made and removed where needed.
+ * Elements live on across pictures, and with them focus, selection and what is unfolded.
+ */
+export class Keyed<T, R extends { root: Element }> {
+  readonly shown = new Map<string, R>();
+
+  constructor(
+    private readonly parent: Element,
+    private readonly key: (item: T) => string,
+    private readonly make: (item: T) => R,
+    private readonly update: (row: R, item: T, index: number) => void,
+    private readonly removed: (row: R) => void = () => {},
+  ) {}
+
+  show(items: readonly T[]): void {
+    const wanted = new Map<string, T>();
+    for (const item of items) {
+      let key = this.key(item);
+      while (wanted.has(key)) key += "'"; // two of one name are both shown
+      wanted.set(key, item);
+    }
+    for (const [key, row] of this.shown) {
+      if (wanted.has(key)) continue;
+      this.removed(row);
+      row.root.remove();
+      this.shown.delete(key);
+    }
+    const focused = this.parent.contains(document.activeElement) ? document.activeElement : null;
+    let before: Element | null = this.parent.firstElementChild;
+    let index = 0;
+    for (const [key, item] of wanted) {
+      const row = this.shown.get(key) ?? this.make(item);
+      this.shown.set(key, row);
+      if (row.root === before) before = before.nextElementSibling;
+      else this.parent.insertBefore(row.root, before);
+      this.update(row, item, index);
+      index += 1;
+    }
+    // A row that was moved has lost the focus on its way.
+    if (focused instanceof HTMLElement && focused !== document.activeElement && focused.isConnected) {
+      focused.focus({ preventScroll: true });
+    }
+  }
+}

@@ -1,0 +1,101 @@
+// The panel's front end, as anywidget loads it: a store for each model, a view for each place
+// where it is displayed. Runs in the notebook's page; asks nothing of any network but, where an
+// interrupt goes unheard, the notebook's own server.
+
+import "uplot/dist/uPlot.min.css";
+import "./panel.css";
+import { checkpointsView } from "./checkpoints.ts";
+import { curvesView } from "./curves.ts";
+import { devicesView } from "./devices.ts";
+import { attribute, h, say } from "./dom.ts";
+import { headerView } from "./header.ts";
+import { ranksView } from "./ranks.ts";
+import { Store, type Topic } from "./store.ts";
+import { strategiesView } from "./strategies.ts";
+import { tabsView } from "./tabs.ts";
+import type { View } from "./view.ts";
+
+/** What we use of anywidget's model. */
+export interface Model {
+  on(event: string, heard: (...told: unknown[]) => void): void;
+  off(event: string, heard: (...told: unknown[]) => void): void;
+  send(message: unknown): void;
+}
+
+/** Show a store in an element; returns how to take it away again. */
+export function show(store: Store, element: HTMLElement): () => void {
+  const views: View[] = [
+    headerView(store),
+    devicesView(store),
+    curvesView(store),
+    tabsView(store, [
+      { name: "Strategies", view: strategiesView(store), count: () => store.picture.strategies.rows.length },
+      { name: "Ranks", view: ranksView(store), count: () => store.picture.ranks.length },
+      { name: "Checkpoints", view: checkpointsView(store), count: () => store.picture.checkpoints.length },
+    ]),
+  ];
+  const lost = h("div", { class: "nbd-lost nbd-muted" });
+  const root = h(
+    "section",
+    { class: "nbdist", "aria-label": "nbdist panel" },
+    ...views.map((view) => view.root),
+    lost,
+  );
+  element.append(root);
+
+  // However many messages come, one drawing per frame; hidden pages draw nothing.
+  const changed = new Set<Topic>();
+  let frame = 0;
+  function draw(): void {
+    frame = 0;
+    const now = new Set(changed);
+    changed.clear();
+    attribute(root, "data-link", store.link);
+    lost.hidden = store.dropped === 0;
+    say(lost, `${store.dropped} messages from the kernel could not be read`);
+    for (const view of views) if (view.topics.some((topic) => now.has(topic))) view.update();
+  }
+  const unwatch = store.watch((topic) => {
+    changed.add(topic);
+    frame ||= requestAnimationFrame(draw);
+  });
+  const clock = setInterval(() => {
+    store.checkLink();
+    if (!document.hidden) for (const view of views) view.tick?.();
+  }, 1000);
+  for (const view of views) view.update();
+  frame ||= requestAnimationFrame(draw);
+  // Charts need a width, which the page gives only once the element is in it.
+  changed.add("series");
+  return () => {
+    unwatch();
+    clearInterval(clock);
+    cancelAnimationFrame(frame);
+    for (const view of views) view.close?.();
+    root.remove();
+  };
+}
+
+export default function panel(): {
+  initialize(props: { model: Model }): () => void;
+  render(props: { el: HTMLElement }): () => void;
+} {
+  let store: Store;
+  return {
+    initialize({ model }) {
+      store = new Store((message) => model.send(message));
+      const heard = (message: unknown, buffers: unknown): void =>
+        store.receive(message, Array.isArray(buffers) ? buffers : []);
+      // Fires when a restarted kernel has left this view behind.
+      const gone = (): void => store.connect("gone");
+      model.on("msg:custom", heard);
+      model.on("comm_live_update", gone);
+      store.hello();
+      return () => {
+        model.off("msg:custom", heard);
+        model.off("comm_live_update", gone);
+      };
+    },
+    render: ({ el }) => show(store, el),
+  };
+}

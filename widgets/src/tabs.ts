@@ -1,0 +1,70 @@
+// Strategies, ranks and checkpoints: one at a time, as ARIA's tabs work.
+
+import { attribute, h, say } from "./dom.ts";
+import type { Store } from "./store.ts";
+import type { View } from "./view.ts";
+
+let made = 0;
+
+export function tabsView(store: Store, parts: { name: string; view: View; count(): number }[]): View {
+  made += 1;
+  const group = `nbd-${made}`;
+  const counts = parts.map(() => h("span", { class: "nbd-count" }));
+  const buttons = parts.map((part, index) =>
+    h(
+      "button",
+      {
+        role: "tab",
+        id: `${group}-tab-${index}`,
+        "aria-controls": `${group}-page-${index}`,
+        onclick: () => open(index),
+        onkeydown: (event: KeyboardEvent) => {
+          const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+          if (by === undefined) return;
+          event.preventDefault();
+          const next = (index + by + parts.length) % parts.length;
+          open(next);
+          buttons[next]?.focus();
+        },
+      },
+      part.name,
+      counts[index]!,
+    ),
+  );
+  const pages = parts.map((part, index) =>
+    h(
+      "div",
+      { role: "tabpanel", id: `${group}-page-${index}`, "aria-labelledby": `${group}-tab-${index}` },
+      part.view.root,
+    ),
+  );
+  const bar = h("div", { class: "nbd-tabs", role: "tablist", "aria-label": "details" }, ...buttons);
+  const root = h("section", { class: "nbd-section", "aria-label": "details" }, bar, ...pages);
+  let touched = false;
+
+  function open(index: number, byHand = true): void {
+    touched ||= byHand;
+    buttons.forEach((button, at) => {
+      attribute(button, "aria-selected", at === index ? "true" : "false");
+      attribute(button, "tabindex", at === index ? 0 : -1);
+      pages[at]!.hidden = at !== index;
+    });
+  }
+  open(0, false);
+  const topics = [...new Set(parts.flatMap((part) => part.view.topics))];
+  return {
+    root,
+    topics,
+    update() {
+      parts.forEach((part, index) => {
+        part.view.update();
+        say(counts[index]!, part.count() ? String(part.count()) : "");
+      });
+      // Until somebody chooses: a plan is worth more than a list of ranks, a death more than both.
+      const dead = store.picture.ranks.some((rank) => rank.state === "dead");
+      if (!touched) open(dead || !store.picture.strategies.rows.length ? 1 : 0, false);
+    },
+    tick: () => parts.forEach((part) => part.view.tick?.()),
+    close: () => parts.forEach((part) => part.view.close?.()),
+  };
+}

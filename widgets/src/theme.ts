@@ -1,0 +1,20 @@
+// Colours that a canvas needs, read from the page; and the moment when they change.
+
+/** A colour of the panel's style sheet as the canvas wants it. */
+export function colourOf(element: Element, variable: string): string {
+  return getComputedStyle(element).getPropertyValue(variable).trim() || "#888";
+}
+
+/** Call `changed` when the notebook or the system switches between light and dark. */
+export function watchTheme(changed: () => void): () => void {
+  const observer = new MutationObserver(changed);
+  const attributeFilter = ["class", "data-jp-theme-name", "data-jp-theme-light", "theme", "style"];
+  observer.observe(document.body, { attributeFilter });
+  observer.observe(document.documentElement, { attributeFilter });
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  system.addEventListener("change", changed);
+  return () => {
+    observer.disconnect();
+    system.removeEventListener("change", changed);
+  };
+}
