@@ -289,8 +289,14 @@ class NbDist(Magics):
         """Stop the running cell on all ranks."""
         self.session_now().interrupt()
 
-    def restart_command(self, _: str) -> None:
+    def restart_command(self, line: str) -> None:
         """Take new ranks with the same options."""
+        if line:
+            message = (
+                f"%nbdist restart takes no options and was given {line!r}; %nbdist switch and"
+                " %%distribute do."
+            )
+            raise UsageError(message)
         self.session_now().restart()
 
     def stop_command(self, _: str) -> None:

@@ -18,7 +18,7 @@ DRAFT = re.compile(r"\.tmp-[0-9a-f]{32}")
 ASIDE = re.compile(r"\.old-[0-9a-f]{32}-(?P<name>[A-Za-z0-9_-][A-Za-z0-9._-]{0,63})")
 """A checkpoint that gives its name to a new one."""
 
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _PART = re.compile(r"part-[0-9]{5,9}\.json")
 _SHOWN = 60
@@ -33,8 +33,8 @@ def checked(name: object) -> str:
     if is_name(name):
         return str(name)
     raise CheckpointError(
-        f"{shown(name)} is no name for a checkpoint; allowed are 1 to 64 letters, digits, dots,"
-        " dashes and underscores, without a dot in front."
+        f"{shown(name)} is no name for a checkpoint; allowed are 1 to 64 of A-Z, a-z, 0-9, dots,"
+        " dashes and underscores, without a dot or dash in front."
     )
 
 

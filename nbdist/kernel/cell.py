@@ -95,8 +95,8 @@ class Cell:
         """Its number in the notebook."""
         self.began = time.time()
         """Unix seconds."""
-        self.interrupted = False
-        """Whether it was asked to stop."""
+        self.interrupted_at = 0.0
+        """Unix seconds of when it was first asked to stop; 0: it was not."""
         self.detached = False
         self.joined = False
         """Whether its end has been told to the user, who may have waited for it."""
@@ -183,7 +183,8 @@ class Cell:
     def stopped(self) -> bool:
         """Whether Stop ended it on every rank that did not end by itself."""
         errors = self.errors.values()
-        return self.interrupted and bool(errors) and all(map(_is_stop, errors))
+        asked = bool(self.interrupted_at) and self.death is None
+        return asked and bool(errors) and all(map(_is_stop, errors))
 
     def raise_errors(self) -> None:
         """Raise what ended the cell, as a cell of the notebook would.

@@ -425,7 +425,7 @@ class Session:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
         cell = self._running
         if cell is not None:
-            cell.interrupted = True
+            cell.interrupted_at = cell.interrupted_at or time.time()
             for rank in cell.pending:
                 content = wire.Interrupt(request=cell.requests[rank])
                 self._gang.post(rank, "control", "interrupt_request", content)

@@ -153,7 +153,7 @@ class Panel:
         for handle in self._handles:
             handle.update(words, raw=True)
         self._handles.clear()
-        self._widget.close()
+        self.live.say_last()  # a page that was reloaded no longer knows which output to replace
         self.view.panel = None
 
     def _receive(self, message: object, buffers: object) -> None:

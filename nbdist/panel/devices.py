@@ -213,6 +213,7 @@ class Devices:
         self._processes = {pid: self._processes[pid] for pid in living & self._processes.keys()}
         if living and living != self._sampled:  # new ranks: their peaks are still to be seen
             self._sampled = living
+            self.peaks.clear()
             self.peaks_now.clear()
         for seat in places:
             own = {pids[rank] for rank in seat.ranks if rank in pids}

@@ -92,7 +92,7 @@ def _head(picture: Picture, now: float) -> str:
     head = picture["header"]
     strategy = ", ".join(filter(None, (head["backend"], head["options"])))
     offload = "" if head["offload"] == "none" else f", offload {head['offload']}"
-    line = f"{strategy}{offload}, precision {head['precision']}"
+    line = f"{strategy}{offload}, {words.precision(head['precision'])}"
     since = "" if head["since"] is None else f" since {words.clock(now - head['since'])}"
     age = "" if head["started"] is None else f", session {words.clock(now - head['started'])} old"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))

@@ -59,6 +59,8 @@ PEEK_S = 60.0
 SETTLED_S = 0.5
 """After the end of a cell it is looked at what it has prepared."""
 MAX_INBOX = 256
+NOTICE_S = 30.0
+"""What came of a command is shown for so long."""
 
 
 class View:
@@ -167,6 +169,10 @@ class Live:
 
     def receive(self, message: object, buffers: object = ()) -> None:
         """Put down a message of the front end; from any thread."""
+        if self._closed:
+            if isinstance(message, dict) and message.get("kind") == "hello":
+                self.say_last()
+            return
         self._inbox.append((message, buffers))
         self._woken.set()
 
@@ -184,6 +190,12 @@ class Live:
         self._driver.close()
         self._view.devices.close()
         self._series.unfollow()
+
+    def say_last(self) -> None:
+        """Send what is to stay on the pages, once closed."""
+        self._series.fold(now=math.inf)
+        self._notice = None
+        self._say_everything()
 
     # -- the panel's thread
 
@@ -260,6 +272,8 @@ class Live:
         if points:
             series, buffer = packed(points)
             self._say(Rows(kind="rows", series=series), [buffer])
+        if self._notice is not None and time.time() - self._notice["time"] > NOTICE_S:
+            self._notice = None
         now = self._view.draw(queue=self._driver.queue, notice=self._notice)
         if changed := picture.changed(self._before, now):
             self._say(Changed(kind="picture", changed=changed))

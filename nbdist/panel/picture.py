@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import nbdist
 from nbdist.kernel.ansi import clean, plain
 from nbdist.kernel.progress import share_in
+from nbdist.kernel.screen import kernel_here
 from nbdist.panel.devices import Reading, Seat
 from nbdist.panel.protocol import (
     CheckpointView,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbdist import wire
+    from nbdist.kernel.cell import Cell
     from nbdist.kernel.marks import Mark
     from nbdist.kernel.session import Session
     from nbdist.panel.devices import Devices
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 MAX_LINE_CHARS = 300
 MAX_CHECKPOINTS = 100
 MAX_MARKS = 100
+PATIENCE_S = 3.0
+"""A rank that goes on for so long after Stop is named."""
 _KERNEL_ID = re.compile(r"kernel-(.+)\.json")
 
 
@@ -117,8 +121,7 @@ def _state(session: Session) -> tuple[State, str, float | None]:
     if work is not None and work.kind != "planning":
         return work.kind, work.text, work.since
     if cell is not None:
-        doing = "stopping" if cell.interrupted else "running"
-        return "running", f"{doing} cell {cell.count}", cell.began
+        return "running", _running(cell), cell.began
     if session.state == "new":
         return "new", "not started", None
     last, marks = session.last, session.marks.all()
@@ -128,14 +131,28 @@ def _state(session: Session) -> tuple[State, str, float | None]:
     return "ready", "ready", session.since
 
 
+def _running(cell: Cell) -> str:
+    """What a cell does, and who does not hear of Stop."""
+    if not cell.interrupted_at:
+        return f"running cell {cell.count}"
+    silent = cell.pending
+    if time.time() - cell.interrupted_at < PATIENCE_S or not silent:
+        return f"stopping cell {cell.count}"
+    ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))}"
+    verb = "do" if len(silent) > 1 else "does"
+    return f"cell {cell.count}: {ranks} {verb} not answer Stop; Restart ends the ranks"
+
+
 def kernel_id() -> str | None:
     """This kernel as Jupyter's REST API names it, by its connection file."""
+    if kernel_here() is None:
+        return None
     with contextlib.suppress(ImportError, RuntimeError, OSError):
         from ipykernel.connect import get_connection_file
 
         found = _KERNEL_ID.search(get_connection_file())
         return found[1] if found else None
-    return None  # not in a kernel
+    return None  # one without a connection file
 
 
 # ---------------------------------------------------------------------------- devices

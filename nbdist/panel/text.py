@@ -53,7 +53,8 @@ def _lines(picture: Picture, curves: Mapping[str, Points]) -> Iterator[str]:
     for rank in picture["ranks"]:
         at = f", {rank['where']}" if rank["where"] else ""
         line = f": {rank['line']}" if rank["line"] else ""
-        yield f"  rank {rank['rank']} ({rank['state']}, pid {rank['pid']}{at}){line}"
+        pid = "" if rank["pid"] is None else f", pid {rank['pid']}"
+        yield f"  rank {rank['rank']} ({rank['state']}{pid}{at}){line}"
     for one in picture["checkpoints"][-_MOST:]:
         state = {"done": "", "running": ", being written", "failed": f", failed: {one['problem']}"}
         size = f", {words.size(one['size_bytes'])}" if one["state"] == "done" else ""
@@ -66,7 +67,7 @@ def _lines(picture: Picture, curves: Mapping[str, Points]) -> Iterator[str]:
 
 def _head(picture: Picture, now: float) -> Iterator[str]:
     head = picture["header"]
-    strategy = [head["backend"], f"precision {head['precision']}"]
+    strategy = [head["backend"], words.precision(head["precision"])]
     strategy += [f"offload {head['offload']}"] if head["offload"] != "none" else []
     strategy += [head["options"]] if head["options"] else []
     since = "" if head["since"] is None else f" since {words.clock(now - head['since'])}"

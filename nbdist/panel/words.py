@@ -90,6 +90,11 @@ def why(reason: str, *, fits: bool) -> str:
 _TOKENS = re.compile(r"tokens(/|_per_)s")
 
 
+def precision(name: str) -> str:
+    """A precision as the panel calls it: "no" is fp32."""
+    return "fp32" if name == "no" else name
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """Names of curves: loss and tokens/s first, then other losses, the rest as they came."""
 

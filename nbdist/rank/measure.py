@@ -143,6 +143,12 @@ def meet(models: Sequence[nn.Module], args: Sequence[object], twin: nn.Module | 
         state.watch.described = described(optimizer)
 
 
+def fed_like(before: Watch | None) -> None:
+    """After a switch a model is fed as it was before, until a forward tells otherwise."""
+    if before is not None and state.watch is not None and not state.watch.call:
+        state.watch.call = before.call
+
+
 def watch(accelerator: Accelerator, result: object, options: Options | None) -> None:
     """Follow the model and the optimizer that `prepare()` returned.
 

@@ -29,6 +29,7 @@ from nbdist.launcher import extensions
 from nbdist.rank import accelerator as accelerators
 from nbdist.rank import (
     leftovers,
+    measure,
     randomness,
     rebind,
     room,
@@ -122,7 +123,7 @@ class Switch:
         Raises:
             SwitchError: on all ranks alike: which phase failed, on which ranks, and why.
         """
-        generators = randomness.state()
+        generators, watched = randomness.state(), measure.state.watch
         with self._phase(CHECKING):
             leftovers.let_go()
             trained = training.everything()
@@ -141,6 +142,7 @@ class Switch:
             raise
         finally:
             randomness.restore(generators)
+            measure.fed_like(watched)
         self._summarise()
         return self.report
 

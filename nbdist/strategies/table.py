@@ -397,7 +397,8 @@ def _check_offload(options: Options) -> None:
     if device not in strategy.offloads:
         message = (
             f"backend {strategy.name} has no offload to {device}; "
-            f"{_backends_where(device)} {'has' if device == 'nvme' else 'have'} it."
+            f"{_backends_where(device)} {'has' if device == 'nvme' else 'have'} it, and offload"
+            " none leaves it out."
         )
         raise OptionError(message)
     if options.offload_params and not strategy.offload_params:

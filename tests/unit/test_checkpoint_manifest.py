@@ -87,7 +87,7 @@ def test_random_names_stay_inside(tmp_path: Path) -> None:
     assert taken
 
 
-@pytest.mark.parametrize("name", ["a", "step-100", "best_2.1", "A" * 64, "-", "0"])
+@pytest.mark.parametrize("name", ["a", "step-100", "best_2.1", "A" * 64, "_-", "0"])
 def test_good_names_are_taken(name: str) -> None:
     assert names.checked(name) == name
 

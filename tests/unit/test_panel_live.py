@@ -159,12 +159,12 @@ def test_it_beats_when_there_is_nothing_to_say(
 
 def test_stop_interrupts_the_cell_at_once(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
-    monkeypatch.setattr(opened.session, "interrupt", lambda: setattr(cell, "interrupted", True))
+    monkeypatch.setattr(opened.session, "interrupt", lambda: setattr(cell, "interrupted_at", 1.0))
     opened.session._running = cell
     with opened.session.turn:  # as the cell's thread does
         opened.command("interrupt")
         assert opened.answer()["ok"]
-    assert cell.interrupted
+    assert cell.interrupted_at
     opened.session._running = None
 
 

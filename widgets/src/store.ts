@@ -157,6 +157,7 @@ export class Store {
 
   /** Say whether news have stopped coming; called once a second. */
   checkLink(): void {
+    if (this.picture.header.state === "stopped") return; // its last word
     if (this.link === "live" && Date.now() / 1000 - this.heard > STALE_S) this.connect("stale");
   }
 
