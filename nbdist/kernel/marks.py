@@ -17,7 +17,7 @@ class Mark:
 
     step: int
     """The last that was reported before it."""
-    kind: Literal["switch", "save", "restart"]
+    kind: Literal["switch", "save", "load", "restart"]
     text: str
     time: float = field(default_factory=time.time)
     """Unix seconds."""

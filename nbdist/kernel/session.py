@@ -769,9 +769,11 @@ class Session:
         self.start()
         ranks = range(self.world_size)
         with self.activity.doing("loading", f"loading {last}"):
-            return saving.load(
+            report = saving.load(
                 last, root, ranks, self._gang, self._listen, weights_only=weights_only
             )
+        self.marks.add(Mark(self.metrics.last_step, "load", last))
+        return report
 
     def _folder(self, given: str | os.PathLike[str] | None) -> Path:
         """Folder of checkpoints, absolute: the ranks may be elsewhere."""

@@ -198,7 +198,7 @@ class MarkView(TypedDict):
 
     step: int
     time: float
-    kind: Literal["switch", "save", "restart"]
+    kind: Literal["switch", "save", "load", "restart"]
     text: str
 
 

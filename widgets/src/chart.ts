@@ -3,7 +3,7 @@
 import uPlot from "uplot";
 import type { Columns } from "./columns.ts";
 import { attribute, h, say } from "./dom.ts";
-import { count, duration, short, value } from "./format.ts";
+import { count, duration, short, ticks, value } from "./format.ts";
 import type { Mark } from "./protocol.ts";
 import { colourOf } from "./theme.ts";
 import type { Choice } from "./store.ts";
@@ -106,7 +106,7 @@ export class Chart {
           space: 60,
           values: (_plot, splits) => splits.map((x) => (byStep ? short(x) : duration(x))),
         },
-        { ...axis, size: 52, space: 28, values: (_plot, splits) => splits.map((y) => (y === null ? "" : short(y))) },
+        { ...axis, size: 52, space: 28, values: (_plot, splits) => ticks(splits) },
       ],
       series: [
         {},
@@ -117,7 +117,7 @@ export class Chart {
     };
   }
 
-  /** Upright lines where the backend changed (dashed) and where a checkpoint was saved (dotted). */
+  /** Upright lines where a checkpoint was saved (dotted) and where the training changed (dashed). */
   private mark(plot: uPlot): void {
     if (!this.drawn) return;
     const { choice, start, marks } = this.drawn;
@@ -139,7 +139,8 @@ export class Chart {
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      const text = shortened(mark.text || mark.kind);
+      const words = mark.kind === "load" ? `load ${mark.text}` : mark.text || mark.kind;
+      const text = shortened(words);
       const end = x + ctx.measureText(text).width;
       // Words only where they do not run into each other or out of the chart.
       if (x < free || end > ctx.canvas.width) continue;

@@ -48,6 +48,14 @@ export function short(value: number | null): string {
   return value.toExponential(2);
 }
 
+/** Values of an axis, with as many digits as tell them apart: large ones may differ by little. */
+export function ticks(values: readonly (number | null)[]): string[] {
+  const plain = values.map((value) => (value === null ? "" : short(value)));
+  const many = values.filter((value) => value !== null).length;
+  if (new Set(plain.filter(Boolean)).size === many) return plain;
+  return values.map((value) => (value === null ? "" : String(Number(value.toPrecision(8)))));
+}
+
 /** Tokens a second, all of a size with as many digits: "840", "12.3k", "1.2M". */
 export function speed(perSecond: number): string {
   if (perSecond >= 1e6) return `${(perSecond / 1e6).toFixed(1)}M`;

@@ -109,7 +109,7 @@ export interface Queued {
 export interface Mark {
   step: number | null;
   time: number | null;
-  kind: "switch" | "save" | "restart";
+  kind: "switch" | "save" | "load" | "restart";
   text: string;
 }
 export interface Notice {
@@ -320,7 +320,7 @@ const queued = object<Queued>((p) => ({ id: text(p.id), text: text(p.text) }));
 const mark = object<Mark>((p) => ({
   step: number(p.step),
   time: number(p.time),
-  kind: one(p.kind, ["switch", "save", "restart"], "save"),
+  kind: one(p.kind, ["switch", "save", "load", "restart"], "save"),
   text: text(p.text),
 }));
 const notice = object<Notice>((p) => ({

@@ -44,7 +44,7 @@ function makeRow(open: () => void): Row {
   const pid = h("td", { class: "nbd-figures" });
   const device = h("td", { class: "nbd-clip" });
   const line = h("div", { class: "nbd-code nbd-clip" });
-  const where = h("div", { class: "nbd-code nbd-clip nbd-where" });
+  const where = h("div", { class: "nbd-code nbd-where" });
   const button = h("button", { class: "nbd-quiet", onclick: open }, "Log");
   const root = h("tr", {}, number, state, pid, device, h("td", { class: "nbd-wide" }, line, where), h("td", {}, button));
   return {

@@ -32,6 +32,8 @@ export const STALE_S = 7;
 export const PATIENCE_MS = 1000;
 const SAMPLES = 300;
 const MOST_SERIES = 2000;
+/** The kernel sends the points of so many names (MAX_NAMES in nbdist/panel/series.py). */
+export const SENT_SERIES = 200;
 
 export class Store {
   picture: Picture = EMPTY;

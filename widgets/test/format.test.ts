@@ -31,6 +31,12 @@ test("times", () => {
   assert.deepEqual([1, 42, 300, 7200, 200_000].map(format.age), ["now", "42 s", "5 min", "2 h", "2 d"]);
 });
 
+test("ticks of large values that differ by little are told apart", () => {
+  assert.deepEqual(format.ticks([1_000, 2_000, null]), ["1000", "2000", ""]);
+  const close = format.ticks([1_800_000_000, 1_800_000_100]);
+  assert.equal(new Set(close).size, 2);
+});
+
 test("numbers", () => {
   assert.equal(format.short(12_340), "12.3k");
   assert.equal(format.short(1_250_000), "1.25M");
