@@ -71,6 +71,8 @@ class NbDist(Magics):
         """Start to warm up a launcher."""
         super().__init__(shell, **traits)
         self.engine = LocalEngine()
+        self.ended: Session | None = None
+        """That `%nbdist stop` has ended last; the panel still shows it."""
         self.warm_up()
 
     def warm_up(self) -> None:
@@ -301,7 +303,8 @@ class NbDist(Magics):
 
     def stop_command(self, _: str) -> None:
         """End ranks and launcher; a new launcher warms up."""
-        self.session_now().stop()
+        self.ended = self.session_now()
+        self.ended.stop()
         self.warm_up()
         print("nbdist: ranks and launcher ended")
 
@@ -393,7 +396,8 @@ class NbDist(Magics):
         if asked.help:
             print(parser.format_help())
         else:
-            self.session_now().panel(asked.face)
+            session = current() or self.ended or self.session_now()
+            session.panel(asked.face)
 
     def doctor_command(self, _: str) -> None:
         """Print what the machine has for each backend."""

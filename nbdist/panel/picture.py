@@ -66,7 +66,7 @@ def draw(
     """
     return Picture(
         header=header(session),
-        devices=_devices(devices, predicted),
+        devices=_devices(devices, predicted, ended=session.state in {"stopped", "dead"}),
         strategies=predicted.strategies,
         ranks=_ranks(session),
         checkpoints=_checkpoints(session),
@@ -158,9 +158,9 @@ def kernel_id() -> str | None:
 # ---------------------------------------------------------------------------- devices
 
 
-def _devices(devices: Devices, predicted: Predicted) -> list[DeviceView]:
+def _devices(devices: Devices, predicted: Predicted, *, ended: bool) -> list[DeviceView]:
     seats, latest = devices.seats, devices.latest
-    known = latest.readings if latest is not None else []
+    known = [] if latest is None or ended else latest.readings
     return [
         DeviceView(
             name=seat.name,

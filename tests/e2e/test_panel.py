@@ -373,3 +373,7 @@ def test_the_end_of_the_session_freezes_the_panel(page: Page) -> None:
         " if t.name.startswith('nbdist')))"
     )
     assert left.text.strip() in {"[]", "['nbdist-link']"}  # the launcher that warms up
+    page.send({"kind": "hello"})  # a page that is reloaded now gets the last picture
+    page.until(lambda: page.messages[-1][0]["kind"] == "reset")
+    assert page.messages[-1][0]["picture"]["header"]["state"] == "stopped"
+    assert page.cell("%nbdist panel --face html") == "ok"
