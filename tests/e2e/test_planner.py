@@ -336,6 +336,12 @@ def test_one_rank_alone_is_explained_too(small: Session) -> None:
     assert "rank 1: out of memory; this rank held" in told(caught.value)
 
 
+def test_other_errors_get_no_advice(small: Session) -> None:
+    with pytest.raises(CellError) as caught:
+        small.run("raise RuntimeError('plain')")
+    assert "this rank held" not in told(caught.value)
+
+
 def test_training_that_does_not_fit_gets_lines_to_paste(small: Session) -> None:
     limited = """
     import psutil, resource
@@ -360,13 +366,8 @@ def test_training_that_does_not_fit_gets_lines_to_paste(small: Session) -> None:
     pasted = re.findall(r"^  %%distribute --backend (\w+).*# predicted", text, re.MULTILINE)
     assert pasted
     assert "ddp" not in pasted
-    small.run("resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)")
-
-
-def test_other_errors_get_no_advice(small: Session) -> None:
-    with pytest.raises(CellError) as caught:
-        small.run("raise RuntimeError('plain')")
-    assert "this rank held" not in told(caught.value)
+    # Memory ended within a backward, beside gloo's threads: these ranks may end at any moment.
+    small.restart()
 
 
 SLOW = """
