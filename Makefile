@@ -30,7 +30,7 @@ demo: env ## run notebooks/01_first_cell.ipynb from start to finish and show its
 	@$(BIN)/python notebooks/run.py notebooks/01_first_cell.ipynb
 
 test: env ## all tests: unit, real ranks, notebooks, browser
-	@echo "==> tests: unit, real ranks, notebooks, browser (about twenty minutes on two quiet cores)"
+	@echo "==> tests: unit, real ranks, notebooks, browser (about 25 minutes on two cores)"
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: env ## lint, formatting, types and unit tests: before each commit

@@ -26,6 +26,7 @@ from nbdist import completion, doctor, machine, plan_magic, strategies
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellSyntaxError, OptionError, SessionError
 from nbdist.kernel import exporting, saving, source
+from nbdist.kernel.screen import FACES
 from nbdist.kernel.session import Session, current
 
 if TYPE_CHECKING:
@@ -37,9 +38,6 @@ NOT_YET = {
     "profile": "the profiler",
 }
 """Commands of later versions, and what to do until then."""
-
-FACES = ("auto", "widget", "html", "text")
-"""Of the panel, as `nbdist.panel` has them, which is imported when a panel is shown."""
 
 
 def norm(text: str) -> float | str:

@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 StreamName = Literal["stdout", "stderr"]
 Bundle = dict[str, Any]
+FACES = ("auto", "widget", "html", "text")
+"""Of the panel; here, where magics can name them without importing the panel."""
 
 
 class Screen(Protocol):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import OptionError
 from nbdist.kernel import progress
-from nbdist.kernel.screen import kernel_here, shell_here
+from nbdist.kernel.screen import FACES, kernel_here, shell_here
 from nbdist.panel import bundled
 from nbdist.panel.live import Live, View
 from nbdist.panel.series import Series
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from nbdist.panel.series import Points
     from nbdist.panel.widget import PanelWidget
 
-FACES = ("auto", "widget", "html", "text")
 _KAGGLE = "KAGGLE"
 """Begins the names of variables that Kaggle sets. Its server has no anywidget, so that a widget
 would be an error there (Kaggle/docker-python#1487)."""

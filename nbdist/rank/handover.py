@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import random
 import shutil
@@ -62,8 +61,6 @@ if TYPE_CHECKING:
     from nbdist.rank.positions import Position
     from nbdist.rank.training import Trained
     from nbdist.strategies import Options
-
-log = logging.getLogger(__name__)
 
 STATE = "state"
 """Name of the checkpoint in the folder."""
