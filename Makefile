@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check faults notebooks browser pictures bench wheel clean
+.PHONY: help env demo test check faults chaos notebooks browser pictures bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,8 +39,11 @@ check: env ## lint, formatting, types and unit tests: before each commit
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/unit
 
-faults: env ## kill ranks at random moments of saves, again and again (minutes)
-	@$(BIN)/python -m pytest -m faults tests/faults
+faults: env ## every fault of tests/faults/rows.py that has a test, as one table
+	@$(BIN)/python -m pytest -m fault
+
+chaos: env ## kill processes at random moments, again and again (minutes)
+	@$(BIN)/python -m pytest -m chaos tests/faults
 
 notebooks: env ## execute the notebooks as the tests do
 	@$(BIN)/python -m pytest tests/notebooks
