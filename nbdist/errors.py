@@ -10,6 +10,7 @@
     |-- SwitchError          a model's training state cannot be taken to another engine
     |-- CheckpointError      a checkpoint cannot be written, read or trusted
     |-- PayloadError         a value that cannot be moved between kernel and ranks (also TypeError)
+    |-- CollectiveMismatch   ranks called collectives that do not fit (also RuntimeError)
     |-- CellSyntaxError      the cell's text is not Python; nothing was sent (magics only)
     `-- CellError            the cell raised on at least one rank
 
@@ -69,6 +70,15 @@ class CheckpointError(NbdistError):
 
 class PayloadError(NbdistError, TypeError):
     """A value that cannot be moved between the kernel and the ranks."""
+
+
+class CollectiveMismatch(NbdistError, RuntimeError):  # noqa: N818 - reads as what it says
+    """Ranks called collectives that do not fit together; nothing was sent, the group is usable."""
+
+    @property
+    def _render_traceback_(self) -> list[str]:  # type: ignore[override]
+        """Let IPython show the cell's own line: to it this is no method of ours."""
+        raise AttributeError
 
 
 class CellSyntaxError(NbdistError):

@@ -28,6 +28,9 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_measured_request/_reply  control  a rank's own peak of memory
     nbdist_model_request/_reply   control  the prepared model, while its cell runs
     nbdist_where_request/_reply   control  the line and the collective that a cell is at
+    nbdist_hold_request/_reply    control  begin no optimizer step: Stop was pressed
+    nbdist_release_request/_reply  control  free a rank that is stuck in a collective
+    nbdist_renew_request/_reply   shell    a new process group in place of a broken one
     interrupt_request             control  Jupyter's own, with the request to interrupt
     nbdist_report                 iopub    rows of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
@@ -57,6 +60,9 @@ GATHER = "nbdist_gather_request"
 FOREIGN = "nbdist_foreign_request"
 MEASURED = "nbdist_measured_request"
 WHERE = "nbdist_where_request"
+HOLD = "nbdist_hold_request"
+RELEASE = "nbdist_release_request"
+RENEW = "nbdist_renew_request"
 SAVE = "nbdist_save_request"
 LOAD = "nbdist_load_request"
 REPORT = "nbdist_report"
@@ -107,6 +113,17 @@ class Interrupt(TypedDict):
     """Content of an interrupt_request: which cell, running or still on its way."""
 
     request: str
+    after: int
+    """Number of the cell's optimizer step after which to stop; 0: at once."""
+
+
+class HoldReply(TypedDict):
+    """A rank begins no optimizer step for a moment."""
+
+    begun: int
+    """Steps of this cell."""
+    next_s: float
+    """Seconds until its next one would begin."""
 
 
 class PushRequest(TypedDict):
@@ -176,8 +193,58 @@ class WhereReply(TypedDict):
     line: int
     source: str
     """Of that line."""
+    called: str
+    """The function that this line has called and that has not returned: "backward"."""
     collective: str
     """Of torch.distributed, which has not returned: "all_reduce"."""
+    standing: Standing
+
+
+class Standing(TypedDict):
+    """Whether a rank's main thread gets on."""
+
+    waits_for: str
+    """The collective that other ranks have not called: "all_reduce (SUM) of float32[4]"."""
+    missing: list[int]
+    """Those ranks."""
+    still_s: float
+    """Since when it is at this place, as far as it was asked."""
+    idle: bool
+    """Whether it waits for something, in C too, rather than computes."""
+    counts: dict[str, int]
+    """Collectives that have begun, by process group of this rank."""
+
+
+class ReleaseRequest(TypedDict):
+    """Close what connects a rank with others; its process groups are broken then."""
+
+    pids: list[int]
+    """Processes of all ranks."""
+    store: bool
+    """Also its connections to the store in which ranks find one another."""
+
+
+class ReleaseReply(TypedDict):
+    """How many connections were closed."""
+
+    closed: int
+
+
+class RenewRequest(TypedDict):
+    """Make the process groups anew, and the prepared models on them."""
+
+    era: int
+    """Number of this renewal."""
+
+
+class RenewReply(TypedDict, total=False):
+    """What came of it on a rank."""
+
+    status: Literal["ok", "error"]
+    report: dict[str, Any]
+    """Fields of `rank.renew.Report`."""
+    error: str
+    """One sentence."""
 
 
 class SwitchRequest(TypedDict):
@@ -408,6 +475,11 @@ class RankError:
     """Lines as IPython renders them, with ANSI colours."""
     at: float
     """Unix seconds on the rank's clock; orders the errors of several ranks."""
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether it is no more than Stop."""
+        return self.ename == "KeyboardInterrupt"
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,8 @@ class Cell:
         """Its number in the notebook."""
         self.began = time.time()
         """Unix seconds."""
+        self.notice = ""
+        """A line to stand below the output while it holds: who waits for whom."""
         self.interrupted_at = 0.0
         """Unix seconds of when it was first asked to stop; 0: it was not."""
         self.detached = False
@@ -156,6 +158,7 @@ class Cell:
                     item = self._inbox.get_nowait()
             except Empty:
                 self._tell_of_failure()
+            self.renderer.notice("" if self.finished.is_set() else self.notice)
             self.renderer.tick()
             if self._over() and not self.finished.is_set():
                 self._finish()
@@ -184,7 +187,7 @@ class Cell:
         """Whether Stop ended it on every rank that did not end by itself."""
         errors = self.errors.values()
         asked = bool(self.interrupted_at) and self.death is None
-        return asked and bool(errors) and all(map(_is_stop, errors))
+        return asked and bool(errors) and all(error.is_stop for error in errors)
 
     def raise_errors(self) -> None:
         """Raise what ended the cell, as a cell of the notebook would.
@@ -233,13 +236,14 @@ class Cell:
     def _finish(self) -> None:
         if self.detached:
             self.show_errors()
+        self.renderer.notice("")
         self.renderer.close()
         self.finished.set()
         self._on_done(self)
 
     def _tell_of_failure(self) -> None:
         """Show an error at once while other ranks run on, perhaps waiting for the failed one."""
-        failed = [error for error in self.errors.values() if not _is_stop(error)]
+        failed = [error for error in self.errors.values() if not error.is_stop]
         if not failed or not self.running:
             return
         if time.time() - min(error.at for error in failed) > PROMPT_ERROR_S:
@@ -361,10 +365,6 @@ _TAKERS: dict[tuple[str, str], Taker] = {
     ("iopub", wire.SEND): Cell.take_send,
     ("iopub", wire.ADVICE): Cell.take_advice,
 }
-
-
-def _is_stop(error: wire.RankError) -> bool:
-    return error.ename == "KeyboardInterrupt"
 
 
 def _rank_error(rank: int, message: Message) -> wire.RankError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
 
 from nbdist.kernel import tracebacks
 from nbdist.kernel.ansi import clean, rank_label
@@ -71,6 +72,7 @@ class Renderer:
         self._updates: dict[str, tuple[Bundle, Bundle]] = {}
         self._updated_at = self._flushed_at = float("-inf")
         self._relay = Relay(screen)
+        self._notice = self._noticed_by = ""
 
     @property
     def screen(self) -> Screen:
@@ -160,6 +162,22 @@ class Renderer:
         self._lane.tick(self._clock())
         self._screen.write("stderr", "\n".join([*lines, ""]))
         self._screen.flush()
+
+    def notice(self, text: str) -> None:
+        """Show one line that changes below the output; "" takes it away.
+
+        Where displays cannot change, its first words are printed and stay.
+        """
+        if text == self._notice:
+            return
+        first, self._notice = not self._notice, text
+        if not self._screen.can_update:
+            if first:
+                self.note([text])
+            return
+        shown = {"text/plain": f"nbdist: {text}"} if text else {"text/plain": ""}
+        update, self._noticed_by = bool(self._noticed_by), self._noticed_by or uuid4().hex
+        self._screen.display(shown, {}, display_id=f"nbdist-{self._noticed_by}", update=update)
 
     def tick(self) -> None:
         """Show what is due; call it every 50-100 ms and after each batch of messages."""

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from nbdist import ranks as rank_names
 from nbdist import strategies, wire
@@ -24,10 +24,21 @@ from nbdist.errors import (
     SessionError,
     SwitchError,
 )
-from nbdist.kernel import asked, exporting, foreign, handover, saving, source, switching, transfer
+from nbdist.kernel import (
+    asked,
+    exporting,
+    foreign,
+    handover,
+    saving,
+    settling,
+    source,
+    switching,
+    transfer,
+)
 from nbdist.kernel.asked import Choice
 from nbdist.kernel.cell import Cell, CellResult
 from nbdist.kernel.gang import Gang
+from nbdist.kernel.ladder import Ladder
 from nbdist.kernel.marks import Mark, Marks
 from nbdist.kernel.metrics import Metrics
 from nbdist.kernel.peeking import Peek
@@ -120,11 +131,13 @@ class Session:
         self._cells: list[Cell] = []
         self._running: Cell | None = None
         self._background: Cell | None = None
+        self._ladder: Ladder | None = None
+        """Of the cell that runs now, or of the last one until the ranks are seen to be in step."""
         self._counter = itertools.count(1)
         self._gang = Gang(
             engine or LocalEngine(),
             on_message=self._receive,
-            on_idle=self._show_detached,
+            on_idle=self._on_idle,
             on_death=self._die,
         )
         self.whereabouts = Whereabouts(self._gang)
@@ -423,13 +436,8 @@ class Session:
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
-        cell = self._running
-        if cell is not None:
-            cell.interrupted_at = cell.interrupted_at or time.time()
-            for rank in cell.pending:
-                content = wire.Interrupt(request=cell.requests[rank])
-                self._gang.post(rank, "control", "interrupt_request", content)
-            self._gang.wake()
+        if self._running is not None and self._ladder is not None:
+            self._ladder.stop()
 
     def _shown(self, output: str | Sequence[int]) -> Show:
         """Whose output is displayed."""
@@ -445,6 +453,7 @@ class Session:
         cell = Cell(ranks, renderer, on_send=self._take_sent, on_done=self._cell_done)
         cell.count = count or next(self._counter)
         self._running, self.state = cell, "running"
+        self._ladder = Ladder(cell, self._gang, self.whereabouts, world_size=self.world_size)
         note = wire.CellNote(count=cell.count)
         for rank in ranks:
             cell.requests[rank] = self._gang.post(
@@ -462,14 +471,20 @@ class Session:
         try:
             while not cell.finished.is_set():
                 cell.pump(cell.patience_s)
-            self._tell_if_stopped(cell)  # by another thread
         except KeyboardInterrupt:
             self._join_interrupted(cell)
         finally:
             cell.detach(afterwards)
+        done = self._settle()
+        if cell.stopped:  # perhaps by another thread
+            again = f" {done[:1].upper()}{done[1:]}." if done else ""
+            raise CellInterrupted(f"stopped on all ranks; every variable is kept.{again}") from None
 
     def _join_interrupted(self, cell: Cell) -> None:
-        """Pass Stop on to the ranks and wait for them; a late second Stop gives the prompt back."""
+        """Lead Stop from rung to rung until the cell is over.
+
+        Where ranks only compute, a late second Stop gives the prompt back.
+        """
         asked_at = time.monotonic()
         while not cell.finished.is_set():
             try:
@@ -477,14 +492,26 @@ class Session:
                 while not cell.finished.is_set():
                     cell.pump(cell.patience_s)
             except KeyboardInterrupt:
-                if time.monotonic() - asked_at > PATIENCE_S:
+                rung = self._ladder.rung if self._ladder is not None else "none"
+                if rung == "asked" and time.monotonic() - asked_at > PATIENCE_S:
                     cell.show_errors()
                     raise CellInterrupted(stuck_words(cell)) from None
-        self._tell_if_stopped(cell)
+                if rung == "end":
+                    self._end_stuck(cell)
 
-    def _tell_if_stopped(self, cell: Cell) -> None:
-        if cell.stopped:
-            raise CellInterrupted("stopped on all ranks; every variable is kept.") from None
+    def _end_stuck(self, cell: Cell) -> NoReturn:
+        """End ranks that nothing else has stopped, and start new ones."""
+        words = rank_names.words(cell.pending)
+        self.restart()
+        msg = f"{words} did not stop, so all ranks were ended and new ones started; their variables"
+        raise CellInterrupted(f"{msg} are gone.") from None
+
+    def _settle(self) -> str:
+        """See that the ranks of the cell before are in step; returns what had to be done."""
+        ladder, self._ladder = self._ladder, None
+        if ladder is None:
+            return ""
+        return settling.settle(ladder, self._gang, world_size=self.world_size)
 
     def _ensure_alive(self) -> None:
         if os.getpid() != self._pid:
@@ -504,6 +531,7 @@ class Session:
                 " with %nbdist interrupt, or take new ranks with %nbdist restart."
             )
             raise SessionBusy(msg)
+        self._settle()  # after a cell in the background
 
     def _cell_done(self, cell: Cell) -> None:
         if self._running is cell:
@@ -534,8 +562,10 @@ class Session:
         if content["state"] == "done" and mark is not None:
             self.marks.add(mark)
 
-    def _show_detached(self) -> bool:
-        """Show output of background cells, and what past cells still write."""
+    def _on_idle(self) -> bool:
+        """Watch the running cell; show output of background cells and what past ones write."""
+        if self._running is not None and self._ladder is not None:
+            self._ladder.tick()
         waiting = [cell for cell in self._cells if cell.detached and not cell.quiet]
         for cell in waiting:
             cell.pump(0)

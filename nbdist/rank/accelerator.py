@@ -29,6 +29,7 @@ from torch import nn
 
 from nbdist.errors import OptionError, SessionError
 from nbdist.rank import fsdp, leftovers, measure, positions, rehearsal, training, wrap, zero
+from nbdist.rank.gate import gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,6 +146,12 @@ def install(options: Options, hardware: Hardware, *, chooser: Chooser | None = N
     for cls in (AcceleratedOptimizer, zero.StepsItself):
         for name in ("step", "zero_grad"):
             setattr(cls, name, training.using_gradients(getattr(cls, name)))
+        wrapped = {
+            "step": gate.around_step(cls.step),
+            "zero_grad": gate.after_zero_grad(cls.zero_grad),
+        }
+        for name, method in wrapped.items():
+            setattr(cls, name, method)
     return late
 
 

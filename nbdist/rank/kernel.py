@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +32,9 @@ from nbdist.errors import (
     SessionError,
     SwitchError,
 )
-from nbdist.rank import describe, measure, where
+from nbdist.rank import describe, measure, release, where
+from nbdist.rank.gate import gate
+from nbdist.rank.standing import Standing
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     import zmq
     from jupyter_client.session import Session as Signer
 
+    from nbdist.rank.collectives import Meeting
     from nbdist.rank.handover import Report
     from nbdist.rank.namespace import Beginning
     from nbdist.rank.saving import Saver
@@ -98,6 +100,9 @@ class RankKernel(IPythonKernel):
         """Looks at an error while its frames live; what it returns is called without them."""
         self.beginning: Beginning
         """What the namespace had before the first cell; `namespace.connect` sets it."""
+        self.meeting: Meeting | None = None
+        """Where CPU ranks meet before collectives; `for_rank` sets it."""
+        self.standing = Standing(None)
         self.running: str | None = None
         """Request of the cell that runs now."""
         self.unwanted: str | None = None
@@ -115,10 +120,13 @@ class RankKernel(IPythonKernel):
             wire.EXPORT: self.export_request,
             wire.GATHER: self.gather_request,
             wire.FOREIGN: self.foreign_request,
+            wire.RENEW: self.renew_request,
         }
         self.control_handlers |= {
             wire.MEASURED: self.measured_request,
             wire.WHERE: self.where_request,
+            wire.RELEASE: self.release_request,
+            wire.HOLD: self.hold_request,
             wire.MODEL: self.prepared_request,
         }
 
@@ -139,6 +147,7 @@ class RankKernel(IPythonKernel):
         note = request["metadata"].get(wire.NOTE)
         if note:
             self.shell.execution_count = note["count"]
+        gate.begin_cell()
         self.running = request["header"]["msg_id"]
         if self.running == self.unwanted:
             raise KeyboardInterrupt
@@ -146,6 +155,7 @@ class RankKernel(IPythonKernel):
             reply: Message = await super().do_execute(code, silent, *args, **kwargs)
         finally:
             self.running = None
+            gate.begin_cell()
             self.after_code()
         self.before_reply()
         if reply["status"] == "error":
@@ -179,10 +189,17 @@ class RankKernel(IPythonKernel):
 
         ipykernel would signal the whole group, and so the rank's DataLoader processes.
         """
-        self.unwanted = parent["content"]["request"]
-        if self.running == self.unwanted:
-            os.kill(os.getpid(), signal.SIGINT)
+        content: wire.Interrupt = parent["content"]
+        if self.running == content["request"]:
+            gate.stop(content["after"])
+        else:
+            self.unwanted = content["request"]
         self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
+
+    def hold_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Let no optimizer step begin until the kernel says after which one to stop."""
+        begun, next_s = gate.hold()
+        self._answer(stream, ident, parent, wire.HoldReply(begun=begun, next_s=next_s))
 
     def raw_input(self, prompt: str = "") -> NoReturn:
         """Refuse `input()` at once: it could never be answered."""
@@ -389,7 +406,26 @@ class RankKernel(IPythonKernel):
 
     def where_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Tell the line that a cell is at; on the control thread, while it runs."""
-        self._answer(stream, ident, parent, where.reply(self.shell.compile.format_code_name))
+        place = where.reply(self.shell.compile.format_code_name, self.standing.look())
+        self._answer(stream, ident, parent, place)
+
+    def release_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Free the main thread from a collective; on the control thread."""
+        request: wire.ReleaseRequest = parent["content"]
+        closed = release.release(request["pids"], store=request["store"])
+        self._answer(stream, ident, parent, wire.ReleaseReply(closed=closed))
+
+    def renew_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Make the process groups anew; all ranks do it together."""
+        from nbdist.rank import renew
+
+        request: wire.RenewRequest = parent["content"]
+        renewal = renew.Renewal(self.shell.user_ns, self.meeting, tell=self.tell_phase)
+        try:
+            reply = wire.RenewReply(status="ok", report=renewal.run(request["era"]).to_json())
+        except (SwitchError, RuntimeError) as error:
+            reply = wire.RenewReply(status="error", error=str(error))
+        self._answer(stream, ident, parent, reply)
 
     def _named(self, names: list[str]) -> dict[str, object]:
         missing = [name for name in names if name not in self.shell.user_ns]
@@ -415,7 +451,9 @@ class RankApp(IPKernelApp):
     outstream_class = DottedObjectName("nbdist.rank.stream.RankStream")
 
     @classmethod
-    def for_rank(cls, rank: int, *, run_dir: Path, user_ns: dict[str, Any]) -> RankApp:
+    def for_rank(
+        cls, rank: int, *, run_dir: Path, user_ns: dict[str, Any], meeting: Meeting | None
+    ) -> RankApp:
         """Bind the sockets of `rank` and make its kernel; `start()` serves cells."""
         config = Config()
         config.HistoryManager.enabled = False  # no sqlite file per rank
@@ -429,6 +467,7 @@ class RankApp(IPKernelApp):
             config=config,
         )
         app.initialize([])
+        app.kernel.meeting, app.kernel.standing = meeting, Standing(meeting)
         sys.breakpointhook = refuse_breakpoint  # after ipykernel's debugpy has set its own
         return app
 

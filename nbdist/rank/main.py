@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed
 
 from nbdist import strategies, wire
 from nbdist.launcher import family
-from nbdist.rank import accelerator, namespace
+from nbdist.rank import accelerator, collectives, group, namespace
+from nbdist.rank.board import Board
 from nbdist.rank.choose import Chooser
 from nbdist.rank.kernel import RankApp
 
@@ -46,7 +46,13 @@ def rank_main(launch: wire.Launch, close_link: Callable[[], None]) -> None:
 def get_ready(launch: wire.Launch, rank: int) -> RankApp:
     """Join the group, open the sockets, fill the namespace, pass the first barrier."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    join_group(launch, local_rank)
+    on_gpu = launch.devices is not None
+    meeting = None
+    if not on_gpu:
+        share_cores(launch)
+        board = Board(Path(launch.run_dir), rank=rank, world_size=launch.world_size)
+        meeting = collectives.install(board)
+    group.join(on_gpu=on_gpu)
     options = strategies.Options.from_json(launch.options)
     hardware = strategies.Hardware.from_json(launch.hardware)
     chooser = None if launch.auto is None else Chooser(launch.auto, options, hardware)
@@ -56,7 +62,8 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
         world_size=launch.world_size,
         accelerator=accelerator.install(options, hardware, chooser=chooser),
     )
-    app = RankApp.for_rank(rank, run_dir=Path(launch.run_dir), user_ns=names)
+    run_dir = Path(launch.run_dir)
+    app = RankApp.for_rank(rank, run_dir=run_dir, user_ns=names, meeting=meeting)
     if chooser is not None:
         namespace.show_choice(app.kernel, chooser)
     # the kernel takes payload files from the launcher's two folders, not from one start's own
@@ -64,18 +71,8 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
     checkpoints = Path(launch.cwd or Path.cwd()) / "checkpoints"
     bulk = Path(launch.bulk_dir)
     namespace.connect(app.kernel, bulk=bulk, spare=spare, checkpoints=checkpoints)
-    pass_first_barrier()
+    group.prove()
     return app
-
-
-def join_group(launch: wire.Launch, local_rank: int) -> None:
-    """Make the default process group and choose this rank's device."""
-    if launch.devices is None:
-        share_cores(launch)
-        distributed.init_process_group("gloo")
-        return
-    torch.cuda.set_device(local_rank)
-    distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local_rank))
 
 
 def share_cores(launch: wire.Launch) -> None:
@@ -84,8 +81,3 @@ def share_cores(launch: wire.Launch) -> None:
     chosen = launch.env.get("OMP_NUM_THREADS", "")
     share = max(1, len(os.sched_getaffinity(0)) // launch.world_size)
     torch.set_num_threads(int(chosen) if chosen.isdecimal() and int(chosen) else share)
-
-
-def pass_first_barrier() -> None:
-    """Return once every rank is here; "ready" is not said before."""
-    distributed.all_reduce(torch.zeros(1))

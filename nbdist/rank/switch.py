@@ -99,6 +99,7 @@ class Switch:
         *,
         tell: Callable[[str], None],
         reset_optimizer: bool = False,
+        reason: str = "",
     ) -> None:
         """Know what is to come.
 
@@ -107,9 +108,11 @@ class Switch:
             names: the user's variables.
             tell: told of each phase.
             reset_optimizer: leave the state of the optimizers behind.
+            reason: why what was prepared before is of no use; default: the switch.
         """
         self._now, self._then = accelerators.current().options, then
         self._names, self._tell, self._reset = names, tell, reset_optimizer
+        self._reason = reason or outdated(self._now, then)
         self._renewed = rebind.Renewed()
         self._kept: list[Kept] = []
         self._made: list[object] = []
@@ -135,7 +138,7 @@ class Switch:
             self._kept = [self._keep(number, one) for number, one in enumerate(trained)]
         try:
             with self._phase("freeing"):
-                self._free(trained, self._now, self._then)
+                self._free(trained)
             self._establish(self._then)
         except SwitchError as error:
             self._go_back(error)
@@ -174,13 +177,8 @@ class Switch:
             tensors=share,
         )
 
-    def _free(self, trained: Sequence[Trained], now: Options, then: Options) -> None:
+    def _free(self, trained: Sequence[Trained]) -> None:
         """Empty the engines of now, whoever still refers to them."""
-        reason = (
-            f"this was prepared under {now.backend}, and the session has switched to"
-            f" {then.backend} since; the variables model and optimizer were bound anew, so take"
-            " what you need from them again."
-        )
         for number, one in enumerate(trained):
             for key, part in parts(number, one).items():
                 self._renewed.old(key, part)
@@ -190,7 +188,7 @@ class Switch:
         for owner in self._owners():
             accelerators.take_apart(owner)
         leftovers.forget_engines()
-        rebind.empty(self._renewed.unbound(), reason)
+        rebind.empty(self._renewed.unbound(), self._reason)
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -253,8 +251,9 @@ class Switch:
             SwitchError: that failed as well.
         """
         try:
+            self._reason = outdated(self._then, self._now)
             with self._phase("freeing"):
-                self._free(training.everything(), self._then, self._now)
+                self._free(training.everything())
             self._establish(self._now)
         except SwitchError as second:
             message = (
@@ -278,6 +277,15 @@ class Switch:
         loaders = len(training.loaders())
         words += [f"{loaders} loader{'s' * (loaders != 1)}"] if loaders else []
         self.report.carried = [*words, "random generators", "all variables"]
+
+
+def outdated(before: Options, now: Options) -> str:
+    """Say why what was prepared under other options is of no use."""
+    return (
+        f"this was prepared under {before.backend}, and the session has switched to"
+        f" {now.backend} since; the variables model and optimizer were bound anew, so take"
+        " what you need from them again."
+    )
 
 
 def check(one: Trained, then: Options, *, reset_optimizer: bool) -> None:

@@ -23,13 +23,16 @@ _COLLECTIVES = PurePath("torch", "distributed", "distributed_c10d.py").parts
 _SOURCE_CHARS = 120
 
 
-def reply(cell_of: Callable[[str], tuple[str, str] | None]) -> wire.WhereReply:
+def reply(
+    cell_of: Callable[[str], tuple[str, str] | None], standing: wire.Standing
+) -> wire.WhereReply:
     """Say where the main thread is.
 
     Args:
         cell_of: IPython's `compile.format_code_name`: file of a cell's code -> ("Cell", "In[3]").
+        standing: whether it gets on.
     """
-    collective = ""
+    collective = called = ""
     for frame in _outwards(_main_frame()):
         code = frame.f_code
         if (cell := cell_of(code.co_filename)) is not None:
@@ -38,11 +41,16 @@ def reply(cell_of: Callable[[str], tuple[str, str] | None]) -> wire.WhereReply:
                 cell=cell[1],
                 line=frame.f_lineno,
                 source=source[:_SOURCE_CHARS],
+                called=called,
                 collective=collective,
+                standing=standing,
             )
+        called = code.co_name
         if _is_collective(frame):
-            collective = code.co_name  # the outermost is what was called
-    return wire.WhereReply(cell="", line=0, source="", collective=collective)
+            collective = called  # the outermost is what was called
+    return wire.WhereReply(
+        cell="", line=0, source="", called="", collective=collective, standing=standing
+    )
 
 
 def _main_frame() -> FrameType | None:

@@ -18,6 +18,7 @@ def _inner():
 def get_rank():
     found.append(asked())
 """
+STANDING: Any = {}
 COLLECTIVES = "/somewhere/torch/distributed/distributed_c10d.py"
 
 
@@ -28,7 +29,7 @@ def cell_of(file: str) -> tuple[str, str] | None:
 def asked() -> Any:
     """Ask on another thread, as the control thread does."""
     answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(where.reply(cell_of)))
+    thread = threading.Thread(target=lambda: answers.append(where.reply(cell_of, STANDING)))
     thread.start()
     thread.join()
     return answers[0]
@@ -43,7 +44,16 @@ def test_the_line_of_the_cell_and_the_outermost_collective() -> None:
     found: list[Any] = []
     functions = ran(TORCHS, COLLECTIVES, asked=asked, found=found)
     ran("x = 1\n\nall_reduce()", FILE, **functions)
-    assert found == [{"cell": "In[3]", "line": 3, "source": "", "collective": "all_reduce"}]
+    assert found == [
+        {
+            "cell": "In[3]",
+            "line": 3,
+            "source": "",
+            "called": "all_reduce",
+            "collective": "all_reduce",
+            "standing": STANDING,
+        }
+    ]
 
 
 def test_in_a_cell_without_a_collective() -> None:

@@ -1,0 +1,216 @@
+"""Stop, from rung to rung, and the telling of who waits for whom; runs in the notebook's kernel.
+
+    asked     KeyboardInterrupt on every rank, in training after the same optimizer step: ends
+              Python code, and collectives that Python waits for, with nothing broken
+    freed     2 s later, or at the next Stop: ranks that are stuck in C lose their connections,
+              which ends the collective; the groups are made anew afterwards (`kernel.settling`)
+    end       Stop again, when that has not helped: the ranks are ended
+
+`tick` runs on the reader thread, also for cells in the background; it sends, and waits never.
+A rank that has raised while all others wait for it cannot come any more: after a grace its
+peers are stopped in the same way, unasked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from nbdist import ranks as rank_names
+from nbdist import wire
+from nbdist.kernel.standstill import apart, place, standstill
+
+if TYPE_CHECKING:
+    from nbdist.kernel.cell import Cell
+    from nbdist.kernel.channel import Channel, Message
+    from nbdist.kernel.gang import Gang
+    from nbdist.kernel.standstill import Standstill
+    from nbdist.kernel.whereabouts import Whereabouts
+
+Rung = Literal["none", "asked", "freed", "end"]
+
+LOOK_AFTER_S = 1.0
+"""A cell is looked at from then on."""
+LOOK_EVERY_S = 1.0
+LOOK_SOON_S = 0.4
+"""The same, once it is to stop."""
+NEXT_STEP_S = 0.5
+"""Ranks make a further optimizer step before they stop if it begins within this time."""
+NEARER_S = 0.8
+"""Ranks that have not stopped by then stop at the step that the first of them is at."""
+FREE_AFTER_S = 2.0
+LEFT_AFTER_S = 0.5
+"""The same where another rank has ended the cell, and cannot come any more."""
+STORE_AFTER_S = 1.5
+"""Still stuck so long after it was freed: it waits where ranks find one another."""
+END_AFTER_S = 3.0
+"""From then on after freeing, Stop ends the ranks."""
+GRACE_S = 3.0
+"""Ranks that wait for one that has raised are stopped after this time."""
+
+
+class Ladder:
+    """One cell's way to its end."""
+
+    def __init__(
+        self, cell: Cell, gang: Gang, whereabouts: Whereabouts, *, world_size: int
+    ) -> None:
+        """Watch a cell that has just been sent."""
+        self.rung: Rung = "none"
+        self.standstill: Standstill | None = None
+        """Who waits for whom; None where nobody does."""
+        self.stuck = ""
+        """What was freed, in words."""
+        self.cell, self._gang, self._whereabouts = cell, gang, whereabouts
+        self._world_size = world_size
+        self._began = self._looked_at = time.monotonic()
+        self._asked_at = self._freed_at = 0.0
+        self._store_closed = False
+        self._begun: dict[int, wire.HoldReply] = {}
+        self._named_far = False
+        """Whether all ranks make a further step, and no nearer one was named since."""
+        self._failed_at: float | None = None
+        self._lock = threading.Lock()
+
+    def stop(self) -> Rung:
+        """Go one rung up; from any thread. Returns the rung that was reached."""
+        now = time.monotonic()
+        with self._lock:
+            if self.rung == "none":
+                self._ask(now)
+            elif self.rung == "asked" and self._may_free():
+                self._free(now)
+            elif self.rung == "freed" and now - self._freed_at > END_AFTER_S:
+                self.rung = "end"
+        return self.rung
+
+    def tick(self) -> None:
+        """Look at the cell where it is time, and go on where Stop has not ended it yet."""
+        now = time.monotonic()
+        with self._lock:
+            if self.cell.finished.is_set() or self.rung == "end":
+                return
+            every = LOOK_EVERY_S if self.rung == "none" else LOOK_SOON_S
+            if now - self._began > LOOK_AFTER_S and now - self._looked_at >= every:
+                self._looked_at = now
+                self._whereabouts.ask(range(self._world_size))
+            self._look()
+            self._climb(now)
+            self.cell.notice = self._words(now)
+
+    def _look(self) -> None:
+        cell = self.cell
+        errors = {rank: one for rank, one in cell.errors.items() if not one.is_stop}
+        self.standstill = standstill(
+            cell.ranks, answers=self._whereabouts.now(), pending=cell.running, errors=errors
+        )
+
+    def _climb(self, now: float) -> None:
+        if self.rung == "none" and self._waits_in_vain():
+            self._failed_at = self._failed_at or now
+            if now - self._failed_at > GRACE_S:
+                self._ask(now)
+        elif self.rung == "asked" and now - self._asked_at > self._patience_s and self._may_free():
+            self._free(now)
+        elif self.rung == "asked" and now - self._asked_at > NEARER_S and self._named_far:
+            self._named_far = False
+            self._hold()
+        elif self._is_still_stuck(now):
+            self._store_closed = True
+            self._release(store=True)
+
+    def _is_still_stuck(self, now: float) -> bool:
+        late = self.rung == "freed" and now - self._freed_at > STORE_AFTER_S
+        return late and not self._store_closed and bool(self.cell.running)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long ranks that wait in C may take to stop by themselves."""
+        left_alone = len(self.cell.running) < len(self.cell.ranks)
+        if left_alone and apart(self._whereabouts.now().values()):
+            return LEFT_AFTER_S
+        return FREE_AFTER_S
+
+    def _waits_in_vain(self) -> bool:
+        """Whether a rank has raised and all others wait for it."""
+        if self.standstill is None or not self.cell.errors:
+            return False
+        lost = set(self.standstill.missing) <= self.cell.errors.keys()
+        return lost and set(self.standstill.waiting) == set(self.cell.running)
+
+    def _may_free(self) -> bool:
+        """Whether a rank that was asked to stop waits in C; one that computes will stop."""
+        answers = self._whereabouts.now()
+        return any(
+            answers[rank]["standing"]["idle"] for rank in self.cell.running if rank in answers
+        )
+
+    def _ask(self, now: float) -> None:
+        self.rung, self._asked_at = "asked", now
+        self.cell.interrupted_at = self.cell.interrupted_at or time.time()
+        self._hold()
+
+    def _hold(self) -> None:
+        """Ask the ranks how many optimizer steps they have begun; they begin no other now."""
+        self._begun = {}
+        for rank in self.cell.running:
+            self._gang.post(rank, "control", wire.HOLD, {}, self._take_begun)
+        self._gang.wake()
+
+    def _take_begun(self, rank: int, channel: Channel, message: Message) -> None:
+        """Name the step after which all stop, once all have answered; on the reader thread."""
+        if channel != "control":
+            return
+        with self._lock:
+            self._begun[rank] = message["content"]
+            if self._begun.keys() >= set(self.cell.running):
+                self._stop_after(self._last_step())
+
+    def _last_step(self) -> int:
+        """The step that all can reach soon; 0 where there is no training."""
+        begun = [one["begun"] for one in self._begun.values()]
+        if not max(begun):
+            return 0
+        soon = max(one["next_s"] for one in self._begun.values()) < NEXT_STEP_S
+        # a whole further step leaves no collective half done; else those that lag catch up
+        self._named_far = soon and time.monotonic() - self._asked_at < NEARER_S
+        return max(begun) + self._named_far
+
+    def _stop_after(self, step: int) -> None:
+        for rank in self.cell.pending:
+            content = wire.Interrupt(request=self.cell.requests[rank], after=step)
+            self._gang.post(rank, "control", "interrupt_request", content)
+        self._gang.wake()
+
+    def _free(self, now: float) -> None:
+        self.rung, self._freed_at = "freed", now
+        answers = self._whereabouts.now()
+        stuck = [rank for rank in self.cell.running if rank in answers]
+        places = dict.fromkeys(place(answers[rank]) for rank in stuck)
+        self.stuck = f"{rank_names.words(stuck)} in {', '.join(places)}"
+        self._stop_after(0)
+        self._release(store=False)
+
+    def _release(self, *, store: bool) -> None:
+        pids = [member.pid for member in self._gang.members]
+        content: Any = wire.ReleaseRequest(pids=pids, store=store)
+        for rank in range(self._world_size):
+            self._gang.post(rank, "control", wire.RELEASE, content)
+        self._gang.wake()
+
+    def _words(self, now: float) -> str:
+        """What is shown below the cell now."""
+        left = rank_names.words(self.cell.running) if self.cell.running else ""
+        if self.rung == "none" or not left:
+            return self.standstill.words if self.standstill else ""
+        if self.rung == "asked":
+            if now - self._asked_at < FREE_AFTER_S:
+                return ""
+            return f"asked to stop; {left} {'is' if len(self.cell.running) == 1 else 'are'} busy"
+        if now - self._freed_at < END_AFTER_S:
+            return f"stuck: {self.stuck}; freeing"
+        return (
+            f"{left} did not stop. Stop again ends the ranks: their variables are lost, and new"
+            " ranks are started."
+        )

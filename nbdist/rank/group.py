@@ -1,0 +1,89 @@
+"""The process group of all ranks: made at the start, and made anew when it is broken.
+
+Runs on a rank, on its main thread.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+_MEET = dt.timedelta(seconds=30)
+"""For all ranks to come to a renewal: none of them has anything else to do."""
+_NAMES_APART = 10_000
+"""Between the first names of groups of two eras: a stuck rank may have named more than others."""
+
+
+def join(*, on_gpu: bool, store: Store | None = None) -> None:
+    """Make the default process group and choose this rank's device.
+
+    Args:
+        on_gpu: NCCL for tensors of the GPU, gloo for others.
+        store: where the ranks find one another. Default: torch elastic's, by the environment.
+    """
+    device = None
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=int(os.environ["RANK"]) if store is not None else -1,  # -1: by the environment
+        world_size=int(os.environ["WORLD_SIZE"]) if store is not None else -1,
+        device_id=device,
+    )
+
+
+def join_anew(era: int, *, on_gpu: bool) -> list[distributed.ProcessGroup]:
+    """Make another default group beside the broken one, and prove it.
+
+    Engines still ask torch about their old groups while they are taken apart, so those stay
+    known until `forget`.
+
+    Args:
+        era: number of this renewal, the same on all ranks.
+        on_gpu: as for `join`.
+
+    Returns:
+        The old groups.
+
+    Raises:
+        RuntimeError: it does not work either.
+    """
+    old = list(distributed_c10d._world.pg_map)  # noqa: SLF001
+    distributed_c10d._update_default_pg(None)  # noqa: SLF001
+    distributed_c10d._world.group_count = era * _NAMES_APART  # noqa: SLF001
+    store, _, _ = next(rendezvous("env://"))
+    usual = store.timeout
+    store.set_timeout(_MEET)
+    join(on_gpu=on_gpu, store=PrefixStore(f"era{era}", store))
+    prove(on_gpu=on_gpu)
+    store.set_timeout(usual)
+    return old
+
+
+def prove(*, on_gpu: bool = False) -> None:
+    """Return once every rank is here and they can add.
+
+    Raises:
+        RuntimeError: they cannot.
+    """
+    for device in ["cpu", *(["cuda"] if on_gpu else [])]:
+        one = torch.ones(1, device=device)
+        distributed.all_reduce(one)
+        if one.item() != distributed.get_world_size():
+            message = f"an all_reduce of ones over {distributed.get_world_size()} ranks gave {one}"
+            raise RuntimeError(message)
+
+
+def forget(groups: list[distributed.ProcessGroup]) -> None:
+    """Take down groups that nobody uses any more."""
+    for group in groups:
+        if group in distributed_c10d._world.pg_map:  # noqa: SLF001
+            distributed.destroy_process_group(group)

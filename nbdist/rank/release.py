@@ -1,0 +1,60 @@
+"""Freeing ranks that are stuck in a collective; runs on the control thread of each rank.
+
+A collective that waits for a rank which never comes ends only when its connections do. gloo
+(torch 2.13) has no way to end one collective: `abort` leaves it waiting while DDP or a cell's
+variable holds the group. Closing the sockets between the ranks frees all of them in
+milliseconds. NCCL (torch 2.13) has `abort`, which has to be called on all ranks. The groups are
+of no use afterwards; `rank.renew` makes new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch.distributed import distributed_c10d
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def release(pids: Iterable[int], *, store: bool) -> int:
+    """Close what connects this rank with others; returns how many connections.
+
+    Args:
+        pids: processes of all ranks.
+        store: also the connections to the store in which ranks find one another: a rank may
+            wait there for others that make no group.
+    """
+    others = [pid for pid in pids if pid != os.getpid()]
+    theirs = {(one.laddr.ip, one.laddr.port) for pid in others for one in _connections(pid)}
+    if store:
+        theirs.add(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    closed = sum(
+        _shut(one.fd)
+        for one in _connections(os.getpid())
+        if (one.raddr.ip, one.raddr.port) in theirs
+    )
+    if torch.cuda.is_initialized():
+        distributed_c10d._abort_process_group()  # noqa: SLF001 - torch 2.13 has no public name
+    return closed
+
+
+def _connections(pid: int) -> list[Any]:
+    """TCP connections of a process that have another end."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # its connections went with it
+        found: list[Any] = psutil.Process(pid).net_connections("tcp")
+        return [one for one in found if one.raddr]
+    return []
+
+
+def _shut(fd: int) -> bool:
+    """End a connection whose descriptor torch owns, from beside it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as beside:
+        beside.shutdown(socket.SHUT_RDWR)
+        return True
+    return False  # it was closed meanwhile, which is what was wanted

@@ -1,0 +1,129 @@
+"""A new process group in place of a broken one, and the prepared models on it; runs on a rank.
+
+The broken group is of no use to anybody, and every engine holds it. So the engines are made
+again as in a switch, to the same options: weights, optimizer state, schedules, random
+generators and loaders go on. What a cell made on the old group by itself (`new_group`, a
+device mesh, a DDP of its own) has to be made again by a cell.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist.errors import SwitchError
+from nbdist.rank import accelerator as accelerators
+from nbdist.rank import group, training
+from nbdist.rank.switch import Switch
+from nbdist.state import wires
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
+
+    from nbdist.rank.collectives import Meeting
+
+REASON = (
+    "this was prepared before the process group was made anew; the variables model and optimizer"
+    " were bound anew, so take what you need from them again."
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What a renewal did on this rank."""
+
+    seconds: float = 0.0
+    bound: list[str] = field(default_factory=list)
+    """The user's variables that were bound anew."""
+    stale: list[str] = field(default_factory=list)
+    """The user's variables that hold the old group: a cell has to make them again."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know, in sentences."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for a message."""
+        return asdict(self)
+
+
+class Renewal:
+    """One renewal."""
+
+    def __init__(
+        self,
+        names: MutableMapping[str, Any],
+        meeting: Meeting | None,
+        *,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Know what is to come.
+
+        Args:
+            names: the user's variables.
+            meeting: where CPU ranks meet before collectives.
+            tell: told of each phase.
+        """
+        self._names, self._meeting, self._tell = names, meeting, tell
+        self._on_gpu = accelerators.current().hardware.kind == "cuda"
+        self.report = Report()
+
+    def run(self, era: int) -> Report:
+        """Renew group and engines.
+
+        Args:
+            era: number of this renewal, the same on all ranks.
+
+        Raises:
+            SwitchError: the group works and the models could not be made ready again.
+            RuntimeError: the group does not work.
+        """
+        began = time.monotonic()
+        self._tell("making the process group anew")
+        if self._meeting is not None:
+            self._meeting.begin_anew()
+        old = group.join_anew(era, on_gpu=self._on_gpu)
+        try:
+            self._make_ready()
+        finally:
+            self.report.stale = [name for name, one in self._names.items() if holds(one, old)]
+            group.forget(old)
+        self.report.seconds = time.monotonic() - began
+        return self.report
+
+    def _make_ready(self) -> None:
+        """Make the engines again; gradients of the step that was stopped are dropped."""
+        trained = training.everything()
+        steps = wires.everyones([one.steps for one in trained])
+        if any(one != steps[0] for one in steps):
+            made = ", ".join(f"rank {rank}: {max(one)}" for rank, one in enumerate(steps) if one)
+            message = (
+                f"the ranks were stopped at different optimizer steps ({made}), so their weights"
+                " do not belong together; load the last checkpoint."
+            )
+            raise SwitchError(message)
+        for one in trained:
+            drop_gradients(one)
+        if not trained:
+            return
+        options = accelerators.current().options
+        change = Switch(options, self._names, tell=self._tell, reason=REASON)
+        self.report.bound = change.run().bound
+
+
+def drop_gradients(one: training.Trained) -> None:
+    """Forget the gradients of a step that was stopped half-way."""
+    for owned in one.living:
+        owned.raw.zero_grad()
+    for parameter in one.model.parameters():
+        parameter.grad = None
+    one.waiting = 0
+
+
+def holds(value: object, groups: list[Any]) -> bool:
+    """Whether a variable is one of these process groups, or was made on one by a cell."""
+    if isinstance(value, torch.distributed.ProcessGroup):
+        return any(value is one for one in groups)
+    own = getattr(value, "process_group", None)
+    return own is not None and any(own is one for one in groups)

@@ -1,0 +1,77 @@
+"""Whether this rank gets on: how long it has been at one place, and what it waits for.
+
+Looked at on the control thread while a cell runs. Training pays nothing for it: the counters
+are torch's own, and the collective that is waited for stands in `Meeting.waiting`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import distributed_c10d
+
+from nbdist import wire
+
+if TYPE_CHECKING:
+    from nbdist.rank.collectives import Meeting
+
+IDLE_SHARE = 0.1
+"""A main thread that computes for less of the time waits for something."""
+SHORTEST_S = 0.1
+"""Between two looks that say something about it."""
+
+
+class Standing:
+    """What successive looks at the main thread tell."""
+
+    def __init__(self, meeting: Meeting | None) -> None:
+        """Look at a rank whose collectives meet first, or do not (NCCL)."""
+        self._meeting = meeting
+        self._main = threading.main_thread().ident or 0
+        self._clock = time.pthread_getcpuclockid(self._main)
+        self._place: object = None
+        self._since = self._looked_at = time.monotonic()
+        self._computed = time.clock_gettime(self._clock)
+        self._idle = False
+
+    def look(self) -> wire.Standing:
+        """Say how the main thread stands now."""
+        now, counts = time.monotonic(), group_counts()
+        place = (self._frames(), tuple(counts.items()))
+        if place != self._place:
+            self._place, self._since = place, now
+        computed = time.clock_gettime(self._clock)
+        if now - self._looked_at >= SHORTEST_S:
+            share = (computed - self._computed) / (now - self._looked_at)
+            self._idle = share < IDLE_SHARE
+            self._looked_at, self._computed = now, computed
+        waiting = self._meeting.waiting if self._meeting is not None else None
+        return wire.Standing(
+            waits_for=waiting.words if waiting else "",
+            missing=list(waiting.missing) if waiting else [],
+            still_s=round(now - (waiting.since if waiting else self._since), 1),
+            idle=self._idle,
+            counts=counts,
+        )
+
+    def _frames(self) -> tuple[tuple[int, int], ...]:
+        """Where each function of the main thread is, our own waiting left out."""
+        found = []
+        frame = sys._current_frames().get(self._main)  # noqa: SLF001
+        while frame is not None:
+            if frame.f_code.co_filename != _OWN_FILE:
+                found.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+        return tuple(found)
+
+
+_OWN_FILE = str(__file__).replace("standing.py", "collectives.py")
+
+
+def group_counts() -> dict[str, int]:
+    """Collectives that have begun, by name of the process group; of the groups of this rank."""
+    known: list[tuple[Any, str]] = list(distributed_c10d._world.pg_names.items())  # noqa: SLF001
+    return {name: group._get_sequence_number_for_group() for group, name in known}  # noqa: SLF001
