@@ -213,6 +213,8 @@ class Standing(TypedDict):
     """Whether it waits for something, in C too, rather than computes."""
     counts: dict[str, int]
     """Collectives that have begun, by process group of this rank."""
+    midway: bool
+    """Whether a pass through a model was cut short."""
 
 
 class ReleaseRequest(TypedDict):
@@ -231,10 +233,12 @@ class ReleaseReply(TypedDict):
 
 
 class RenewRequest(TypedDict):
-    """Make the process groups anew, and the prepared models on them."""
+    """Make the prepared models anew, and before them the process groups."""
 
     era: int
     """Number of this renewal."""
+    groups: bool
+    """Whether the groups too: they are broken, or the ranks out of step."""
 
 
 class RenewReply(TypedDict, total=False):

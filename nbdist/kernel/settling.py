@@ -2,7 +2,8 @@
 
 A collective that one rank has begun and another has not leaves their group out of step: the
 next one would pair with it. So the ranks' counts are compared, and where they differ, or where
-a connection was lost, the groups are made anew.
+a connection was lost, the groups are made anew. An engine that was cut short in a pass is made
+anew too.
 """
 
 from __future__ import annotations
@@ -35,38 +36,41 @@ def settle(ladder: Ladder, gang: Gang, *, world_size: int) -> str:
     broken = ladder.rung == "freed" or any(
         group.kind == "secondary" for group in tracebacks.grouped(list(cell.errors.values()))
     )
-    ranks = range(world_size)
-    if not broken:
-        broken = apart(gang.ask(ranks, wire.WHERE, {}, channel="control").values())
-    return renew(gang, world_size=world_size) if broken else ""
+    answers = gang.ask(range(world_size), wire.WHERE, {}, channel="control").values()
+    broken = broken or apart(answers)
+    if not broken and not any(one["standing"]["midway"] for one in answers):
+        return ""
+    return renew(gang, world_size=world_size, groups=broken)
 
 
-def renew(gang: Gang, *, world_size: int) -> str:
-    """Make the process groups of all ranks anew, and the prepared models on them.
+def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
+    """Make the prepared models of all ranks anew, and the process groups where asked.
 
     Where that does not work, cells run on without collectives: their variables can be saved.
     """
     with StatusLine() as line:
-        line.show("nbdist: making the process group anew")
-        request: Any = wire.RenewRequest(era=next(_eras))
+        line.show("nbdist: making the ranks ready again")
+        request: Any = wire.RenewRequest(era=next(_eras), groups=groups)
         replies = gang.ask(range(world_size), wire.RENEW, request, all_or_error=True)
         failed = {rank: one["error"] for rank, one in replies.items() if one["status"] == "error"}
         if failed:
             why = " / ".join(dict.fromkeys(failed.values())).removesuffix(".")
             said = (
-                f"the process group is broken and could not be made anew: {why}. Variables are"
-                " still there; %nbdist restart takes new ranks"
+                f"the ranks could not be made ready again: {why}. Variables are still there;"
+                " %nbdist restart takes new ranks"
             )
         else:
-            said = _in_words(replies[0]["report"])
+            said = _in_words(replies[0]["report"], groups=groups)
         line.show(f"nbdist: {said}")
     return said
 
 
-def _in_words(report: dict[str, Any]) -> str:
-    said = [f"the process group was made anew and proven in {report['seconds']:.1f} s"]
+def _in_words(report: dict[str, Any], *, groups: bool) -> str:
+    said = []
+    if groups:
+        said += [f"the process group was made anew and proven in {report['seconds']:.1f} s"]
     if report["bound"]:
         said += [f"{', '.join(report['bound'])} can be used again"]
     if report["stale"]:
         said += [f"{', '.join(report['stale'])}: of the old group, make them again"]
-    return "; ".join([*said, *report["notes"]])
+    return "; ".join([*said, *report["notes"]]) or "the ranks are ready again"

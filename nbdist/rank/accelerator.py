@@ -334,9 +334,20 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     if new and wrap.have_values():  # else a switch, which let go of everything before
         leftovers.let_go()
     result = _prepared(self, args, new, device_placement)
-    meeting.learn(result)
+    for one in meeting.learn(result):
+        if _cuts_parameters(self):
+            training.watch_forward(one)
     measure.watch(self, result, self._nbdist_session and self._nbdist_session.options)
     return result
+
+
+def _cuts_parameters(accelerator: Accelerator) -> bool:
+    """Whether DeepSpeed cuts the parameters of its models."""
+    session: Session | None = accelerator._nbdist_session  # noqa: SLF001
+    strategy = session.options.strategy if session else None
+    return (
+        strategy is not None and strategy.engine == "deepspeed" and "parameters" in strategy.shards
+    )
 
 
 def _prepared(

@@ -422,7 +422,8 @@ class RankKernel(IPythonKernel):
         request: wire.RenewRequest = parent["content"]
         renewal = renew.Renewal(self.shell.user_ns, self.meeting, tell=self.tell_phase)
         try:
-            reply = wire.RenewReply(status="ok", report=renewal.run(request["era"]).to_json())
+            report = renewal.run(request["era"], groups=request["groups"])
+            reply = wire.RenewReply(status="ok", report=report.to_json())
         except (SwitchError, RuntimeError) as error:
             reply = wire.RenewReply(status="error", error=str(error))
         self._answer(stream, ident, parent, reply)

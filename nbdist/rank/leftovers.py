@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from nbdist.rank.unstopped import unstopped
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -81,6 +83,11 @@ def let_go() -> None:
     In use is what anything but an Accelerator still refers to: two models prepared on purpose
     both stay, and their order with them. Takes one garbage collection or two, 0.1-0.5 s.
     """
+    with unstopped():
+        _let_go()
+
+
+def _let_go() -> None:
     living = known()
     lists = _lists + [getattr(one, name) for one in living for name in _KEPT]
     survivors = [[weakref.ref(item) for item in kept] for kept in lists]

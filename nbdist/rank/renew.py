@@ -1,9 +1,10 @@
-"""A new process group in place of a broken one, and the prepared models on it; runs on a rank.
+"""The prepared models made usable after a cell that was cut short; runs on a rank.
 
-The broken group is of no use to anybody, and every engine holds it. So the engines are made
-again as in a switch, to the same options: weights, optimizer state, schedules, random
-generators and loaders go on. What a cell made on the old group by itself (`new_group`, a
-device mesh, a DDP of its own) has to be made again by a cell.
+A broken process group is of no use to anybody, and every engine holds it; an engine whose
+backward was cut short has half of the gradients in its buckets. So the engines are made again
+as in a switch, to the same options: weights, optimizer state, schedules, random generators and
+loaders go on. What a cell made on an old group by itself (`new_group`, a device mesh, a DDP of
+its own) has to be made again by a cell.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from nbdist.rank.collectives import Meeting
 
 REASON = (
-    "this was prepared before the process group was made anew; the variables model and optimizer"
-    " were bound anew, so take what you need from them again."
+    "this was prepared before a cell was cut short in the middle of a step; the models were made"
+    " ready again and the variables model and optimizer bound anew, so take what you need from"
+    " them again."
 )
 
 
@@ -69,21 +71,24 @@ class Renewal:
         self._on_gpu = accelerators.current().hardware.kind == "cuda"
         self.report = Report()
 
-    def run(self, era: int) -> Report:
-        """Renew group and engines.
+    def run(self, era: int, *, groups: bool) -> Report:
+        """Renew engines, and groups before them.
 
         Args:
             era: number of this renewal, the same on all ranks.
+            groups: whether the groups too.
 
         Raises:
             SwitchError: the group works and the models could not be made ready again.
             RuntimeError: the group does not work.
         """
         began = time.monotonic()
-        self._tell("making the process group anew")
-        if self._meeting is not None:
-            self._meeting.begin_anew()
-        old = group.join_anew(era, on_gpu=self._on_gpu)
+        old: list[Any] = []
+        if groups:
+            self._tell("making the process group anew")
+            if self._meeting is not None:
+                self._meeting.begin_anew()
+            old = group.join_anew(era, on_gpu=self._on_gpu)
         try:
             self._make_ready()
         finally:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import distributed_c10d
 
 from nbdist import wire
+from nbdist.rank import training
 
 if TYPE_CHECKING:
     from nbdist.rank.collectives import Meeting
@@ -55,6 +56,7 @@ class Standing:
             still_s=round(now - (waiting.since if waiting else self._since), 1),
             idle=self._idle,
             counts=counts,
+            midway=training.midway(),
         )
 
     def _frames(self) -> tuple[tuple[int, int], ...]:

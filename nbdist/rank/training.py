@@ -69,6 +69,8 @@ class Trained:
     """Micro-batches whose gradients no step has used yet."""
     steps: int = 0
     """Optimizer steps since its training began, in whatever session."""
+    midway: bool = False
+    """Whether a pass through it was cut short: its engine may be left with half of the work."""
 
     @property
     def model(self) -> nn.Module:
@@ -181,8 +183,8 @@ class Meeting:
         except SwitchError as error:
             owner.problem = owner.problem or str(error)
 
-    def learn(self, result: object) -> None:
-        """Remember what came of it."""
+    def learn(self, result: object) -> list[Trained]:
+        """Remember what came of it; returns the models that are new."""
         made = result if len(self._args) > 1 and isinstance(result, (list, tuple)) else [result]
         pairs = list(zip(self._args, made, strict=False))
         for before, after in pairs:
@@ -206,6 +208,7 @@ class Meeting:
             if isinstance(before, LRScheduler) and isinstance(after, AcceleratedScheduler):
                 for owner in _owners(before):
                     owner.schedulers.append(weakref.ref(after))
+        return [one for one in self._new.values() if one.alive]
 
 
 def bring_up_to_date(one: Trained) -> None:
@@ -236,6 +239,24 @@ def waiting(one: Trained) -> int:
     return one.waiting if found else 0
 
 
+def midway() -> bool:
+    """Whether a pass through any model was cut short and has left its engine in between."""
+    return any(one.midway for one in _trained)
+
+
+def watch_forward(one: Trained) -> None:
+    """Notice a forward that is cut short: ZeRO-3 is left with parameters on their way."""
+
+    def begins(*_: object) -> None:
+        one.midway = True
+
+    def ends(*_: object) -> None:
+        one.midway = False
+
+    one.model.register_forward_pre_hook(begins)
+    one.model.register_forward_hook(ends)
+
+
 def parameters(optimizer: Optimizer) -> Iterator[Any]:
     """What an optimizer steps."""
     for group in optimizer.param_groups:
@@ -252,10 +273,13 @@ def counting_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        mine = [one for one in _trained if one.accelerator() is self]
+        for one in mine:
+            one.midway = True
         result = original(self, *args, **kwargs)
-        for one in _trained:
-            if one.accelerator() is self:
-                one.waiting += 1
+        for one in mine:
+            one.midway = False
+            one.waiting += 1
         return result
 
     return backward
