@@ -171,6 +171,11 @@ class Session:
         return self._running
 
     @property
+    def standstill(self) -> str:
+        """Who waits for whom in the running cell, in words; "" where nobody does for long."""
+        return self._running.notice if self._running is not None else ""
+
+    @property
     def death(self) -> RankDied | None:
         """How the ranks ended that are dead."""
         return self._death
@@ -932,6 +937,7 @@ class Session:
         ]
         return {
             "state": self.state,
+            "standstill": self.standstill,
             "world_size": self.world_size,
             "options": self.options.to_json(),
             "ranks": members,
@@ -983,8 +989,8 @@ class Session:
 def stuck_words(cell: Cell) -> str:
     """Say which ranks did not stop, and what can be done."""
     return (
-        f"{rank_names.words(cell.pending)} did not stop, probably inside a collective that waits"
-        " for another rank; %nbdist restart takes new ranks, %nbdist wait goes on waiting."
+        f"{rank_names.words(cell.pending)} did not stop yet: Python stops when the library that it"
+        " has called returns. %nbdist wait goes on waiting, %nbdist restart takes new ranks."
     )
 
 
