@@ -19,6 +19,7 @@ from nbdist.doctor import (
     notebook,
     ports,
     resources,
+    session,
     versions,
 )
 from nbdist.doctor.finding import LEVELS, Finding, note
@@ -72,11 +73,11 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Look at everything."""
-    session = current()
-    pids = of_this_kernel()
-    ranks = None if session is None else session.world_size
-    checkpoints = None if session is None else session.checkpoints.root
+    running, pids = current(), of_this_kernel()
+    ranks = None if running is None else running.world_size
+    checkpoints = None if running is None else running.checkpoints.root
     looks: Sequence[tuple[str, Callable[[], Iterable[Finding]]]] = (
+        ("session", lambda: session.look(running)),
         ("versions", versions.look),
         ("GPUs", lambda: gpus.look(own=pids)),
         ("limits", lambda: resources.look(ranks=ranks, checkpoints=checkpoints)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,10 +27,12 @@ from nbdist.doctor import (
     notebook,
     ports,
     resources,
+    session,
     versions,
 )
 from nbdist.doctor.finding import Finding
 from nbdist.engines.leftovers import Leftovers, Stray
+from tests.conftest import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -97,6 +100,17 @@ def test_a_look_that_fails_is_told_and_the_page_stays(caplog: pytest.LogCaptureF
     assert (one.level, one.topic) == ("note", "ports")
     assert "strange machine" in one.says
     assert "could not look" in caplog.text
+
+
+@pytest.mark.fault("B1")
+def test_a_session_whose_rank_was_killed_is_a_problem() -> None:
+    with nbdist.Session(nproc=1) as running:
+        assert worst(session.look(running)) == []
+        os.kill(running.status()["ranks"][0]["pid"], signal.SIGKILL)
+        eventually(lambda: running.state == "dead", within_s=5)
+        one = only(session.look(running), "problem", "rank 0 ended with signal 9 (SIGKILL)")
+        assert "%nbdist restart" in one.do
+    assert worst(session.look(None)) == []
 
 
 # -- secrets
