@@ -94,12 +94,14 @@ def diagnose() -> Diagnosis:
 
 def _looked(topic: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """Findings of one kind; a look that fails is a finding too, and the page stays whole."""
+    found: list[Finding] = []
     try:
-        return list(look())
+        found.extend(look())  # what was found before a failure is kept
     except Exception as error:  # whatever a strange machine does to one look
         log.exception("the doctor could not look at %s", topic)
         says = f"could not be looked at: {type(error).__name__}: {error}"
-        return [note(topic, says, "please report this with your system's name and version")]
+        found.append(note(topic, says, "please report this with your system's name and version"))
+    return found
 
 
 def _text(one: Finding) -> str:

@@ -62,7 +62,7 @@ def look(
         driver_cuda: the newest CUDA that the GPUs' driver can serve, as its major number.
     """
     version_of = version_of or installed
-    required = (importlib.metadata.requires("nbdist") or []) if required is None else required
+    required = _required() if required is None else required
     gpus = len(machine.found().gpus) if gpus is None else gpus
     driver_cuda = _driver_cuda() if driver_cuda is None else driver_cuda
     versions = {name: version_of(name) for name in SHOWN}
@@ -79,6 +79,14 @@ def installed(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _required() -> list[str]:
+    """What nbdist relies on; nothing is known of a source tree that was not installed."""
+    try:
+        return importlib.metadata.requires("nbdist") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def _words(name: str, version: str | None) -> str:

@@ -9,13 +9,14 @@ only what is still there after some seconds was left.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import select
 import shutil
 import signal
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,11 @@ from nbdist.owner import Owner
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+log = logging.getLogger(__name__)
+
 GRACE_S = 4.0
 """For a launcher that has just lost its kernel to end everything itself."""
-POLL_S = 0.1
+POLL_S = 0.05
 KILL_S = 2.0
 """For killed processes to be gone before their folders go."""
 
@@ -95,8 +98,15 @@ def sweep(roots: Sequence[Path] | None = None, *, grace_s: float = GRACE_S) -> N
 
 
 def sweep_in_background() -> None:
-    """Do the same on a thread of its own; a start does not wait for it."""
-    threading.Thread(target=sweep, name="nbdist-leftovers", daemon=True).start()
+    """Do the same on a thread of its own; a start neither waits for it nor fails by it."""
+    threading.Thread(target=_try_to_sweep, name="nbdist-leftovers", daemon=True).start()
+
+
+def _try_to_sweep() -> None:
+    try:
+        sweep()
+    except OSError as error:
+        log.warning("what killed sessions left stays for the next start: %s", error)
 
 
 def kill(is_meant: Callable[[int], bool]) -> None:
@@ -105,13 +115,13 @@ def kill(is_meant: Callable[[int], bool]) -> None:
     Again and again, since each may have started another just before.
     """
     deadline = time.monotonic() + KILL_S
-    while (meant := [*filter(is_meant, owner.processes())]) and time.monotonic() < deadline:
-        with contextlib.ExitStack() as held:
-            killed = [fd for pid in meant if (fd := _kill(pid, is_meant, held)) is not None]
-            for fd in killed:
-                ended = select.poll()
-                ended.register(fd, select.POLLIN)
-                ended.poll(max(0, 1000 * (deadline - time.monotonic())))
+    while time.monotonic() < deadline:
+        meant = {pid: owner.started(pid) for pid in owner.processes() if is_meant(pid)}
+        if not meant:
+            return
+        for pid in meant:
+            _kill(pid, is_meant)
+        _wait_until(partial(_all_ended, meant), deadline - time.monotonic())
 
 
 def of_launcher(folder: Path) -> Callable[[int], bool]:
@@ -125,22 +135,41 @@ def of_this_kernel() -> list[int]:
     return [pid for pid in owner.processes() if owner.environ(pid).get(owner.KERNEL) == me]
 
 
-def _kill(pid: int, is_meant: Callable[[int], bool], held: contextlib.ExitStack) -> int | None:
-    """Kill one process; give a descriptor that can be read once it has ended.
+def _kill(pid: int, is_meant: Callable[[int], bool]) -> None:
+    """Kill one process.
 
-    It is looked at again once it is held by the descriptor: its number cannot be given to
-    another process between that look and the signal.
+    It is looked at again once it is held by a descriptor: its number cannot be given to
+    another process between that look and the signal. Where there are no such descriptors
+    (Linux before 5.3, some builds of Python, gVisor), that look is the last thing before it.
     """
-    try:
-        fd = os.pidfd_open(pid)
-    except OSError:
-        return None  # it has ended
-    held.callback(os.close, fd)
-    if not is_meant(pid):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or must not be
+        held = _held(pid)
+        if held is None:
+            if is_meant(pid):
+                os.kill(pid, signal.SIGKILL)
+            return
+        try:
+            if is_meant(pid):
+                signal.pidfd_send_signal(held, signal.SIGKILL)
+        finally:
+            os.close(held)
+
+
+def _all_ended(meant: dict[int, int]) -> bool:
+    """Whether none of these runs any more, by number and start time."""
+    return not any(born and owner.started(pid) == born for pid, born in meant.items())
+
+
+def _held(pid: int) -> int | None:
+    """A descriptor of a process; None where the system has none to give."""
+    if not hasattr(os, "pidfd_open"):
         return None
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
-    return fd
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return None
 
 
 def _is_stray(pid: int) -> bool:

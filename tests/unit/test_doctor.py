@@ -96,7 +96,8 @@ def test_a_look_that_fails_is_told_and_the_page_stays(caplog: pytest.LogCaptureF
         yield finding.ok("a", "b")
         raise RuntimeError("strange machine")
 
-    (one,) = diagnosis._looked("ports", look)
+    before, one = diagnosis._looked("ports", look)
+    assert before == finding.ok("a", "b")
     assert (one.level, one.topic) == ("note", "ports")
     assert "strange machine" in one.says
     assert "could not look" in caplog.text
