@@ -194,7 +194,7 @@ class WhereReply(TypedDict):
     source: str
     """Of that line."""
     called: str
-    """The function that this line has called and that has not returned: "backward"."""
+    """The function that this line has called and that has not returned: "backward", "forward"."""
     collective: str
     """Of torch.distributed, which has not returned: "all_reduce"."""
     standing: Standing

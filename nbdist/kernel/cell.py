@@ -184,10 +184,13 @@ class Cell:
 
     @property
     def stopped(self) -> bool:
-        """Whether Stop ended it on every rank that did not end by itself."""
-        errors = self.errors.values()
+        """Whether Stop ended it on every rank that did not end by itself.
+
+        Stop may cut the connections of a rank that is stuck, and that is its error then.
+        """
         asked = bool(self.interrupted_at) and self.death is None
-        return asked and bool(errors) and all(error.is_stop for error in errors)
+        kinds = {group.kind for group in tracebacks.grouped(list(self.errors.values()))}
+        return asked and bool(kinds) and "cause" not in kinds
 
     def raise_errors(self) -> None:
         """Raise what ended the cell, as a cell of the notebook would.

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from nbdist.kernel.devices import Placement
     from nbdist.kernel.exporting import ExportReport
     from nbdist.kernel.foreign import ForeignReport
+    from nbdist.kernel.ladder import Rung
     from nbdist.kernel.render import Show
     from nbdist.kernel.saving import Checkpoints, LoadReport, Save
 
@@ -441,8 +442,13 @@ class Session:
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
-        if self._running is not None and self._ladder is not None:
-            self._ladder.stop()
+        self._stop_running()
+
+    def _stop_running(self) -> Rung:
+        """Go one rung up with the running cell; returns where it is now."""
+        if self._running is None or self._ladder is None:
+            return "none"
+        return self._ladder.stop()
 
     def _shown(self, output: str | Sequence[int]) -> Show:
         """Whose output is displayed."""
@@ -491,18 +497,18 @@ class Session:
         Where ranks only compute, a late second Stop gives the prompt back.
         """
         asked_at = time.monotonic()
+        rung: Rung = "none"
         while not cell.finished.is_set():
             try:
-                self.interrupt()
-                while not cell.finished.is_set():
+                rung = self._stop_running()
+                while not cell.finished.is_set() and rung != "end":
                     cell.pump(cell.patience_s)
             except KeyboardInterrupt:
-                rung = self._ladder.rung if self._ladder is not None else "none"
                 if rung == "asked" and time.monotonic() - asked_at > PATIENCE_S:
                     cell.show_errors()
                     raise CellInterrupted(stuck_words(cell)) from None
-                if rung == "end":
-                    self._end_stuck(cell)
+            if rung == "end":
+                self._end_stuck(cell)
 
     def _end_stuck(self, cell: Cell) -> NoReturn:
         """End ranks that nothing else has stopped, and start new ones."""
