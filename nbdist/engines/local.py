@@ -15,6 +15,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from typing import TYPE_CHECKING, Literal
 
 import psutil
@@ -25,14 +27,22 @@ from nbdist.engines.run_dir import RunDir
 from nbdist.errors import StartError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
 Kind = Literal["cpu", "cuda"]
 CLOSE_S = 5.0
 """How long a launcher may take to end its ranks before it is killed with them."""
+KILLED_S = 2.0
+"""How long what was killed may take to be gone."""
+POLL_S = 0.01
 LOG_TAIL_BYTES = 4000
+BULK_DIR = "NBDIST_BULK_DIR"
+"""In the environment of a launcher and of all that it starts: its private folder."""
 LAUNCHER_GONE = -1
 """Generation of the `Ended` that stands for the launcher's own end."""
+LAUNCHER = "the launcher"
+"""In place of a rank in that message's exit codes."""
 
 
 def _nobody(_message: wire.LinkMessage) -> None:
@@ -63,6 +73,7 @@ class Launcher:
         finally:
             theirs.close()
         self.started_at = psutil.Process(self.process.pid).create_time()
+        self._closing = False
         self._reader = threading.Thread(target=self._read, name="nbdist-link", daemon=True)
         self._reader.start()
         atexit.register(self.close)
@@ -71,7 +82,7 @@ class Launcher:
         fd = theirs.fileno()
         command = [sys.executable, "-m", "nbdist.launcher", str(fd), str(self.run_dir.path)]
         env = scrubbed(os.environ) | {
-            "NBDIST_BULK_DIR": str(self.run_dir.bulk),
+            BULK_DIR: str(self.run_dir.bulk),
             "DS_ACCELERATOR": self.kind,  # read when DeepSpeed is imported, and only then
         }
         with self.run_dir.log.open("ab") as log:
@@ -108,34 +119,63 @@ class Launcher:
             return self.run_dir.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
         return ""
 
+    def wake_up(self) -> None:
+        """Let it go on if it is stopped: it cannot end anything until then."""
+        self.process.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
-        """End the launcher with everything it started; leave nothing behind."""
-        self.listener = _nobody
+        """End the launcher with everything it started; leave nothing behind.
+
+        Bounded by nine seconds: a process that cannot be killed is named in a warning.
+        """
+        self.listener, self._closing = _nobody, True
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
-        try:
-            self.process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
+        self.wake_up()
+        if self._code(within_s=CLOSE_S) is None:
             self.process.kill()
-            self.process.wait()
-        self._kill_session()
+        stuck = self._kill_session()
+        if self._code(within_s=KILLED_S) is None:
+            stuck.add(self.process.pid)
+        if stuck:
+            warnings.warn(stuck_words(stuck), RuntimeWarning, stacklevel=2)
         if threading.current_thread() is not self._reader:
             self._reader.join(CLOSE_S)
         self._link.close()
         self.run_dir.remove()
         atexit.unregister(self.close)
 
-    def _kill_session(self) -> None:
-        """Kill what is left of the launcher's own session, never anything else.
+    def _code(self, *, within_s: float) -> int | None:
+        """Its exit code, negative for a signal; None: it has not ended within this time."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
 
-        The session id is the launcher's pid; a process older than the launcher cannot
-        belong to it, so a reused pid is never touched.
+    def _kill_session(self) -> set[int]:
+        """Kill what is left of the launcher's own, never anything else; returns the immortal.
+
+        Its own is who is in its session, whose id is its pid, or carries the name of its
+        private folder in the environment. What is older than the launcher cannot be its own,
+        so a reused pid is never touched.
         """
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                in_session = os.getsid(process.pid) == self.process.pid
-                if in_session and process.create_time() >= self.started_at:
-                    process.send_signal(signal.SIGKILL)
+        own = {process for process in psutil.process_iter() if self._is_own(process)}
+        for process in own:
+            with contextlib.suppress(psutil.NoSuchProcess):  # gone by now: wanted
+                process.kill()
+        deadline = time.monotonic() + KILLED_S
+        while (own := set(filter(_runs, own))) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return {process.pid for process in own}
+
+    def _is_own(self, process: psutil.Process) -> bool:
+        # gone by now, or somebody else's and so not to be looked into: not our own
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.create_time() >= self.started_at:
+                return os.getsid(process.pid) == self.process.pid or (
+                    process.environ().get(BULK_DIR) == str(self.run_dir.bulk)
+                )
+        return False
 
     def _read(self) -> None:
         # A launcher that is killed with something unread resets the link instead of ending it.
@@ -144,14 +184,41 @@ class Launcher:
                 message = wire.from_line(line)
                 self.warm = self.warm or isinstance(message, wire.Warm)
                 self.listener(message)
-        self.listener(wire.Ended(LAUNCHER_GONE, error="the launcher ended"))
+        if self._closing:
+            return
+        code = self._code(within_s=KILLED_S)
+        self.listener(wire.Ended(LAUNCHER_GONE, {} if code is None else {LAUNCHER: code}))
+        self._kill_session()  # it can no longer end the children of its ranks
+
+
+def stuck_words(pids: Iterable[int]) -> str:
+    """Say which processes cannot be killed, and what can be done."""
+    listed = ", ".join(str(pid) for pid in sorted(pids))
+    return (
+        f"These processes of the session cannot be killed: {listed}. They sit in a call of the"
+        " operating system (state D, a disk or a driver that does not answer) and may hold"
+        " memory of a device until it returns or the machine is restarted."
+    )
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class LocalEngine:
-    """Gives launchers on this machine and keeps one warm ahead of need."""
+    """Gives launchers on this machine and keeps one warm ahead of need.
 
-    def __init__(self) -> None:
+    Args:
+        memory_events: the file that counts what the OOM killer has killed, "memory.events" of
+            a cgroup. Default: that of this process.
+    """
+
+    def __init__(self, memory_events: Path | None = None) -> None:
         """Hold no launcher yet."""
+        self.memory_events = memory_events
         self._warm: Launcher | None = None
 
     def warm_up(self, kind: Kind) -> None:

@@ -93,6 +93,7 @@ class Cell:
         """Id of the execute_request, by rank."""
         self.count = 0
         """Its number in the notebook."""
+        self.code = ""
         self.began = time.time()
         """Unix seconds."""
         self.interrupted_at = 0.0
@@ -122,6 +123,10 @@ class Cell:
     def die(self, death: RankDied) -> None:
         """End the cell because its ranks are gone."""
         self._inbox.put(death)
+
+    def tell(self, line: str) -> None:
+        """Show a line of the session's below the cell; from any thread."""
+        self._inbox.put((Cell.take_notice, -1, {"lines": [line]}))
 
     def detach(self, screen: Screen) -> None:
         """Let the reader thread show what comes from now on, on `screen`."""
@@ -339,6 +344,10 @@ class Cell:
         self.advice[rank] = message["content"]
         if self._told_of_failure and len(self.advice) == 1:
             self.renderer.note(self.advice_lines())
+
+    def take_notice(self, _rank: int, message: Message) -> None:
+        """A line of the session's own."""
+        self.renderer.note(message["lines"])
 
     def take_send(self, _rank: int, message: Message) -> None:
         """A value of send(), while the cell runs."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
 
 from nbdist import wire
-from nbdist.launcher import family
+from nbdist.launcher import blackbox, family
 from nbdist.launcher.link import Link
 
 FIRST = (
@@ -60,10 +59,12 @@ def next_launch(link: Link) -> wire.Launch:
 def main() -> None:
     """Serve launches until the kernel is gone."""
     started = time.monotonic()
+    blackbox.install(sys.argv[2], "launcher")
     family.adopt_orphans()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # no warning at each start
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Stop is the ranks' business
     link = Link(int(sys.argv[1]), [sys.argv[2], os.environ["NBDIST_BULK_DIR"]])
+    link.take_signals()
+    os.register_at_fork(after_in_parent=link.take_signals)
     for name in FIRST:
         importlib.import_module(name)
     from nbdist.launcher import ranks

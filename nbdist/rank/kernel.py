@@ -33,7 +33,7 @@ from nbdist.errors import (
     SessionError,
     SwitchError,
 )
-from nbdist.rank import describe, measure, where
+from nbdist.rank import describe, measure, stacks, where
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class RankKernel(IPythonKernel):
         self.control_handlers |= {
             wire.MEASURED: self.measured_request,
             wire.WHERE: self.where_request,
+            wire.STACKS: self.stacks_request,
             wire.MODEL: self.prepared_request,
         }
 
@@ -390,6 +391,11 @@ class RankKernel(IPythonKernel):
     def where_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Tell the line that a cell is at; on the control thread, while it runs."""
         self._answer(stream, ident, parent, where.reply(self.shell.compile.format_code_name))
+
+    def stacks_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Tell what every thread is doing; on the control thread, while a cell runs."""
+        text = stacks.text(self.shell.compile.format_code_name)
+        self._answer(stream, ident, parent, wire.StacksReply(text=text))
 
     def _named(self, names: list[str]) -> dict[str, object]:
         missing = [name for name in names if name not in self.shell.user_ns]
