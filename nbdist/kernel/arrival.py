@@ -107,7 +107,7 @@ class Arrival:
 
     def _missing(self) -> str:
         """What a start waits for."""
-        if not self._gang.pids:
+        if not self._gang.warm:
             return "the launcher warms up"
         missing = set(range(self._world_size)) - self._joined.keys()
         return f"starting the ranks; nothing heard of {ranks_of.words(sorted(missing))}"

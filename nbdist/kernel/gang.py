@@ -234,6 +234,11 @@ class Gang:
         return self.run_dir.path / str(self.generation)
 
     @property
+    def warm(self) -> bool:
+        """Whether the launcher can fork at once."""
+        return self._launcher is not None and self._launcher.warm
+
+    @property
     def launcher_pid(self) -> int:
         """The launcher's process."""
         if self._launcher is None:
