@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -16,12 +19,12 @@ import pytest
 
 from nbdist import CellError, RankDied, Session
 from nbdist.engines.local import LocalEngine
+from nbdist.kernel.oom import events_file
 from tests.conftest import eventually
 from tests.doubles.unkillable import Unkillable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 TOLD_S = 2.0
 FREED_S = 10.0
@@ -42,8 +45,10 @@ def memory_events(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_session(memory_events: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("notebook"))
-        with Session(nproc=2, engine=LocalEngine(memory_events)) as running:
+        engine = LocalEngine(memory_events)
+        with Session(nproc=2, engine=engine) as running:
             yield running
+        engine.close()
 
 
 @pytest.fixture
@@ -51,6 +56,7 @@ def session(one_session: Session) -> Session:
     """Two living ranks."""
     if one_session.state != "ready":
         one_session.restart()
+    one_session._gang._engine.warm_up("cpu")  # for the test that ends the launcher
     return one_session
 
 
@@ -193,6 +199,50 @@ def test_the_oom_killer_is_named_with_the_limit(session: Session, memory_events:
     session.restart()
     os.kill(pids(session)[1], signal.SIGKILL)
     assert "maybe the OOM killer" in told(session)  # the counter has not grown since
+
+
+@pytest.fixture
+def small_cgroup(memory_events: Path) -> Iterator[Path]:
+    """A cgroup of 2.5 GiB inside our own."""
+    own = events_file(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    assert own != memory_events
+    if own is None or not os.access(own.parent, os.W_OK):
+        pytest.skip("no cgroup of memory can be made here")
+    folder = own.parent / f"nbdist-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        limits = (folder / "memory.max", folder / "memory.limit_in_bytes")
+        limit = next((file for file in limits if file.exists()), None)
+        if limit is None:
+            pytest.skip("this cgroup does not limit memory")
+        limit.write_text(str(5 * 2**29))
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+FULL = r"""
+import os, sys
+from pathlib import Path
+from nbdist import RankDied, Session
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+with Session(nproc=2) as session:
+    try:
+        session.run("kept = []\nwhile rank == 1: kept.append(bytearray(2**26))")
+    except RankDied as death:
+        print(death)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fault("F1")
+def test_the_real_oom_killer_is_named_with_the_limit(small_cgroup: Path) -> None:
+    script = [sys.executable, "-c", FULL, str(small_cgroup)]
+    shown = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert (
+        "rank 1 ended with signal 9 (SIGKILL): killed by the kernel's OOM killer"
+        " (cgroup limit 2.5 GiB)"
+    ) in shown
 
 
 @pytest.mark.fault("F2")
