@@ -33,7 +33,7 @@ from nbdist.errors import (
     SessionError,
     SwitchError,
 )
-from nbdist.rank import describe, measure, stacks, where
+from nbdist.rank import advice, describe, measure, stacks, where
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -74,6 +74,20 @@ class RankShell(ZMQInteractiveShell):
         """Refuse `exit()`: one rank cannot leave alone."""
         msg = "exit() was called: a rank cannot leave alone. Use %nbdist stop to end all ranks."
         raise SessionError(msg)
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        """Show an error; one for lack of memory without the source around each frame.
+
+        For that IPython 9 builds syntax trees of whole modules, megabytes of small objects,
+        and CPython 3.11's ends by SIGSEGV where memory fails in the middle of one.
+        """
+        usual = self.InteractiveTB.mode
+        if advice.is_out_of_host_memory(sys.exc_info()[1]):
+            self.InteractiveTB.set_mode("Plain")
+        try:
+            super().showtraceback(*args, **kwargs)
+        finally:
+            self.InteractiveTB.set_mode(usual)
 
 
 class RankKernel(IPythonKernel):
@@ -157,12 +171,10 @@ class RankKernel(IPythonKernel):
         """Release the frames of a failed cell; say what to do where it lacked memory."""
         try:
             # The error gets no name here: it would outlive its release, and its frames with it.
-            advice = self.advice_on(
-                getattr(self.shell.last_execution_result, "error_in_exec", None)
-            )
+            told = self.advice_on(getattr(self.shell.last_execution_result, "error_in_exec", None))
             release_frames(self.shell)
-            if advice is not None:
-                self.publish(wire.ADVICE, advice())
+            if told is not None:
+                self.publish(wire.ADVICE, told())
         except Exception:
             # With hardly any memory left all of this may fail, and the reply must be sent.
             log.exception("no advice on a failure")
