@@ -22,6 +22,7 @@ from nbdist.engines.local import LocalEngine
 from nbdist.kernel.oom import events_file
 from tests.conftest import eventually
 from tests.doubles.unkillable import Unkillable
+from tests.live_kernel import ANSI
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -259,6 +260,9 @@ finally:
     with pytest.raises(CellError) as caught:
         session.run(limited)
     assert {rank: error.ename for rank, error in caught.value.errors.items()} == {1: "MemoryError"}
+    shown = "\n".join(caught.value.errors[1].traceback)
+    assert "block = bytearray(2**30)" in ANSI.sub("", shown)
+    assert "---->" not in shown, "nothing was parsed: CPython may end by that without memory"
     assert session.run("rank").values == {0: 0, 1: 1}
 
 
