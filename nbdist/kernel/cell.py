@@ -236,11 +236,17 @@ class Cell:
         return self.death is not None or all(state.done(now) for state in self.states.values())
 
     def _finish(self) -> None:
-        if self.detached:
+        told = self._caused_something() if self.death is not None else self.detached
+        if told:
             self.show_errors()
         self.renderer.close()
         self.finished.set()
         self._on_done(self)
+
+    def _caused_something(self) -> bool:
+        """Whether a rank failed for a reason of its own: else the death explains it."""
+        groups = tracebacks.grouped(list(self.errors.values()))
+        return any(group.kind == "cause" for group in groups)
 
     def _tell_of_failure(self) -> None:
         """Show an error at once while other ranks run on, perhaps waiting for the failed one."""
