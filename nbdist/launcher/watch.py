@@ -12,18 +12,23 @@ import select
 import signal
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
+from multiprocessing import process
 from typing import TYPE_CHECKING
 
 from nbdist import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.process import BaseProcess
 
 _LAST_BYTES = 65536  # a pipe holds no more
 _MESSAGE_BYTES = 64
 _PIPES = 2  # stdout and stderr
 _BYE = b"bye"
+_NOTED_S = 0.2
+_POLL_S = 0.005
 
 
 @dataclass
@@ -31,6 +36,8 @@ class _Rank:
     number: int
     pid: int
     pipes: list[int] = field(default_factory=list)
+    process: BaseProcess | None = None
+    """torch elastic's own, which has the exit code where torch elastic collected it first."""
 
 
 class Watch:
@@ -103,7 +110,7 @@ class Watch:
         if known is None:
             self._begin(number, pid)
         else:
-            known.pipes = pipes
+            known.pipes, known.process = pipes, known.process or _process(pid)
         return True
 
     def _begin(self, number: int, pid: int) -> None:
@@ -113,12 +120,15 @@ class Watch:
         except ProcessLookupError:  # ended, and collected by torch elastic
             self._tell(wire.RankEnded(self._generation, number, None))
             return
-        self._ranks[fd] = _Rank(number, pid)
+        self._ranks[fd] = _Rank(number, pid, process=_process(pid))
         self._poll.register(fd, select.POLLIN)
 
     def _end(self, fd: int) -> wire.RankEnded:
         rank = self._ranks[fd]
-        end = wire.RankEnded(self._generation, rank.number, _code(rank.pid), _unread(rank.pipes))
+        code = _code(rank.pid)
+        if code is None and rank.process is not None:
+            code = _collected(rank.process)
+        end = wire.RankEnded(self._generation, rank.number, code, _unread(rank.pipes))
         self._forget(fd)
         return end
 
@@ -141,6 +151,20 @@ def _code(pid: int) -> int | None:
     if ended is None:
         return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _process(pid: int) -> BaseProcess | None:
+    """The child as multiprocessing knows it; `active_children()` would collect it."""
+    children = list(process._children)  # type: ignore[attr-defined]  # noqa: SLF001
+    return next((child for child in children if child.pid == pid), None)
+
+
+def _collected(child: BaseProcess) -> int | None:
+    """The exit code that the main thread has just collected, or is about to note."""
+    deadline = time.monotonic() + _NOTED_S
+    while child.exitcode is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return child.exitcode
 
 
 def _unread(pipes: list[int]) -> str:

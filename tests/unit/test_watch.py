@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -57,7 +58,31 @@ def test_ends_are_told_in_their_order_with_codes_that_stay_to_be_collected() -> 
     collect(*pids)
 
 
-def test_an_end_that_torch_elastic_collected_first_is_told_without_a_code() -> None:
+@pytest.mark.fault("B9")
+def test_an_end_that_torch_elastic_collected_first_has_its_code_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[wire.LinkMessage] = []
+    watch, read, write = Watch(1, told.append), *os.pipe()
+
+    def life() -> None:
+        watch.announce(0)
+        os.read(read, 1)
+        os._exit(5)
+
+    forked = multiprocessing.get_context("fork").Process(target=life)
+    forked.start()
+    eventually(lambda: watch._ranks, within_s=5)
+    monkeypatch.setattr("nbdist.launcher.watch._code", lambda _: forked.join())  # it is quicker
+    os.write(write, b"x")
+    eventually(lambda: ends(told), within_s=5)
+    watch.close()
+    assert [end.code for end in ends(told)] == [5]
+    os.close(read)
+    os.close(write)
+
+
+def test_an_end_before_the_watch_began_is_told_without_a_code() -> None:
     told: list[wire.LinkMessage] = []
     watch = Watch(1, told.append)
     pid = os.fork()
