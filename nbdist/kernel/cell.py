@@ -93,6 +93,7 @@ class Cell:
         """Id of the execute_request, by rank."""
         self.count = 0
         """Its number in the notebook."""
+        self.code = ""
         self.began = time.time()
         """Unix seconds."""
         self.interrupted_at = 0.0
@@ -122,6 +123,10 @@ class Cell:
     def die(self, death: RankDied) -> None:
         """End the cell because its ranks are gone."""
         self._inbox.put(death)
+
+    def tell(self, line: str) -> None:
+        """Show a line of the session's below the cell; from any thread."""
+        self._inbox.put((Cell.take_notice, -1, {"lines": [line]}))
 
     def detach(self, screen: Screen) -> None:
         """Let the reader thread show what comes from now on, on `screen`."""
@@ -231,11 +236,17 @@ class Cell:
         return self.death is not None or all(state.done(now) for state in self.states.values())
 
     def _finish(self) -> None:
-        if self.detached:
+        told = self._caused_something() if self.death is not None else self.detached
+        if told:
             self.show_errors()
         self.renderer.close()
         self.finished.set()
         self._on_done(self)
+
+    def _caused_something(self) -> bool:
+        """Whether a rank failed for a reason of its own: else the death explains it."""
+        groups = tracebacks.grouped(list(self.errors.values()))
+        return any(group.kind == "cause" for group in groups)
 
     def _tell_of_failure(self) -> None:
         """Show an error at once while other ranks run on, perhaps waiting for the failed one."""
@@ -339,6 +350,10 @@ class Cell:
         self.advice[rank] = message["content"]
         if self._told_of_failure and len(self.advice) == 1:
             self.renderer.note(self.advice_lines())
+
+    def take_notice(self, _rank: int, message: Message) -> None:
+        """A line of the session's own."""
+        self.renderer.note(message["lines"])
 
     def take_send(self, _rank: int, message: Message) -> None:
         """A value of send(), while the cell runs."""

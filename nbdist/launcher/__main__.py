@@ -10,14 +10,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 
 from nbdist import shared_memory, wire
-from nbdist.launcher import family
+from nbdist.launcher import blackbox, family
 from nbdist.launcher.link import Link
 
 FIRST = (
@@ -61,11 +60,13 @@ def next_launch(link: Link) -> wire.Launch:
 def main() -> None:
     """Serve launches until the kernel is gone."""
     started = time.monotonic()
+    blackbox.install(sys.argv[2], "launcher")
     family.adopt_orphans()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # no warning at each start
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Stop is the ranks' business
     run_dir = Path(sys.argv[2])
     link = Link(int(sys.argv[1]), run_dir, [os.environ["NBDIST_BULK_DIR"]])
+    link.take_signals()
+    os.register_at_fork(after_in_parent=link.take_signals)
     shared_memory.note_forks(run_dir)
     for name in FIRST:
         importlib.import_module(name)

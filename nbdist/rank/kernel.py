@@ -33,7 +33,7 @@ from nbdist.errors import (
     SessionError,
     SwitchError,
 )
-from nbdist.rank import describe, measure, where
+from nbdist.rank import advice, describe, measure, stacks, where
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -74,6 +74,20 @@ class RankShell(ZMQInteractiveShell):
         """Refuse `exit()`: one rank cannot leave alone."""
         msg = "exit() was called: a rank cannot leave alone. Use %nbdist stop to end all ranks."
         raise SessionError(msg)
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        """Show an error; one for lack of memory without the source around each frame.
+
+        For that IPython 9 builds syntax trees of whole modules, megabytes of small objects,
+        and CPython 3.11's ends by SIGSEGV where memory fails in the middle of one.
+        """
+        usual = self.InteractiveTB.mode
+        if advice.is_out_of_host_memory(sys.exc_info()[1]):
+            self.InteractiveTB.set_mode("Plain")
+        try:
+            super().showtraceback(*args, **kwargs)
+        finally:
+            self.InteractiveTB.set_mode(usual)
 
 
 class RankKernel(IPythonKernel):
@@ -119,6 +133,7 @@ class RankKernel(IPythonKernel):
         self.control_handlers |= {
             wire.MEASURED: self.measured_request,
             wire.WHERE: self.where_request,
+            wire.STACKS: self.stacks_request,
             wire.MODEL: self.prepared_request,
         }
 
@@ -156,12 +171,10 @@ class RankKernel(IPythonKernel):
         """Release the frames of a failed cell; say what to do where it lacked memory."""
         try:
             # The error gets no name here: it would outlive its release, and its frames with it.
-            advice = self.advice_on(
-                getattr(self.shell.last_execution_result, "error_in_exec", None)
-            )
+            told = self.advice_on(getattr(self.shell.last_execution_result, "error_in_exec", None))
             release_frames(self.shell)
-            if advice is not None:
-                self.publish(wire.ADVICE, advice())
+            if told is not None:
+                self.publish(wire.ADVICE, told())
         except Exception:
             # With hardly any memory left all of this may fail, and the reply must be sent.
             log.exception("no advice on a failure")
@@ -390,6 +403,11 @@ class RankKernel(IPythonKernel):
     def where_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Tell the line that a cell is at; on the control thread, while it runs."""
         self._answer(stream, ident, parent, where.reply(self.shell.compile.format_code_name))
+
+    def stacks_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Tell what every thread is doing; on the control thread, while a cell runs."""
+        text = stacks.text(self.shell.compile.format_code_name)
+        self._answer(stream, ident, parent, wire.StacksReply(text=text))
 
     def _named(self, names: list[str]) -> dict[str, object]:
         missing = [name for name in names if name not in self.shell.user_ns]

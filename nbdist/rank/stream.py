@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from ipykernel.iostream import OutStream
 
 
@@ -31,3 +33,9 @@ class RankStream(OutStream):
         if self._written:
             self._written = False  # before: what is written meanwhile needs a flush of its own
             super().flush()  # type: ignore[no-untyped-call]
+
+
+def pipes() -> list[int]:
+    """The ends that this process reads of what C code writes to stdout and stderr."""
+    watched = (vars(stream).get("_fid") for stream in (sys.stdout, sys.stderr))
+    return [fd for fd in watched if fd is not None]

@@ -94,6 +94,7 @@ def test_failed_cell_frees_its_tensors(session: Session) -> None:
     assert session.run("seen() is None").values == {0: True, 1: True}
 
 
+@pytest.mark.fault("B8")
 @pytest.mark.parametrize(
     ("code", "says"),
     [
