@@ -20,7 +20,7 @@ import psutil
 from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
-from ipykernel.zmqshell import ZMQInteractiveShell
+from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
 from torch import distributed
 from traitlets import DottedObjectName, Float, Type
 from traitlets.config import Config
@@ -34,6 +34,7 @@ from nbdist.errors import (
     SwitchError,
 )
 from nbdist.rank import describe, measure, where
+from nbdist.rank.long_text import LONGEST_ERROR, shortened
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class RankDisplayHook(ZMQShellDisplayHook):
     def compute_format_data(self, result: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Format as IPython does; note the value itself in the metadata."""
         bundle, metadata = super().compute_format_data(result)
+        _shorten(bundle)
         try:
             metadata[wire.NOTE] = payload.inline(result)
         except PayloadError:
@@ -69,11 +71,22 @@ class RankShell(ZMQInteractiveShell):
     """A shell that a cell cannot end."""
 
     displayhook_class = Type(RankDisplayHook)
+    display_pub: ZMQDisplayPublisher
 
     def ask_exit(self) -> NoReturn:
         """Refuse `exit()`: one rank cannot leave alone."""
         msg = "exit() was called: a rank cannot leave alone. Use %nbdist stop to end all ranks."
         raise SessionError(msg)
+
+    def init_display_pub(self) -> None:
+        """Have the text of displays cut where it is very long."""
+        super().init_display_pub()
+        self.display_pub.register_hook(_with_shorter_text)
+
+    def _showtraceback(self, etype: type[BaseException], evalue: object, stb: list[str]) -> None:
+        """Send an error, its message cut where it is very long."""
+        parts = [shortened(part, longest=LONGEST_ERROR) for part in stb]
+        super()._showtraceback(etype, shortened(str(evalue), longest=LONGEST_ERROR), parts)
 
 
 class RankKernel(IPythonKernel):
@@ -149,6 +162,7 @@ class RankKernel(IPythonKernel):
             self.after_code()
         self.before_reply()
         if reply["status"] == "error":
+            reply["evalue"] = shortened(reply["evalue"], longest=LONGEST_ERROR)
             self.let_go()
         return reply
 
@@ -473,6 +487,17 @@ def _handed_over(half: Callable[[], Report]) -> wire.HandoverReply:
 
 def _no_advice(_: BaseException | None) -> None:
     """Have nothing to say of an error."""
+
+
+def _shorten(bundle: dict[str, Any]) -> None:
+    """Cut the plain text of a display; pictures and pages cannot be cut."""
+    if isinstance(text := bundle.get("text/plain"), str):
+        bundle["text/plain"] = shortened(text)
+
+
+def _with_shorter_text(message: Message) -> Message:
+    _shorten(message["content"]["data"])
+    return message
 
 
 def _nothing() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ipykernel.iostream import OutStream
 
+from nbdist.rank.long_text import shortened
+
 
 class RankStream(OutStream):
     """Skips a flush when nothing was written since the last one.
@@ -24,7 +26,7 @@ class RankStream(OutStream):
             string.encode()
         except UnicodeEncodeError:
             string = string.encode(errors="backslashreplace").decode()
-        return super().write(string)
+        return super().write(shortened(string))
 
     def flush(self) -> None:
         """Send what was written and wait until it is sent."""

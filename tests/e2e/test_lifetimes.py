@@ -122,6 +122,7 @@ def test_listeners_stay_on_loopback() -> None:
         assert listening <= {"127.0.0.1"}
 
 
+@pytest.mark.fault("A6")
 def test_stale_environment_and_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "RANK": "3",
@@ -136,6 +137,7 @@ def test_stale_environment_and_busy_port(monkeypatch: pytest.MonkeyPatch) -> Non
             assert session.run("(rank, world_size)").values == {0: (0, 2), 1: (1, 2)}
 
 
+@pytest.mark.fault("A7")
 def test_a_kernel_that_used_accelerate_and_openmp(tmp_path: Path) -> None:
     with LiveKernel(tmp_path, ACCELERATE_USE_FSDP="true") as kernel:
         kernel.run(
