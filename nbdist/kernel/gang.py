@@ -154,6 +154,7 @@ class Gang:
             launcher.send(wire.Halt())
             while not isinstance(gone.get(timeout=HALT_S), wire.Ended):
                 pass
+            self._ended = self._generation  # ranks that are gone are not ended again
         except (Empty, StartError):
             self.close()  # it does not answer, or is gone: take it down with its ranks
 

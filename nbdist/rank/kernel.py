@@ -12,9 +12,10 @@ import logging
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import psutil
 from ipykernel.displayhook import ZMQShellDisplayHook
@@ -38,7 +39,7 @@ from nbdist.rank.long_text import LONGEST_ERROR, shortened
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import zmq
     from jupyter_client.session import Session as Signer
@@ -66,6 +67,9 @@ class RankDisplayHook(ZMQShellDisplayHook):
             return bundle, metadata  # its text is what the kernel gets
         return bundle, metadata
 
+    def log_output(self, format_dict: dict[str, Any]) -> None:
+        """Keep nothing: IPython 9 would hold every cell's value, as text and page, for ever."""
+
 
 class RankShell(ZMQInteractiveShell):
     """A shell that a cell cannot end."""
@@ -82,6 +86,11 @@ class RankShell(ZMQInteractiveShell):
         """Have the text of displays cut where it is very long."""
         super().init_display_pub()
         self.display_pub.register_hook(_with_shorter_text)
+
+    @contextmanager
+    def _tee(self, channel: Literal["stdout", "stderr"]) -> Iterator[None]:  # noqa: ARG002 - IPython's
+        """Keep no copy of what a cell prints: IPython 9 would hold all of it for ever."""
+        yield
 
     def _showtraceback(self, etype: type[BaseException], evalue: object, stb: list[str]) -> None:
         """Send an error, its message cut where it is very long."""

@@ -126,7 +126,8 @@ def test_bytes_that_are_no_text_do_no_harm(
         r"""
         import os, sys
         if rank == 0:
-            print('\ud800 surrogate'); print('nul\0nul'); print('\x1b[31mred \x1b[2J\x1b[H wiped\x1b[0m')
+            print('\ud800 surrogate'); print('nul\0nul')
+            print('\x1b[31mred \x1b[2J\x1b[H wiped\x1b[0m')
             sys.stderr.write('\udfff too\n'); sys.stdout.flush()
             os.write(1, b'raw \xff\xfe out\n'); os.write(2, b'raw \xff err\n')
             for i in range(200):
