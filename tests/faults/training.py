@@ -24,8 +24,8 @@ MODEL = textwrap.dedent(
     def step():
         global done
         sample = torch.Generator().manual_seed(1000 * done + rank)
-        batch = torch.randn(8, 16, generator=sample)
-        loss = model(batch).square().mean()
+        batch, target = torch.randn(8, 16, generator=sample), torch.randn(8, 4, generator=sample)
+        loss = (model(batch) - target).square().mean()
         accelerator.backward(loss)
         optimizer.step(); optimizer.zero_grad()
         done += 1
