@@ -99,7 +99,6 @@ def test_every_backend_loads_what_every_backend_wrote(trained: Session) -> None:
     ("before", "after"),
     [((2, "fsdp2"), (1, "ddp")), ((1, "ddp"), (2, "zero3")), ((2, "ddp"), (4, "fsdp2"))],
 )
-@pytest.mark.fault("E11")
 def test_another_number_of_ranks(
     living: Session, before: tuple[int, str], after: tuple[int, str]
 ) -> None:
@@ -365,8 +364,6 @@ def test_a_failure_in_a_cells_save_is_seen(trained: Session, capsys: Any) -> Non
     eventually(lambda: "on purpose" in "".join(capsys.readouterr()), within_s=20)
 
 
-@pytest.mark.fault("E1")
-@pytest.mark.fault("E2")
 def test_killed_at_any_moment_of_a_save(living: Session, folder: Path) -> None:
     found = saves_killed.kill(living, folder / "killed", kills=3, seed=1)
     assert len(found) == 3

@@ -130,14 +130,17 @@ class Table:
             item.user_properties.append((PROPERTY, rows))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the outcome and the time of one phase of a test; fixtures count too."""
-        test = report.nodeid
+        """Take the outcome and the time of one phase of a test; fixtures count too.
+
+        The cases of a test are one line, with the worst outcome of them.
+        """
+        test = report.nodeid.partition("[")[0]
         self._rows[test] = next(
             (list(rows) for name, rows in report.user_properties if name == PROPERTY),  # type: ignore[call-overload]
             [],
         )
         self._seconds[test] += report.duration
-        if report.when == "call" or report.outcome != "passed":
+        if self._outcomes.get(test, "passed") == "passed":
             self._outcomes[test] = report.outcome
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -156,7 +159,7 @@ class Table:
             deadline = "" if row.deadline_s is None else f"{row.deadline_s:g} s"
             lines.append(
                 f"{row.id:4}{row.fault:{width}}  {_short(test):{longest}}  {deadline:>8}"
-                f"  {self._outcomes.get(test, 'not run'):7}{self._seconds[test]:7.1f}"
+                f"  {self._outcomes[test]:7}{self._seconds[test]:7.1f}"
             )
         rows = {row.id for row, _ in shown}
         lines.append(
@@ -166,8 +169,8 @@ class Table:
 
 
 def _short(test: str) -> str:
-    """`test_x[case]` of `tests/e2e/test_file.py::test_x[case]`, not longer than a line."""
-    return test.rpartition("::")[2].removeprefix("test_")[:60]
+    """`x` of `tests/e2e/test_file.py::test_x`, not longer than a line."""
+    return test.rpartition("::")[2].removeprefix("test_").replace("_", " ")[:60]
 
 
 if __name__ == "__main__":
