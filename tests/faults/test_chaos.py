@@ -58,6 +58,8 @@ class Chaos:
     started: set[psutil.Process] = field(default_factory=set)
     """Every process that was ever there."""
     done: int = 0
+    gave_up: bool = False
+    """Whether a Stop has not brought the prompt back: then only new ranks help."""
     tag: str = ""
     """The only engine that this state has been under, or "mixed"."""
 
@@ -114,7 +116,7 @@ class Chaos:
         over = threading.Event()
         delay = self.dice.uniform(0, 0.5)
         thread = threading.Thread(target=lambda: over.wait(delay) or disturb(over))
-        how = "done"
+        how, self.gave_up = "done", False
         try:
             thread.start()
             try:
@@ -126,7 +128,7 @@ class Chaos:
                 thread.join()
         except KeyboardInterrupt:  # a Stop that came when it was over
             thread.join()
-        return how
+        return "stuck" if self.gave_up else how
 
     def stop(self, over: threading.Event) -> None:
         """Press Stop until the prompt is back; after a while wait no more."""
@@ -137,6 +139,7 @@ class Chaos:
                 signal.pthread_kill(main, signal.SIGINT)
             if over.wait(STOP_AGAIN_S):
                 return
+        self.gave_up = True
         self.session.give_up()
 
     def signal_one(self, *numbers: signal.Signals) -> Callable[[threading.Event], None]:
@@ -193,7 +196,7 @@ class Chaos:
             self.session.interrupt()
             with suppress(NbdistError, KeyboardInterrupt):  # it has ended, in whatever way
                 self.session.wait(GIVE_UP_S)
-        if self.session.state != "ready":
+        if self.session.state != "ready" or self.gave_up:
             self.outcomes["ranks started anew"] += 1
             self.restore()
         else:
