@@ -200,6 +200,8 @@ class Chaos:
             self.outcomes["ranks started anew"] += 1
             self.restore()
         else:
+            # stopped between backward and step: a load refuses gradients that wait
+            self.session.run("optimizer.zero_grad()")
             self.load()
         self.check()
 
