@@ -22,7 +22,7 @@ from IPython.display import display
 from traitlets import Enum, Int, TraitError, Unicode
 
 import nbdist
-from nbdist import completion, doctor, machine, plan_magic, strategies
+from nbdist import completion, machine, plan_magic, strategies
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellSyntaxError, OptionError, SessionError
 from nbdist.kernel import exporting, saving, source
@@ -189,7 +189,7 @@ class NbDist(Magics):
         restart         new ranks with the same options; variables are lost
         stop            end ranks and launcher
         log [RANK]      last lines of a rank; without RANK, of the launcher
-        doctor          check this machine: devices, versions, compilers, memory
+        doctor          what is wrong with this machine, and what to do; --json
         export DIR      the model as from_pretrained reads it; -h for its options
         switch NAME     another engine for the living models; -h for its options
         save NAME       a checkpoint of the training, written while it goes on; -h for its options
@@ -397,9 +397,16 @@ class NbDist(Magics):
             session = current() or self.ended or self.session_now()
             session.panel(asked.face)
 
-    def doctor_command(self, _: str) -> None:
-        """Print what the machine has for each backend."""
-        print(doctor.report())
+    def doctor_command(self, line: str) -> None:
+        """Show what is wrong with this machine, and what to do."""
+        parser = doctor_parser()
+        asked = parser.parse_args(words(line, "doctor"))
+        if asked.help:
+            print(parser.format_help())
+        elif asked.json:
+            print(nbdist.doctor().to_json())
+        else:
+            display(nbdist.doctor())
 
 
 ENGINE_OPTIONS = (
@@ -546,6 +553,18 @@ def panel_parser() -> MagicArgumentParser:
     return made
 
 
+def doctor_parser() -> MagicArgumentParser:
+    """The options of `%nbdist doctor`."""
+    made = MagicArgumentParser(
+        "%nbdist doctor",
+        description="Look at this machine: what is wrong or disturbs, and what to do.",
+        add_help=False,
+    )
+    made.add_argument("--json", action="store_true", help="the same as JSON")
+    made.add_argument("-h", "--help", action="store_true", help="show this text")
+    return made
+
+
 def _add_common(parser: MagicArgumentParser) -> None:
     """Options of all three that are about checkpoints."""
     parser.add_argument("--dir", metavar="ROOT", help="of all checkpoints; default: checkpoints")
@@ -585,6 +604,7 @@ MATCHER = completion.matcher(
         "load": flags(load_parser()),
         "checkpoints": flags(checkpoints_parser()),
         "panel": flags(panel_parser()),
+        "doctor": flags(doctor_parser()),
     },
 )
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Literal
 
-import psutil
-
-from nbdist import wire
+from nbdist import owner, wire
+from nbdist.engines import leftovers
 from nbdist.engines.environment import scrubbed
 from nbdist.engines.run_dir import RunDir
 from nbdist.errors import StartError
@@ -62,16 +60,20 @@ class Launcher:
             raise StartError(msg) from error
         finally:
             theirs.close()
-        self.started_at = psutil.Process(self.process.pid).create_time()
+        self._closing = False
         self._reader = threading.Thread(target=self._read, name="nbdist-link", daemon=True)
         self._reader.start()
         atexit.register(self.close)
+        leftovers.sweep_in_background()
 
     def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         fd = theirs.fileno()
         command = [sys.executable, "-m", "nbdist.launcher", str(fd), str(self.run_dir.path)]
         env = scrubbed(os.environ) | {
             "NBDIST_BULK_DIR": str(self.run_dir.bulk),
+            # by these two, and by nothing else, whatever it starts is known as ours
+            owner.KERNEL: owner.Owner.me().to_json(),
+            owner.RUN_DIR: str(self.run_dir.path),
             "DS_ACCELERATOR": self.kind,  # read when DeepSpeed is imported, and only then
         }
         with self.run_dir.log.open("ab") as log:
@@ -111,6 +113,7 @@ class Launcher:
     def close(self) -> None:
         """End the launcher with everything it started; leave nothing behind."""
         self.listener = _nobody
+        self._closing = True
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
         try:
@@ -118,24 +121,12 @@ class Launcher:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._kill_session()
+        leftovers.kill(leftovers.of_launcher(self.run_dir.path))
         if threading.current_thread() is not self._reader:
             self._reader.join(CLOSE_S)
         self._link.close()
         self.run_dir.remove()
         atexit.unregister(self.close)
-
-    def _kill_session(self) -> None:
-        """Kill what is left of the launcher's own session, never anything else.
-
-        The session id is the launcher's pid; a process older than the launcher cannot
-        belong to it, so a reused pid is never touched.
-        """
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                in_session = os.getsid(process.pid) == self.process.pid
-                if in_session and process.create_time() >= self.started_at:
-                    process.send_signal(signal.SIGKILL)
 
     def _read(self) -> None:
         # A launcher that is killed with something unread resets the link instead of ending it.
@@ -145,6 +136,10 @@ class Launcher:
                 self.warm = self.warm or isinstance(message, wire.Warm)
                 self.listener(message)
         self.listener(wire.Ended(LAUNCHER_GONE, error="the launcher ended"))
+        if not self._closing:  # it was killed, and its ranks' children know nothing of that
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(CLOSE_S)
+            leftovers.kill(leftovers.of_launcher(self.run_dir.path))
 
 
 class LocalEngine:

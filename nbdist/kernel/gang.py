@@ -21,6 +21,7 @@ import psutil
 
 from nbdist import wire
 from nbdist.engines.environment import scrubbed
+from nbdist.engines.limits import check_descriptors
 from nbdist.engines.local import LAUNCHER_GONE
 from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.kernel.channel import Channels, write_connections
@@ -118,6 +119,7 @@ class Gang:
         Raises:
             StartError: they did not come up; nothing is left running.
         """
+        check_descriptors(world_size)
         kind: Kind = "cpu" if devices is None else "cuda"
         if self._launcher is None or not self._launcher.alive or self._launcher.kind != kind:
             self.close()

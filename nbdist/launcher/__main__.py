@@ -15,9 +15,10 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from queue import Empty
 
-from nbdist import wire
+from nbdist import shared_memory, wire
 from nbdist.launcher import family
 from nbdist.launcher.link import Link
 
@@ -73,7 +74,9 @@ def main() -> None:
     family.adopt_orphans()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # no warning at each start
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Stop is the ranks' business
-    link = Link(int(sys.argv[1]), [sys.argv[2], os.environ["NBDIST_BULK_DIR"]])
+    run_dir = Path(sys.argv[2])
+    link = Link(int(sys.argv[1]), run_dir, [os.environ["NBDIST_BULK_DIR"]])
+    shared_memory.note_forks(run_dir)
     for name in FIRST:
         importlib.import_module(name)
     from nbdist.launcher import ranks
@@ -88,6 +91,7 @@ def main() -> None:
             ended = wire.Ended(launch.generation, error=f"{type(error).__name__}: {error}")
         family.end_descendants()
         family.reap()
+        shared_memory.remove_left(run_dir)
         link.send(ended)
 
 

@@ -7,9 +7,10 @@ import os
 import shutil
 import socket
 import threading
+from pathlib import Path
 from queue import SimpleQueue
 
-from nbdist import wire
+from nbdist import owner, shared_memory, wire
 from nbdist.launcher import family
 
 log = logging.getLogger("nbdist.launcher")
@@ -19,10 +20,17 @@ log = logging.getLogger("nbdist.launcher")
 class Link:
     """The launcher's end of the link to the kernel."""
 
-    def __init__(self, fd: int, folders: list[str]) -> None:
-        """Take over the inherited socket and start to read it."""
+    def __init__(self, fd: int, run_dir: Path, folders: list[str]) -> None:
+        """Take over the inherited socket and start to read it.
+
+        Args:
+            fd: of the socket.
+            run_dir: the launcher's private folder.
+            folders: further ones to remove when the kernel is gone.
+        """
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
+        self._run_dir = run_dir
         self._folders = folders
         self.launches: SimpleQueue[wire.Launch] = SimpleQueue()
         threading.Thread(target=self._read, name="link", daemon=True).start()
@@ -35,8 +43,12 @@ class Link:
             log.warning("not sent, the kernel is gone: %s (%s)", message, error)
 
     def remove_at_end(self, folder: str) -> None:
-        """Remove this folder too when the kernel is gone: the main thread gets no time for it."""
+        """Remove this folder too when the kernel is gone: the main thread gets no time for it.
+
+        It is noted for the next start, in case this process is killed as well.
+        """
         self._folders.append(folder)
+        owner.note_elsewhere(self._run_dir, Path(folder))
 
     def close_in_rank(self) -> None:
         """Let go of the link in a forked rank: only the launcher may hold it open."""
@@ -57,6 +69,7 @@ class Link:
 
     def _kernel_is_gone(self) -> None:
         family.end_descendants()
-        for folder in self._folders:
+        shared_memory.remove_left(self._run_dir)
+        for folder in (*self._folders, str(self._run_dir)):
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)  # the main thread may sit in torch elastic; nothing is left to save

@@ -60,6 +60,8 @@ def restart(kernel: LiveKernel) -> None:
     kernel.manager.restart_kernel(now=False)
 
 
+@pytest.mark.fault("B5")
+@pytest.mark.fault("B6")
 @pytest.mark.parametrize("end", [kill, shut_down, restart])
 def test_nothing_outlives_the_kernel(kernel: LiveKernel, end: Callable[[LiveKernel], None]) -> None:
     started = family(kernel)
@@ -107,6 +109,7 @@ def test_one_rank_is_a_process_of_its_own() -> None:
         assert pid == session.status()["ranks"][0]["pid"]
 
 
+@pytest.mark.fault("S1")
 def test_listeners_stay_on_loopback() -> None:
     with nbdist.Session(nproc=2) as session:
         session.run("torch.distributed.barrier()")
@@ -122,6 +125,7 @@ def test_listeners_stay_on_loopback() -> None:
         assert listening <= {"127.0.0.1"}
 
 
+@pytest.mark.fault("A1")
 @pytest.mark.fault("A6")
 def test_stale_environment_and_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
@@ -149,6 +153,7 @@ def test_a_kernel_that_used_accelerate_and_openmp(tmp_path: Path) -> None:
         assert "[0-1] DistributedDataParallel" in shown.text
 
 
+@pytest.mark.fault("A8")
 def test_long_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
@@ -158,6 +163,7 @@ def test_long_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         assert session.run("rank").ok
 
 
+@pytest.mark.fault("S14")
 def test_private_folder() -> None:
     with nbdist.Session(nproc=1) as session:
         folder = session._gang.run_dir

@@ -223,6 +223,8 @@ def test_commands(notebook: LiveKernel) -> None:
     assert "no face" in notebook.run("import nbdist; nbdist.session().panel('video')").text
     assert "--reset-optimizer" in notebook.run("%nbdist switch -h").text
     assert "torch" in notebook.run("%nbdist doctor").text
+    assert '"findings"' in notebook.run("%nbdist doctor --json").text
+    assert "--json" in notebook.run("%nbdist doctor -h").text
     wrong = notebook.run("%nbdist fly")
     assert wrong.status == "error"
     assert "status" in wrong.text

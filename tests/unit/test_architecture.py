@@ -10,19 +10,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "nbdist"
-PURE = {"errors", "machine", "strategies", "wire", "payload", "ranks"}
+PURE = {"errors", "machine", "strategies", "wire", "payload", "ranks", "owner", "shared_memory"}
+PURE |= {"builds"}
 MAY_IMPORT = {
     "errors": {"wire"},
     "wire": set(),
+    "owner": set(),
+    "shared_memory": {"owner"},
     "machine": set(),
     "ranks": {"errors"},
     "payload": {"errors"},
-    "checkpoint": {"errors"},
+    "checkpoint": {"errors", "owner"},
     "strategies": {"errors"},
     "trace": {"errors"},
     "state": {"errors", "checkpoint"},
     "plan": {"errors", "machine", "strategies", "trace"},
-    "engines": {"errors", "wire"},
+    "engines": {"errors", "owner", "shared_memory", "wire"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     # "panel" where a session is displayed; test_the_kernel_shows_a_panel_only_when_asked
     "kernel": {*PURE, "checkpoint", "engines", "plan", "state", "panel"},
@@ -30,10 +33,11 @@ MAY_IMPORT = {
     "launcher": {*PURE, "rank"},
     "rank": {*PURE, "checkpoint", "launcher", "plan", "state", "trace"},
     "completion": {"strategies"},
-    "doctor": {"machine", "engines"},
+    "builds": set(),
+    "doctor": {*PURE, "", "engines", "kernel", "panel"},
     "plan_magic": {"", "errors", "strategies", "plan", "kernel"},
-    "magics": {*PURE, "", "completion", "doctor", "kernel", "engines", "plan_magic"},
-    "": {*PURE, "kernel", "magics", "plan", "rank"},
+    "magics": {*PURE, "", "completion", "kernel", "engines", "plan_magic"},
+    "": {*PURE, "doctor", "kernel", "magics", "plan", "rank"},
 }
 """Room -> rooms it may import from; "" is the package itself."""
 UNPICKLES = {

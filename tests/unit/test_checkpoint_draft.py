@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import saved
 
-from nbdist import checkpoint
-from nbdist.checkpoint import disk, draft, leftovers, owner
+from nbdist import checkpoint, owner
+from nbdist.checkpoint import disk, draft, leftovers
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import pytest
 
 from nbdist.errors import StartError
 from nbdist.launcher import extensions, offload
+from nbdist.owner import Owner
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -86,13 +88,19 @@ def test_a_swap_folder_is_the_sessions_own_and_goes_with_it(tmp_path: Path) -> N
 
 
 def test_a_killed_sessions_swap_folder_is_removed(tmp_path: Path) -> None:
-    with offload.folder(Options(backend="zero3", offload=f"nvme:{tmp_path}")) as options:
+    wanted = Options(backend="zero3", offload=f"nvme:{tmp_path}")
+    with offload.folder(wanted) as options:
         name = str(options.offload_path).rpartition("/")[2]
-        dead = tmp_path / f"{name.rpartition('-')[0]}-99999999"
-    dead.mkdir()
-    with offload.folder(Options(backend="zero3", offload=f"nvme:{tmp_path}")):
+        host = name.rsplit("-", 2)[0]
+        dead, another = tmp_path / f"{host}-99999999-aaaaaaaa", tmp_path / f"{host}-99999999-b"
+    for folder in (dead, another):
+        folder.mkdir(mode=0o700)
+        (folder / "x.swp").write_text("")
+    # the first launcher is gone, though its number was given again; of the other nothing is known
+    dataclasses.replace(Owner.me(), started=1).write(dead)
+    with offload.folder(wanted):
         assert not dead.exists()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [another]
 
 
 def test_a_swap_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
