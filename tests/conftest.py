@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.faults import table
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LEFT_BEHIND_S = 5.0
 POLL_S = 0.02
 SHARED = Path("/dev/shm")  # noqa: S108 - where torch shares tensors
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make faults` ends with the table of faults."""
+    if config.option.markexpr == "fault":
+        config.pluginmanager.register(table.Table())
 
 
 def eventually(happened: Callable[[], object], *, within_s: float) -> None:

@@ -7,6 +7,7 @@ ranks on `Halt`, and everything when the kernel is gone.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from queue import Empty
 
 from nbdist import shared_memory, wire
 from nbdist.launcher import blackbox, family
@@ -40,6 +42,8 @@ THEN = [
     "deepspeed.runtime.superoffload.superoffload_stage3",
 ]
 """What many cells import; done while nothing else is asked for."""
+QUIET_S = 0.2
+"""Without a request for this long, one of them is imported."""
 
 
 log = logging.getLogger("nbdist.launcher")
@@ -47,8 +51,14 @@ log = logging.getLogger("nbdist.launcher")
 
 
 def next_launch(link: Link) -> wire.Launch:
-    """Wait for a request; warm up further in the meantime."""
-    while link.launches.empty() and THEN:
+    """Wait for a request; warm up further in the meantime.
+
+    Between the end of ranks and a request for new ones is a moment in which nothing is asked for;
+    an import that began then would delay a restart by seconds.
+    """
+    while THEN:
+        with contextlib.suppress(Empty):  # nothing is asked for: wanted
+            return link.launches.get(timeout=QUIET_S)
         name = THEN.pop(0)
         try:
             importlib.import_module(name)

@@ -12,15 +12,16 @@ import logging
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import psutil
 from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
-from ipykernel.zmqshell import ZMQInteractiveShell
+from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
 from torch import distributed
 from traitlets import DottedObjectName, Float, Type
 from traitlets.config import Config
@@ -34,10 +35,11 @@ from nbdist.errors import (
     SwitchError,
 )
 from nbdist.rank import advice, describe, measure, stacks, where
+from nbdist.rank.long_text import LONGEST_ERROR, shortened
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import zmq
     from jupyter_client.session import Session as Signer
@@ -58,17 +60,22 @@ class RankDisplayHook(ZMQShellDisplayHook):
     def compute_format_data(self, result: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Format as IPython does; note the value itself in the metadata."""
         bundle, metadata = super().compute_format_data(result)
+        _shorten(bundle)
         try:
             metadata[wire.NOTE] = payload.inline(result)
         except PayloadError:
             return bundle, metadata  # its text is what the kernel gets
         return bundle, metadata
 
+    def log_output(self, format_dict: dict[str, Any]) -> None:
+        """Keep nothing: IPython 9 would hold every cell's value, as text and page, for ever."""
+
 
 class RankShell(ZMQInteractiveShell):
     """A shell that a cell cannot end."""
 
     displayhook_class = Type(RankDisplayHook)
+    display_pub: ZMQDisplayPublisher
 
     def ask_exit(self) -> NoReturn:
         """Refuse `exit()`: one rank cannot leave alone."""
@@ -88,6 +95,21 @@ class RankShell(ZMQInteractiveShell):
             super().showtraceback(*args, **kwargs)
         finally:
             self.InteractiveTB.set_mode(usual)
+
+    def init_display_pub(self) -> None:
+        """Have the text of displays cut where it is very long."""
+        super().init_display_pub()
+        self.display_pub.register_hook(_with_shorter_text)
+
+    @contextmanager
+    def _tee(self, channel: Literal["stdout", "stderr"]) -> Iterator[None]:  # noqa: ARG002 - IPython's
+        """Keep no copy of what a cell prints: IPython 9 would hold all of it for ever."""
+        yield
+
+    def _showtraceback(self, etype: type[BaseException], evalue: object, stb: list[str]) -> None:
+        """Send an error, its message cut where it is very long."""
+        parts = [shortened(part, longest=LONGEST_ERROR) for part in stb]
+        super()._showtraceback(etype, shortened(str(evalue), longest=LONGEST_ERROR), parts)
 
 
 class RankKernel(IPythonKernel):
@@ -164,6 +186,7 @@ class RankKernel(IPythonKernel):
             self.after_code()
         self.before_reply()
         if reply["status"] == "error":
+            reply["evalue"] = shortened(reply["evalue"], longest=LONGEST_ERROR)
             self.let_go()
         return reply
 
@@ -491,6 +514,17 @@ def _handed_over(half: Callable[[], Report]) -> wire.HandoverReply:
 
 def _no_advice(_: BaseException | None) -> None:
     """Have nothing to say of an error."""
+
+
+def _shorten(bundle: dict[str, Any]) -> None:
+    """Cut the plain text of a display; pictures and pages cannot be cut."""
+    if isinstance(text := bundle.get("text/plain"), str):
+        bundle["text/plain"] = shortened(text)
+
+
+def _with_shorter_text(message: Message) -> Message:
+    _shorten(message["content"]["data"])
+    return message
 
 
 def _nothing() -> None:

@@ -6,6 +6,8 @@ import sys
 
 from ipykernel.iostream import OutStream
 
+from nbdist.rank.long_text import shortened
+
 
 class RankStream(OutStream):
     """Skips a flush when nothing was written since the last one.
@@ -26,7 +28,7 @@ class RankStream(OutStream):
             string.encode()
         except UnicodeEncodeError:
             string = string.encode(errors="backslashreplace").decode()
-        return super().write(string)
+        return super().write(shortened(string))
 
     def flush(self) -> None:
         """Send what was written and wait until it is sent."""

@@ -1,4 +1,4 @@
-"""A cell of several ranks in the kernel: when a failure is told."""
+"""A cell of several ranks in the kernel: when a failure is told, and what still belongs to it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from nbdist import CellError, RankDied, wire
+from nbdist.kernel import cell as cells
 from nbdist.kernel.cell import Cell
 
 
@@ -85,3 +86,40 @@ def test_a_line_of_the_session_stands_below_the_cell() -> None:
     cell.tell("nbdist: rank 0 is unresponsive (stopped, state T)")
     cell.pump(0.0)
     renderer.note.assert_called_once_with(["nbdist: rank 0 is unresponsive (stopped, state T)"])
+
+
+def reply(cell: Cell, rank: int) -> None:
+    cell.deliver(rank, "shell", message("execute_reply", status="ok"))
+
+
+def line(cell: Cell, rank: int, text: str) -> None:
+    cell.deliver(rank, "iopub", message("stream", name="stdout", text=text))
+
+
+def test_output_that_is_long_on_its_way_after_the_reply_belongs_to_the_cell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell, _ = cell_of(0)
+    now = 0.0
+    monkeypatch.setattr(cells.time, "monotonic", lambda: now)
+    reply(cell, 0)
+    for _ in range(5):
+        now += cells.IDLE_DEADLINE_S / 2
+        line(cell, 0, "more\n")
+        cell.pump(0.0)
+        assert not cell.finished.is_set()
+    now += cells.IDLE_DEADLINE_S + 1  # its `idle` is lost
+    cell.pump(0.0)
+    assert cell.finished.is_set()
+
+
+def test_all_late_output_is_shown_at_once() -> None:
+    cell, renderer = cell_of(0)
+    reply(cell, 0)
+    cell.deliver(0, "iopub", message("status", execution_state="idle"))
+    cell.pump(0.0)
+    assert cell.finished.is_set()
+    for number in range(100):
+        line(cell, 0, f"late {number}\n")
+    cell.pump(0.0)
+    assert renderer.stream.call_count == 100
