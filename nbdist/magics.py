@@ -189,6 +189,7 @@ class NbDist(Magics):
         restart         new ranks with the same options; variables are lost
         stop            end ranks and launcher
         log [RANK]      last lines of a rank; without RANK, of the launcher
+        log --stacks    what every thread of each rank is doing now
         doctor          what is wrong with this machine, and what to do; --json
         export DIR      the model as from_pretrained reads it; -h for its options
         switch NAME     another engine for the living models; -h for its options
@@ -269,8 +270,11 @@ class NbDist(Magics):
         """Print state of the session and of each rank."""
         session = self.session_now()
         print(session)
-        for member in session.status()["ranks"]:
-            life = "alive" if member["alive"] else "ended"
+        now = session.status()
+        if now["launcher"] and now["launcher"]["unresponsive"]:
+            print(f"  launcher: pid {now['launcher']['pid']}, {now['launcher']['unresponsive']}")
+        for member in now["ranks"]:
+            life = member["unresponsive"] or ("alive" if member["alive"] else "ended")
             print(f"  rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}")
 
     def pull_command(self, names: str) -> None:
@@ -307,9 +311,13 @@ class NbDist(Magics):
         print("nbdist: ranks and launcher ended")
 
     def log_command(self, rank: str) -> None:
-        """Print the last lines of a rank, or of the launcher."""
+        """Print the last lines of a rank, or of the launcher, or all stacks."""
+        if rank == "--stacks":
+            for number, text in self.session_now().stacks().items():
+                print(f"-- rank {number} --\n{text}\n")
+            return
         if rank and not (rank.isascii() and rank.isdigit()):
-            msg = f"%nbdist log takes a rank such as 0, not {rank!r}."
+            msg = f"%nbdist log takes a rank such as 0, or --stacks, not {rank!r}."
             raise UsageError(msg)
         print(self.session_now().log(int(rank) if rank else None))
 
@@ -605,6 +613,7 @@ MATCHER = completion.matcher(
         "checkpoints": flags(checkpoints_parser()),
         "panel": flags(panel_parser()),
         "doctor": flags(doctor_parser()),
+        "log": ["--stacks"],
     },
 )
 

@@ -109,8 +109,8 @@ def _try_to_sweep() -> None:
         log.warning("what killed sessions left stays for the next start: %s", error)
 
 
-def kill(is_meant: Callable[[int], bool]) -> None:
-    """Kill all processes that are meant, and wait until they have ended.
+def kill(is_meant: Callable[[int], bool]) -> set[int]:
+    """Kill all processes that are meant, and wait until they have ended; returns the immortal.
 
     Again and again, since each may have started another just before.
     """
@@ -118,10 +118,11 @@ def kill(is_meant: Callable[[int], bool]) -> None:
     while time.monotonic() < deadline:
         meant = {pid: owner.started(pid) for pid in owner.processes() if is_meant(pid)}
         if not meant:
-            return
+            return set()
         for pid in meant:
             _kill(pid, is_meant)
         _wait_until(partial(_all_ended, meant), deadline - time.monotonic())
+    return {pid for pid in owner.processes() if is_meant(pid)}
 
 
 def of_launcher(folder: Path) -> Callable[[int], bool]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import warnings
 from typing import TYPE_CHECKING, Literal
 
 from nbdist import owner, wire
@@ -23,14 +25,19 @@ from nbdist.engines.run_dir import RunDir
 from nbdist.errors import StartError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
 Kind = Literal["cpu", "cuda"]
 CLOSE_S = 5.0
 """How long a launcher may take to end its ranks before it is killed with them."""
+KILLED_S = 2.0
+"""How long what was killed may take to be gone."""
 LOG_TAIL_BYTES = 4000
 LAUNCHER_GONE = -1
 """Generation of the `Ended` that stands for the launcher's own end."""
+LAUNCHER = "the launcher"
+"""In place of a rank in that message's exit codes."""
 
 
 def _nobody(_message: wire.LinkMessage) -> None:
@@ -110,23 +117,38 @@ class Launcher:
             return self.run_dir.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
         return ""
 
+    def wake_up(self) -> None:
+        """Let it go on if it is stopped: it cannot end anything until then."""
+        self.process.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
-        """End the launcher with everything it started; leave nothing behind."""
-        self.listener = _nobody
-        self._closing = True
+        """End the launcher with everything it started; leave nothing behind.
+
+        Bounded by nine seconds: a process that cannot be killed is named in a warning.
+        """
+        self.listener, self._closing = _nobody, True
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
-        try:
-            self.process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
+        self.wake_up()
+        if self._code(within_s=CLOSE_S) is None:
             self.process.kill()
-            self.process.wait()
-        leftovers.kill(leftovers.of_launcher(self.run_dir.path))
+        stuck = leftovers.kill(leftovers.of_launcher(self.run_dir.path))
+        if self._code(within_s=KILLED_S) is None:
+            stuck.add(self.process.pid)
+        if stuck:
+            warnings.warn(stuck_words(stuck), RuntimeWarning, stacklevel=2)
         if threading.current_thread() is not self._reader:
             self._reader.join(CLOSE_S)
         self._link.close()
         self.run_dir.remove()
         atexit.unregister(self.close)
+
+    def _code(self, *, within_s: float) -> int | None:
+        """Its exit code, negative for a signal; None: it has not ended within this time."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _read(self) -> None:
         # A launcher that is killed with something unread resets the link instead of ending it.
@@ -135,18 +157,35 @@ class Launcher:
                 message = wire.from_line(line)
                 self.warm = self.warm or isinstance(message, wire.Warm)
                 self.listener(message)
-        self.listener(wire.Ended(LAUNCHER_GONE, error="the launcher ended"))
-        if not self._closing:  # it was killed, and its ranks' children know nothing of that
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(CLOSE_S)
-            leftovers.kill(leftovers.of_launcher(self.run_dir.path))
+        if self._closing:
+            return
+        code = self._code(within_s=KILLED_S)
+        self.listener(wire.Ended(LAUNCHER_GONE, {} if code is None else {LAUNCHER: code}))
+        # it was killed, and its ranks' children know nothing of that
+        leftovers.kill(leftovers.of_launcher(self.run_dir.path))
+
+
+def stuck_words(pids: Iterable[int]) -> str:
+    """Say which processes cannot be killed, and what can be done."""
+    listed = ", ".join(str(pid) for pid in sorted(pids))
+    return (
+        f"These processes of the session cannot be killed: {listed}. They sit in a call of the"
+        " operating system (state D, a disk or a driver that does not answer) and may hold"
+        " memory of a device until it returns or the machine is restarted."
+    )
 
 
 class LocalEngine:
-    """Gives launchers on this machine and keeps one warm ahead of need."""
+    """Gives launchers on this machine and keeps one warm ahead of need.
 
-    def __init__(self) -> None:
+    Args:
+        memory_events: the file that counts what the OOM killer has killed, "memory.events" of
+            a cgroup. Default: that of this process.
+    """
+
+    def __init__(self, memory_events: Path | None = None) -> None:
         """Hold no launcher yet."""
+        self.memory_events = memory_events
         self._warm: Launcher | None = None
 
     def warm_up(self, kind: Kind) -> None:

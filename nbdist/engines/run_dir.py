@@ -49,7 +49,10 @@ class RunDir:
         return cls(path, bulk)
 
     def generation(self, number: int) -> Path:
-        """Make and return the folder of one start of the ranks."""
+        """Make and return the folder of one start of the ranks; those of earlier starts go."""
+        for earlier in self.path.iterdir():
+            if earlier.name.isdigit():
+                shutil.rmtree(earlier, ignore_errors=True)
         folder = self.path / str(number)
         folder.mkdir(mode=0o700)
         return folder

@@ -26,12 +26,14 @@ from nbdist.errors import (
 )
 from nbdist.kernel import (
     asked,
+    causes,
     exporting,
     foreign,
     handover,
     saving,
     settling,
     source,
+    stacks,
     switching,
     transfer,
 )
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
+    from nbdist.kernel.causes import Death
     from nbdist.kernel.channel import Message
     from nbdist.kernel.devices import Placement
     from nbdist.kernel.exporting import ExportReport
@@ -140,6 +143,7 @@ class Session:
             on_message=self._receive,
             on_idle=self._on_idle,
             on_death=self._die,
+            on_notice=self._notice,
         )
         self.whereabouts = Whereabouts(self._gang)
         self.peek = Peek(self._gang)
@@ -359,10 +363,24 @@ class Session:
         """End the ranks."""
         self.stop()
 
-    def _die(self, death: RankDied) -> None:
-        self.state, self._death = "dead", death
-        self._saves.give_up(str(death))
-        self._end_cells(death)
+    def _die(self, death: Death) -> None:
+        """Say who ended how, what it said last, and from where training can go on."""
+        self._death = death.told(
+            log=self.logs[death.rank].tail(causes.LAST_LINES) if death.rank is not None else "",
+            checkpoint=next(reversed(self.checkpoints), None),
+            cells=self._cell_files(),
+        )
+        self.state = "dead"
+        self._saves.give_up(self._death.headline)
+        self._end_cells(self._death)
+
+    def _cell_files(self) -> dict[str, int]:
+        """Numbers of the last cells by the name of the file that ranks give to their code."""
+        return {source.file_name(cell.code): cell.count for cell in self._cells}
+
+    def _notice(self, line: str) -> None:
+        if self._running is not None:
+            self._running.tell(line)
 
     def _no_more_saves(self, why: str) -> None:
         """Once the ranks are gone: nothing is left of a save that they could not finish."""
@@ -462,7 +480,7 @@ class Session:
         self, code: str, ranks: Sequence[int], renderer: Renderer, count: int | None
     ) -> Cell:
         cell = Cell(ranks, renderer, on_send=self._take_sent, on_done=self._cell_done)
-        cell.count = count or next(self._counter)
+        cell.code, cell.count = code, count or next(self._counter)
         self._running, self.state = cell, "running"
         self._ladder = Ladder(cell, self._gang, self.whereabouts, world_size=self.world_size)
         note = wire.CellNote(count=cell.count)
@@ -938,7 +956,13 @@ class Session:
     def status(self) -> dict[str, Any]:
         """State of session and ranks, as plain values."""
         members = [
-            {"rank": rank, "pid": member.pid, "device": member.device, "alive": member.alive()}
+            {
+                "rank": rank,
+                "pid": member.pid,
+                "device": member.device,
+                "alive": member.alive(),
+                "unresponsive": self._gang.pulse.words(f"rank {rank}"),
+            }
             for rank, member in enumerate(self._gang.members)
         ]
         return {
@@ -946,6 +970,7 @@ class Session:
             "standstill": self.standstill,
             "world_size": self.world_size,
             "options": self.options.to_json(),
+            "launcher": self._gang.launcher,
             "ranks": members,
         }
 
@@ -959,6 +984,15 @@ class Session:
             return self._gang.log_tail()
         (chosen,) = rank_names.chosen([rank], self.world_size, option="rank")
         return self.logs[chosen].tail(lines)
+
+    def stacks(self) -> dict[int, str]:
+        """What every thread of each rank is doing now; also while a cell runs.
+
+        Takes four seconds at most. A rank that is stopped or does not answer has a line that
+        says so.
+        """
+        self._ensure_alive()
+        return stacks.of_ranks(self._gang, self._cell_files())
 
     def panel(self, face: str = "auto") -> None:
         """Show predicted memory beside live devices, curves, and buttons, under this cell.

@@ -7,17 +7,18 @@ ranks on `Halt`, and everything when the kernel is gone.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
+from queue import Empty
 
 from nbdist import shared_memory, wire
-from nbdist.launcher import family
+from nbdist.launcher import blackbox, family
 from nbdist.launcher.link import Link
 
 FIRST = (
@@ -41,6 +42,8 @@ THEN = [
     "deepspeed.runtime.superoffload.superoffload_stage3",
 ]
 """What many cells import; done while nothing else is asked for."""
+QUIET_S = 0.2
+"""Without a request for this long, one of them is imported."""
 
 
 log = logging.getLogger("nbdist.launcher")
@@ -48,8 +51,14 @@ log = logging.getLogger("nbdist.launcher")
 
 
 def next_launch(link: Link) -> wire.Launch:
-    """Wait for a request; warm up further in the meantime."""
-    while link.launches.empty() and THEN:
+    """Wait for a request; warm up further in the meantime.
+
+    Between the end of ranks and a request for new ones is a moment in which nothing is asked for;
+    an import that began then would delay a restart by seconds.
+    """
+    while THEN:
+        with contextlib.suppress(Empty):  # nothing is asked for: wanted
+            return link.launches.get(timeout=QUIET_S)
         name = THEN.pop(0)
         try:
             importlib.import_module(name)
@@ -61,11 +70,13 @@ def next_launch(link: Link) -> wire.Launch:
 def main() -> None:
     """Serve launches until the kernel is gone."""
     started = time.monotonic()
+    blackbox.install(sys.argv[2], "launcher")
     family.adopt_orphans()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # no warning at each start
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Stop is the ranks' business
     run_dir = Path(sys.argv[2])
     link = Link(int(sys.argv[1]), run_dir, [os.environ["NBDIST_BULK_DIR"]])
+    link.take_signals()
+    os.register_at_fork(after_in_parent=link.take_signals)
     shared_memory.note_forks(run_dir)
     for name in FIRST:
         importlib.import_module(name)

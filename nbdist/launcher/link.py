@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -32,11 +33,16 @@ class Link:
         self._socket.set_inheritable(False)
         self._run_dir = run_dir
         self._folders = folders
+        self._own = tuple(folders)
+        self._ending = False
+        self._pid = os.getpid()
         self.launches: SimpleQueue[wire.Launch] = SimpleQueue()
         threading.Thread(target=self._read, name="link", daemon=True).start()
 
     def send(self, message: wire.LinkMessage) -> None:
         """Send one message; a kernel that is gone is the reading thread's business."""
+        if self._ending:
+            return  # it would hear of ranks that this launcher has ended itself
         try:
             self._socket.sendall(wire.to_line(message))
         except OSError as error:
@@ -61,11 +67,42 @@ class Link:
                 if isinstance(message, wire.Launch):
                     self.launches.put(message)
                 elif isinstance(message, wire.Halt):
-                    family.end_descendants()
+                    self._halt()
                 elif isinstance(message, wire.RemoveAtEnd):
                     self._folders = [one for one in self._folders if one != message.folder]
                     self._folders += [message.folder] if message.remove else []
         self._kernel_is_gone()
+
+    def take_signals(self) -> None:
+        """Let SIGTERM and SIGHUP end everything, and SIGINT nothing: Stop is the ranks' business.
+
+        On the main thread, again after each fork: torch elastic puts handlers of its own in
+        their place before it forks (2.13), and accelerate leaves no way to say otherwise.
+        """
+        if os.getpid() != self._pid:
+            return  # a rank forks
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self.end_by)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def end_by(self, number: int, _frame: object = None) -> None:
+        """End the ranks, then this process by the very signal that asked for it.
+
+        A handler of SIGTERM and SIGHUP: a job scheduler, or the end of a login. The kernel
+        sees which signal it was, and still reads the log: its folders stay.
+        """
+        self._ending = True
+        family.end_descendants()
+        for folder in set(self._folders) - set(self._own):
+            shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _halt(self) -> None:
+        if stuck := family.end_descendants():
+            # torch elastic would wait for them: the kernel takes another launcher
+            log.error("these processes cannot be killed: %s", stuck)
+            os._exit(1)
 
     def _kernel_is_gone(self) -> None:
         family.end_descendants()

@@ -62,6 +62,7 @@ def restart(kernel: LiveKernel) -> None:
 
 @pytest.mark.fault("B5")
 @pytest.mark.fault("B6")
+@pytest.mark.fault("B12")
 @pytest.mark.parametrize("end", [kill, shut_down, restart])
 def test_nothing_outlives_the_kernel(kernel: LiveKernel, end: Callable[[LiveKernel], None]) -> None:
     started = family(kernel)
@@ -70,6 +71,7 @@ def test_nothing_outlives_the_kernel(kernel: LiveKernel, end: Callable[[LiveKern
     eventually(lambda: gone(started), within_s=5)
 
 
+@pytest.mark.fault("B2")
 def test_a_killed_rank_is_told_and_restarts() -> None:
     with nbdist.Session(nproc=2) as session:
         victim = session.status()["ranks"][1]["pid"]
@@ -86,11 +88,13 @@ def test_a_killed_rank_is_told_and_restarts() -> None:
         assert session.run("rank").values == {0: 0, 1: 1}
 
 
+@pytest.mark.fault("B9")
 def test_an_exit_without_a_word_is_told() -> None:
     with nbdist.Session(nproc=2) as session, pytest.raises(RankDied, match="rank 0"):
         session.run("import os, time\nif rank == 0: os._exit(0)\nwhile True: time.sleep(0.01)")
 
 
+@pytest.mark.fault("B3")
 def test_a_killed_launcher_takes_the_ranks_and_is_told() -> None:
     with nbdist.Session(nproc=2) as session:
         ranks = {psutil.Process(rank["pid"]) for rank in session.status()["ranks"]}

@@ -286,3 +286,10 @@ def test_unload_removes_everything(notebook: LiveKernel) -> None:
     assert "not found" in shown.text
     reply = notebook.client.complete("%%distribute --back", reply=True, timeout=10)
     assert "--backend" not in reply["content"]["matches"]
+
+
+def test_stacks_of_all_ranks_on_request(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute -n 2\nrank")
+    shown = notebook.run("%nbdist log --stacks").text
+    assert "-- rank 0 --\nThread MainThread:" in shown
+    assert "-- rank 1 --\nThread MainThread:" in shown

@@ -137,6 +137,7 @@ def test_a_file_that_cannot_be_read_again_is_not_written() -> None:
         saved.manifest((bad,)).to_json()
 
 
+@pytest.mark.fault("E8")
 def test_a_newer_format_says_so() -> None:
     newer = {"format": 2, "versions": {"nbdist": "9.1"}, "all": "new"}
     with pytest.raises(CheckpointError, match=r"newer nbdist \(9\.1\) in format 2"):

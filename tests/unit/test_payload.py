@@ -433,6 +433,7 @@ class WithFullTensor(torch.Tensor):
         ({"s": {Colour.RED}}, r"^s has a Colour as a key or member"),
     ],
 )
+@pytest.mark.fault("D9")
 def test_the_type_the_place_and_what_to_do_are_named(
     value: object, message: str, path: Path
 ) -> None:
