@@ -274,6 +274,8 @@ class Cell:
         failed = [error for error in self.errors.values() if not error.is_stop]
         if not failed or not self.running:
             return
+        if self.interrupted_at and not self._caused_something():
+            return  # a rank that was freed for Stop
         if time.time() - min(error.at for error in failed) > PROMPT_ERROR_S:
             self.show_errors()
 
@@ -282,7 +284,8 @@ class Cell:
             self.death = item
         else:
             take, rank, message = item
-            self.states[rank].heard_at = time.monotonic()
+            if rank in self.states:  # else it is the session's own line
+                self.states[rank].heard_at = time.monotonic()
             take(self, rank, message)
 
     def take_reply(self, rank: int, message: Message) -> None:

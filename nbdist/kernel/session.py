@@ -522,7 +522,8 @@ class Session:
                 while not cell.finished.is_set() and rung != "end":
                     cell.pump(cell.patience_s)
             except KeyboardInterrupt:
-                if rung == "asked" and time.monotonic() - asked_at > PATIENCE_S:
+                computing = self._ladder is not None and self._ladder.rung == "asked"
+                if computing and time.monotonic() - asked_at > PATIENCE_S:
                     cell.show_errors()
                     raise CellInterrupted(stuck_words(cell)) from None
             if rung == "end":
