@@ -21,8 +21,10 @@ import psutil
 
 from nbdist import wire
 from nbdist.engines.environment import scrubbed
+from nbdist.engines.log import Log
 from nbdist.engines.run_dir import RunDir
 from nbdist.errors import StartError
+from nbdist.redacted import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,14 +55,17 @@ class Launcher:
         self.warm = False
         """Whether its imports are done."""
         self.listener: Callable[[wire.LinkMessage], None] = _nobody
+        self.log = Log()
         self._link, theirs = socket.socketpair()
         try:
             self.process = self._spawn(theirs)
         except OSError as error:
+            self.log.close()
             self.run_dir.remove()
             msg = f"The launcher did not start: {error}."
             raise StartError(msg) from error
         finally:
+            self.log.started()
             theirs.close()
         self.started_at = psutil.Process(self.process.pid).create_time()
         self._reader = threading.Thread(target=self._read, name="nbdist-link", daemon=True)
@@ -74,16 +79,15 @@ class Launcher:
             "NBDIST_BULK_DIR": str(self.run_dir.bulk),
             "DS_ACCELERATOR": self.kind,  # read when DeepSpeed is imported, and only then
         }
-        with self.run_dir.log.open("ab") as log:
-            return subprocess.Popen(  # noqa: S603 - our own module under this interpreter
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[fd],
-                start_new_session=True,
-            )
+        return subprocess.Popen(  # noqa: S603 - our own module under this interpreter
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log.writing,
+            stderr=self.log.writing,
+            pass_fds=[fd],
+            start_new_session=True,
+        )
 
     def send(self, message: wire.LinkMessage) -> None:
         """Send one message.
@@ -94,7 +98,7 @@ class Launcher:
         try:
             self._link.sendall(wire.to_line(message))
         except OSError as error:
-            msg = f"The launcher is gone. Its log ends: {self.log_tail()}"
+            msg = f"The launcher is gone. Its log ends: {redacted(self.log_tail())}"
             raise StartError(msg) from error
 
     @property
@@ -104,9 +108,7 @@ class Launcher:
 
     def log_tail(self) -> str:
         """The end of what launcher and ranks wrote outside of cells."""
-        with contextlib.suppress(OSError):
-            return self.run_dir.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        return ""
+        return self.log.tail(LOG_TAIL_BYTES).strip()
 
     def close(self) -> None:
         """End the launcher with everything it started; leave nothing behind."""
@@ -122,6 +124,7 @@ class Launcher:
         if threading.current_thread() is not self._reader:
             self._reader.join(CLOSE_S)
         self._link.close()
+        self.log.close()
         self.run_dir.remove()
         atexit.unregister(self.close)
 

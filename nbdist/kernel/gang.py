@@ -24,6 +24,8 @@ from nbdist.engines.environment import scrubbed
 from nbdist.engines.local import LAUNCHER_GONE
 from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.kernel.channel import Channels, write_connections
+from nbdist.redacted import redacted
+from nbdist.signed import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +45,6 @@ WATCH_S = 0.7
 """How often the ranks' processes are looked at."""
 REPORT_S = 0.8
 """How long the launcher may take to report a rank that is gone."""
-KEY_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ class Gang:
         folder = self.run_dir.path / str(self._generation)
         notes = [wire.death_note(folder, rank) for rank in range(world_size)]
         left = next((note.read_text() for note in notes if note.exists()), None)
-        detail = f"It said:\n{left}" if left else self.log_words()
+        detail = f"It said:\n{redacted(left)}" if left else self.log_words()
         return f"The ranks did not start: {in_words(ended)}. {detail}"
 
     def _next_sign(self) -> Any:
@@ -346,7 +347,7 @@ class Gang:
 
     def log_tail(self) -> str:
         """The end of what launcher and ranks wrote outside of cells."""
-        return self._launcher.log_tail() if self._launcher else ""
+        return redacted(self._launcher.log_tail()) if self._launcher else ""
 
     def log_words(self) -> str:
         """The end of the log as part of an error message."""

@@ -40,6 +40,7 @@ from nbdist.kernel.switching import SwitchReport
 from nbdist.kernel.turns import in_turn, tell_of_waiting
 from nbdist.kernel.whereabouts import Whereabouts
 from nbdist.plan.checked import Measured
+from nbdist.redacted import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -912,11 +913,11 @@ class Session:
         return self._choice.describe()
 
     def log(self, rank: int | None = None, *, lines: int = 100) -> str:
-        """Last lines that a rank wrote; without a rank, the launcher's own log."""
+        """Last lines that a rank wrote; without a rank, the launcher's own log; no secrets."""
         if rank is None:
             return self._gang.log_tail()
         (chosen,) = rank_names.chosen([rank], self.world_size, option="rank")
-        return self.logs[chosen].tail(lines)
+        return redacted(self.logs[chosen].tail(lines))
 
     def panel(self, face: str = "auto") -> None:
         """Show predicted memory beside live devices, curves, and buttons, under this cell.

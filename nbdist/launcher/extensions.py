@@ -73,6 +73,7 @@ def ensure(
     if not ops:
         return
     folder = cache_dir() / "extensions" / _key()
+    _check_owner(folder)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     missing = [op for op in ops if not (folder / op / BUILT).exists()]
     if missing:
@@ -90,6 +91,22 @@ def cache_dir() -> Path:
     if given := os.environ.get("NBDIST_CACHE_DIR"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbdist"
+
+
+def _check_owner(folder: Path) -> None:
+    """Refuse a folder that others may write to: what lies there is loaded, and so is run."""
+    for path in (folder, *folder.parents):
+        if path == cache_dir().parent:
+            return
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not there yet
+            found = path.stat()
+            if found.st_uid not in {os.geteuid(), 0} or found.st_mode & 0o002:
+                message = (
+                    f"{str(path)!r} can be written to by others, and what is built there is run;"
+                    " make it yours alone (chmod o-w), or set NBDIST_CACHE_DIR to a folder that"
+                    " is."
+                )
+                raise StartError(message)
 
 
 def _accelerator() -> str:
@@ -145,7 +162,7 @@ def _has_header(compiler: str, header: str) -> bool:
 def _locked(folder: Path, *, progress: Callable[[str], None], limit_s: float) -> Iterator[int]:
     """Hold the folder's lock; the kernel frees it when its last holder ends."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / "nbdist-lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         message = f"cannot write to {str(folder)!r} ({error}); set NBDIST_CACHE_DIR to a folder."

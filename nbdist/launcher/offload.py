@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import socket
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,9 +38,10 @@ def folder(options: Options) -> Iterator[Options]:
         return
     parent = Path(options.offload_path).expanduser().absolute()
     prefix = f"nbdist-{socket.gethostname()}-"
-    own = parent / f"{prefix}{os.getpid()}"
     try:
-        own.mkdir(parents=True, exist_ok=True, mode=0o700)
+        parent.mkdir(parents=True, exist_ok=True)
+        # 0700 under a new name: in a folder that all users share, others can plant known names
+        own = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
         _remove_orphans(parent, prefix)
     except OSError as error:
         message = f"cannot write to {str(parent)!r} for offload {options.offload}: {error}."
@@ -51,8 +53,9 @@ def folder(options: Options) -> Iterator[Options]:
 
 
 def _remove_orphans(parent: Path, prefix: str) -> None:
-    """Remove folders whose launcher runs no more."""
-    for found in parent.glob(f"{prefix}*"):
-        pid = found.name.removeprefix(prefix)
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+    """Remove this user's folders whose launcher runs no more."""
+    for found in parent.glob(f"{prefix}*-*"):
+        pid = found.name.removeprefix(prefix).partition("-")[0]
+        ours = found.lstat().st_uid == os.getuid() and not found.is_symlink()
+        if ours and pid.isdigit() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(found, ignore_errors=True)

@@ -31,16 +31,17 @@ from nbdist.errors import (
     NbdistError,
     PayloadError,
     SessionError,
+    StartError,
     SwitchError,
 )
 from nbdist.rank import describe, measure, where
+from nbdist.signed import KEY_BYTES, Briefly, Signer
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import zmq
-    from jupyter_client.session import Session as Signer
 
     from nbdist.rank.handover import Report
     from nbdist.rank.namespace import Beginning
@@ -428,9 +429,25 @@ class RankApp(IPKernelApp):
             log_level="ERROR",
             config=config,
         )
+        app.log.addFilter(Briefly())
         app.initialize([])
         sys.breakpointhook = refuse_breakpoint  # after ipykernel's debugpy has set its own
         return app
+
+    def load_connection_file(self, connection_file: str | None = None) -> None:
+        """Read where to listen: nowhere but at Unix sockets, and under a key.
+
+        Raises:
+            StartError: the file says otherwise.
+        """
+        super().load_connection_file(connection_file)
+        if self.transport != "ipc" or len(self.session.key) < 2 * KEY_BYTES:
+            msg = f"{self.connection_file} is none of this session: it has to name ipc and a key."
+            raise StartError(msg)
+
+    def _session_default(self) -> Signer:
+        """Sign as the kernel does."""
+        return Signer(parent=self)
 
     def _ipython_dir_default(self) -> str:
         """Keep IPython's files out of the user's home; no start-up files run."""

@@ -11,14 +11,14 @@ import signal
 import tempfile
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 from nbdist import strategies, wire
 from nbdist.launcher import family
-from nbdist.rank import accelerator, namespace
+from nbdist.rank import accelerator, namespace, store
 from nbdist.rank.choose import Chooser
 from nbdist.rank.kernel import RankApp
 
@@ -70,12 +70,18 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
 
 def join_group(launch: wire.Launch, local_rank: int) -> None:
     """Make the default process group and choose this rank's device."""
+    meeting: dict[str, Any] = {
+        "store": store.open_in(launch.run_dir),
+        "rank": int(os.environ["RANK"]),
+        "world_size": launch.world_size,
+    }
     if launch.devices is None:
         share_cores(launch)
-        distributed.init_process_group("gloo")
+        distributed.init_process_group("gloo", **meeting)
         return
-    torch.cuda.set_device(local_rank)
-    distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", local_rank))
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **meeting)
 
 
 def share_cores(launch: wire.Launch) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "nbdist"
-PURE = {"errors", "machine", "strategies", "wire", "payload", "ranks"}
+PURE = {"errors", "machine", "strategies", "wire", "payload", "ranks", "redacted", "signed"}
 MAY_IMPORT = {
     "errors": {"wire"},
     "wire": set(),
     "machine": set(),
+    "redacted": set(),
+    "signed": set(),
     "ranks": {"errors"},
     "payload": {"errors"},
     "checkpoint": {"errors"},
@@ -22,7 +24,7 @@ MAY_IMPORT = {
     "trace": {"errors"},
     "state": {"errors", "checkpoint"},
     "plan": {"errors", "machine", "strategies", "trace"},
-    "engines": {"errors", "wire"},
+    "engines": {"errors", "redacted", "wire"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     # "panel" where a session is displayed; test_the_kernel_shows_a_panel_only_when_asked
     "kernel": {*PURE, "checkpoint", "engines", "plan", "state", "panel"},
