@@ -39,6 +39,7 @@ from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import SwitchReport
 from nbdist.kernel.turns import in_turn, tell_of_waiting
 from nbdist.kernel.whereabouts import Whereabouts
+from nbdist.paths import expanded
 from nbdist.plan.checked import Measured
 from nbdist.redacted import redacted
 
@@ -762,7 +763,7 @@ class Session:
         """
         root, last = self._folder(folder), name
         if os.sep in name:
-            path = Path.cwd() / Path(name).expanduser()
+            path = Path.cwd() / expanded(name)
             root, last = path.parent, path.name
             if saving.is_foreign(path):
                 return self.load_foreign(path, trust=trust)
@@ -778,7 +779,7 @@ class Session:
 
     def _folder(self, given: str | os.PathLike[str] | None) -> Path:
         """Folder of checkpoints, absolute: the ranks may be elsewhere."""
-        return self.checkpoints.root if given is None else Path.cwd() / Path(given).expanduser()
+        return self.checkpoints.root if given is None else Path.cwd() / expanded(given)
 
     # -- out of here
 

@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "nbdist"
-PURE = {"errors", "machine", "strategies", "wire", "payload", "ranks", "redacted", "signed"}
+PURE = {"errors", "machine", "strategies", "wire", "payload"}
+PURE |= {"paths", "ranks", "redacted", "signed"}
 MAY_IMPORT = {
     "errors": {"wire"},
     "wire": set(),
     "machine": set(),
+    "paths": {"errors"},
     "redacted": set(),
     "signed": set(),
     "ranks": {"errors"},
     "payload": {"errors"},
     "checkpoint": {"errors"},
-    "strategies": {"errors"},
+    "strategies": {"errors", "paths"},
     "trace": {"errors"},
     "state": {"errors", "checkpoint"},
-    "plan": {"errors", "machine", "strategies", "trace"},
+    "plan": {"errors", "machine", "paths", "strategies", "trace"},
     "engines": {"errors", "redacted", "wire"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     # "panel" where a session is displayed; test_the_kernel_shows_a_panel_only_when_asked
@@ -45,6 +47,8 @@ UNPICKLES = {
     # Checkpoints of others are pickles: read with a find_class that makes no class of theirs,
     # and in full only where the user says --trust.
     "state/foreign/unpickled.py": {"pickle"},
+    # What ranks tell one another: plain values alone come out, see its find_class.
+    "state/wires.py": {"pickle"},
 }
 _IMPORTS = (ast.Import, ast.ImportFrom)
 HEAVY = {"torch", "accelerate", "deepspeed", "transformers"}
