@@ -73,7 +73,7 @@ def unpacked(packed: torch.Tensor) -> Any:
 
 
 class _DataOnly(pickle.Unpickler):
-    """Makes plain values, dtypes, and the dataclasses and named tuples of nbdist."""
+    """Makes plain values, dtypes, paths, and the dataclasses and named tuples of nbdist."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Give a type that holds values and does nothing."""
@@ -96,6 +96,7 @@ def _holds_values(made: type) -> bool:
 _PLAIN = {
     *(("builtins", "set"), ("builtins", "frozenset"), ("builtins", "complex")),
     *(("collections", "OrderedDict"), ("torch", "Size")),
+    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
 }
 
 

@@ -107,6 +107,7 @@ def test_one_rank_is_a_process_of_its_own() -> None:
         assert pid == session.status()["ranks"][0]["pid"]
 
 
+@pytest.mark.fault("S1")
 def test_listeners_stay_on_loopback() -> None:
     with nbdist.Session(nproc=2) as session:
         session.run("torch.distributed.barrier()")
@@ -156,6 +157,7 @@ def test_long_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         assert session.run("rank").ok
 
 
+@pytest.mark.fault("S2")
 def test_private_folder() -> None:
     with nbdist.Session(nproc=1) as session:
         folder = session._gang.run_dir

@@ -1,4 +1,4 @@
-"""Files of a stranger, each of which tries to make a folder `marker`; written where they are needed.
+"""Files of a stranger, each of which tries to make a folder `marker`; made where they are needed.
 
 None is committed: what a scanner or a person finds in the repository is this script.
 """
@@ -75,7 +75,6 @@ def from_tests(write: Callable[[Path, Any], None]) -> Writer:
 FOREIGN: dict[str, Writer] = {
     "a bare pickle": bare_pickle,
     "an object in a .pt": pt_alone,
-    "custom_checkpoint_0.pkl": custom_checkpoint,
     **{write.__name__: from_tests(write) for write in foreign.HOSTILE},
     "a header of 2**63 bytes": safetensors(b"{}", 2**63),
     "a header beyond the file": safetensors(b"{}", 10**6),

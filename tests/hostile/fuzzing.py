@@ -8,7 +8,7 @@ import resource
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ def hold(check: Callable[[Any], None], inputs: st.SearchStrategy[Any], examples:
         database=None,
         derandomize=examples == FEW,  # what every commit is tested with does not change
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
     )
     before = _largest_bytes()
     profile(given(inputs)(check))()

@@ -35,6 +35,7 @@ def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
     assert read(message, []) == meant
 
 
+@pytest.mark.fault("G2")
 @pytest.mark.parametrize(
     "message",
     [

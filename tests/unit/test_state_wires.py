@@ -23,7 +23,13 @@ def packed(content: bytes) -> torch.Tensor:
     "value",
     [
         *(None, 3, 2.5, "x", b"x", (1, [2, {"a": {3}}]), frozenset({1}), 1j, 2**70),
-        *(torch.bfloat16, torch.Size([2, 3]), Entry((2,), torch.float32), Options(backend="zero3")),
+        *(
+            Path("/x"),
+            torch.bfloat16,
+            torch.Size([2, 3]),
+            Entry((2,), torch.float32),
+            Options(backend="zero3"),
+        ),
     ],
     ids=repr,
 )
@@ -50,7 +56,7 @@ class Bomb:
         b"ctorch\nload\n.",
         b"cbuiltins\neval\n(S'1'\ntR.",
         pickle.dumps(torch.ones(1)),
-        pickle.dumps(Path()),
+        pickle.dumps(os.getcwd),
     ],
     ids=range(9),
 )
