@@ -67,6 +67,10 @@ class CheckpointError(NbdistError):
     """A checkpoint that cannot be written, read or trusted."""
 
 
+class NotEmptyError(CheckpointError):
+    """Files are where a folder is to be written; with `overwrite` it takes their place."""
+
+
 class PayloadError(NbdistError, TypeError):
     """A value that cannot be moved between the kernel and the ranks."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from nbdist.checkpoint import owner
 from nbdist.checkpoint.disk import sync_folder, write_all
 from nbdist.checkpoint.names import OWNER
-from nbdist.errors import CheckpointError
+from nbdist.errors import CheckpointError, NotEmptyError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,12 +31,13 @@ def check(target: Path, *, overwrite: bool) -> None:
     """Refuse a place where no folder can appear.
 
     Raises:
-        CheckpointError: a file is there, or files are and may not be replaced.
+        NotEmptyError: files are there and may not be replaced.
+        CheckpointError: a file is there.
     """
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; give a folder.")
     if not overwrite and target.is_dir() and next(target.iterdir(), None) is not None:
-        raise CheckpointError(
+        raise NotEmptyError(
             f"{target} exists and is not empty; give another folder, or --overwrite to replace"
             " the model in it (other files in it are kept)."
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist import wire
+from nbdist.checkpoint import beside
 from nbdist.errors import CheckpointError, OptionError
 from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import not_stopped, size
@@ -105,8 +106,10 @@ def export(
     """Let the ranks write the folder, together.
 
     Raises:
+        NotEmptyError: files are there; the ranks were not asked.
         CheckpointError: nothing of it is left.
     """
+    beside.check(Path(content["folder"]), overwrite=content["overwrite"])
     with StatusLine() as line:
         reports = [
             one["report"] for one in asked_of_all(content, wire.EXPORT, ranks, gang, listen, line)

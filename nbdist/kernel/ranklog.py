@@ -30,11 +30,14 @@ class RankLog:
         self._chars = 0
         self._open: dict[str, str] = {}
         self._lock = threading.Lock()
+        self.written = 0
+        """Characters that came, kept or not."""
 
     def append(self, text: str, *, name: str = "stdout") -> None:
         """Add text of a stream; each stream's line is kept whole."""
         body, newline, rest = text.rpartition("\n")
         with self._lock:
+            self.written += len(text)
             if newline:
                 head = self._open.pop(name, "")
                 self._add(head + body[-self._limit :] + newline)

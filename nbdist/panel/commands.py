@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from nbdist.errors import NbdistError, SessionBusy
+from nbdist.errors import NbdistError, NotEmptyError, SessionBusy
 from nbdist.kernel import progress
 from nbdist.kernel.ansi import clean
 from nbdist.panel.protocol import (
@@ -109,6 +109,7 @@ ARGUMENTS: Mapping[str, Mapping[str, _Is]] = {
     "interrupt": {},
     "restart": {},
     "plan": {},
+    "cancel": {"command": _text(MAX_ID_CHARS)},
     "switch": {
         "backend": _text(_NAME_CHARS),
         "offload": _text(_PATH_CHARS),
@@ -120,10 +121,15 @@ ARGUMENTS: Mapping[str, Mapping[str, _Is]] = {
     },
     "save": {"name": _text(_NAME_CHARS), "overwrite": _FLAG},
     "load": {"name": _text(_PATH_CHARS)},
-    "export": {"folder": _text(_PATH_CHARS)},
+    "export": {"folder": _text(_PATH_CHARS), "overwrite": _FLAG},
 }
 """Command -> argument -> what it must be."""
-_NEEDED: Mapping[str, str] = {"save": "name", "load": "name", "export": "folder"}
+_NEEDED: Mapping[str, str] = {
+    "save": "name",
+    "load": "name",
+    "export": "folder",
+    "cancel": "command",
+}
 
 
 def read(message: object, buffers: object = ()) -> Hello | LogRequest | Command:
@@ -155,8 +161,10 @@ def _log_request(message: Mapping[str, Any]) -> LogRequest:
     rank, search = message.get("rank"), message.get("search", "")
     if rank is not None and (type(rank) is not int or not 0 <= rank < MAX_NPROC):
         raise BadMessage("the rank of a log is null or a whole number")
-    if not isinstance(search, str) or len(search) > _SEARCH_CHARS:
-        raise BadMessage(f"what is searched in a log has at most {_SEARCH_CHARS} characters")
+    if not isinstance(search, str) or len(search) > _SEARCH_CHARS or clean(search) != search:
+        raise BadMessage(
+            f"what is searched in a log is a text of {_SEARCH_CHARS} characters at most"
+        )
     return LogRequest(rank, search)
 
 
@@ -232,6 +240,8 @@ class Driver:
         """Begin to wait for commands."""
         self._session, self._answer, self._plan, self._idle = session, answer, plan, idle
         self._waiting: deque[Command] = deque()
+        self._lock = threading.Lock()
+        """For those that wait: any thread puts, takes and cancels."""
         self.doing: tuple[Command, float] | None = None
         """The command that runs, and since when."""
         self._woken = threading.Event()
@@ -243,32 +253,47 @@ class Driver:
         """Take a command; returns at once."""
         if command.name == "restart":
             self._make_way()
-        if len(self._waiting) >= MAX_QUEUE:
+        with self._lock:
+            full = len(self._waiting) >= MAX_QUEUE
+            if not full:
+                self._waiting.append(command)
+        if full:
             text = f"{MAX_QUEUE} commands wait already; stop the running cell, or wait."
-            self._answer(_answered(command, text, ok=False))
-            return
-        self._waiting.append(command)
+            self._answer(answered(command.id, text, ok=False))
         self._woken.set()
+
+    def cancel(self, asked: Command) -> None:
+        """Take a command back that still waits; returns at once."""
+        wanted = asked.arguments["command"]
+        with self._lock:
+            found = next((one for one in self._waiting if one.id == wanted), None)
+            if found is not None:
+                self._waiting.remove(found)
+        if found is None:
+            text = "it no longer waits: it runs, or has run."
+            self._answer(answered(asked.id, text, ok=False))
+            return
+        self._answer(answered(found.id, "not done: it was cancelled.", ok=False))
+        self._answer(answered(asked.id, f"cancelled: {found.text}", ok=True))
 
     def _make_way(self) -> None:
         """For a restart, which waits for nothing that the old ranks should still do."""
         while (dropped := self._next()) is not None:
-            self._answer(_answered(dropped, "not done: the ranks are restarted.", ok=False))
+            self._answer(answered(dropped.id, "not done: the ranks are restarted.", ok=False))
         doing = self.doing
         if doing is not None and time.monotonic() - doing[1] > PATIENCE_S:
             self._session.give_up()  # it may hang, and only new ranks end that
 
     def _next(self) -> Command | None:
-        """Take the first that waits; from any thread."""
-        try:
-            return self._waiting.popleft()
-        except IndexError:
-            return None
+        """Take the first that waits."""
+        with self._lock:
+            return self._waiting.popleft() if self._waiting else None
 
     @property
     def queue(self) -> list[Queued]:
         """Commands that wait for the running cell."""
-        return [Queued(id=one.id, text=one.text) for one in tuple(self._waiting)]
+        with self._lock:
+            return [Queued(id=one.id, text=one.text) for one in self._waiting]
 
     def close(self) -> None:
         """End the thread; a command that runs is waited for, those that wait are not run."""
@@ -282,9 +307,13 @@ class Driver:
             while not self._closed:
                 self._woken.wait(LOOK_S if self._waiting else 5 * LOOK_S)
                 self._woken.clear()
-                if any(one.name == "restart" for one in tuple(self._waiting)):
+                if self._restart_waits():
                     self._session.abandon()  # what magics do, too: it waits for no cell
                 self._try_next()
+
+    def _restart_waits(self) -> bool:
+        with self._lock:
+            return any(one.name == "restart" for one in self._waiting)
 
     def _try_next(self) -> None:
         """Do the next thing, if it can be done now."""
@@ -310,19 +339,22 @@ class Driver:
 
     def _do(self, command: Command) -> None:
         self.doing = command, time.monotonic()
+        replaces = False
         try:
             text, ok = self._done(command), True
         except SessionBusy:  # a cell in the background was quicker
-            self._waiting.appendleft(command)
+            with self._lock:
+                self._waiting.appendleft(command)
             return
         except NbdistError as error:
             text, ok = str(error), False
+            replaces = isinstance(error, NotEmptyError)
         except Exception as error:  # a defect of ours: told, and the panel goes on
             log.exception("%s failed", command.text)
             text, ok = f"{type(error).__name__}: {error}", False
         finally:
             self.doing = None
-        self._answer(_answered(command, text, ok=ok))
+        self._answer(answered(command.id, text, ok=ok, replaces=replaces))
 
     def _done(self, command: Command) -> str:
         """Run one command; returns what it says."""
@@ -335,5 +367,6 @@ class Driver:
         return str(getattr(session, command.name)(**command.arguments))
 
 
-def _answered(command: Command, text: str, *, ok: bool) -> Answer:
-    return Answer(kind="answer", id=command.id, ok=ok, text=clean(text))
+def answered(identity: str, text: str, *, ok: bool, replaces: bool = False) -> Answer:
+    """What is said of the command of this name."""
+    return Answer(kind="answer", id=identity, ok=ok, text=clean(text), replaces=replaces)

@@ -140,15 +140,19 @@ class Devices:
         placement = self._placement()
         if self._seated[0] != placement:
             self._seated = (placement, seats(placement))
-            self.history.clear()  # of other devices
-            self.peaks.clear()
-            self.peaks_now.clear()
+            self.forget()
         return self._seated[1]
 
     @property
     def latest(self) -> Moment | None:
         """The last sample."""
         return self.history[-1] if self.history else None
+
+    def forget(self) -> None:
+        """Other ranks or devices: what was seen says nothing of them."""
+        self.history.clear()
+        self.peaks.clear()
+        self.peaks_now.clear()
 
     def strategy_changed(self) -> None:
         """Another engine: what it takes at most is still to be seen."""

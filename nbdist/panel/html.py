@@ -45,6 +45,8 @@ COLORS = {
 """Part of the memory -> colour of its bar, as in widgets/src/parts.ts."""
 LINE = "#2b6fb3"
 GREY = "#7c8694"
+ODD = "#c2410c"
+"""Of the signs for values that are no numbers."""
 MAX_CURVES = 8
 WIDTH, HEIGHT = 460, 130
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 8, 8, 18
@@ -95,11 +97,10 @@ def _head(picture: Picture, now: float) -> str:
     line = f"{strategy}{offload}, {words.precision(head['precision'])}"
     since = "" if head["since"] is None else f" since {words.clock(now - head['since'])}"
     age = "" if head["started"] is None else f", session {words.clock(now - head['started'])} old"
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     lines = [
         f"<div><b>{escape(line)}</b> on {escape(head['place'])}</div>",
         f"<div>{escape(head['words'] + since + age)}</div>",
-        f"<div style='color:{GREY}'>as of {stamp}; nbdist {escape(head['version'])}</div>",
+        f"<div style='color:{GREY}'>{escape(words.as_of(now, head['version']))}</div>",
     ]
     if (progress := picture["progress"]) is not None:
         share = f", {words.share(progress['share'])}" if progress["share"] is not None else ""
@@ -123,7 +124,13 @@ def _devices(devices: Sequence[DeviceView]) -> str:
         ["device", "predicted, and what is used", "used", "peak", "predicted", "of", "now"],
         tag="th",
     )
-    return f"{_table(head + rows)}{_key(one['predicted'] for one in devices)}"
+    key = _key(
+        [one["predicted"] for one in devices],
+        used=any(one["used_bytes"] for one in devices),
+        peak=any(one["peak_bytes"] for one in devices),
+        others=any(one["others_bytes"] for one in devices),
+    )
+    return f"{_table(head + rows)}{key}"
 
 
 def _device(device: DeviceView) -> str:
@@ -212,14 +219,28 @@ def _bar(
     return f"<div role='img' aria-label='{escape(label)}' style='{_TRACK}'>{pieces}</div>"
 
 
-def _key(bars: Iterable[Sequence[Part]]) -> str:
-    """What the colours stand for."""
+_MARKS = {
+    "used": ("width:10px;height:5px;background:currentColor", "in use"),
+    "peak": ("width:2px;height:10px;background:currentColor", "peak"),
+    "others": (f"width:10px;height:10px;background:{GREY};opacity:.6", "other processes"),
+    "limit": ("width:2px;height:10px;background:currentColor", "free memory of a device"),
+}
+"""What lies over the parts of a bar: how it looks in the key, and what it is."""
+
+
+def _key(bars: Iterable[Sequence[Part]], **marks: bool) -> str:
+    """What the colours stand for, and those of _MARKS that are there."""
     used = {one["part"] for bar in bars for one in bar}
-    items = "".join(
-        f"<span style='white-space:nowrap;margin-right:12px'><span style='display:inline-block;"
-        f"width:10px;height:10px;background:{color}'></span> {part}</span> "
+    shown = [
+        (f"width:10px;height:10px;background:{color}", part)
         for part, color in COLORS.items()
         if part in used
+    ]
+    shown += [_MARKS[name] for name, there in marks.items() if there]
+    items = "".join(
+        f"<span style='white-space:nowrap;margin-right:12px'><span style='display:inline-block;"
+        f"{style}'></span> {word}</span> "
+        for style, word in shown
     )
     return f"<div>{items}</div>" if items else ""
 
@@ -237,7 +258,8 @@ def _strategies(picture: Picture) -> str:
     top = max(free, min(max(row["device_bytes"] for row in rows), 2 * free), 1)
     head = _row(["", "memory of a device", "peak", "tokens/s", "why"], tag="th")
     body = "".join(_strategy(row, top) for row in rows)
-    return f"{_table(head + body)}{_key(row['parts'] for row in rows)}{note}"
+    key = _key([row["parts"] for row in rows], limit=free > 0)
+    return f"{_table(head + body)}{key}{note}"
 
 
 def _strategy(row: StrategyRow, top: int) -> str:
@@ -284,12 +306,13 @@ def _curve(name: str, points: Points, marks: Sequence[MarkView]) -> str:
         "<div style='display:inline-block;margin-right:16px'>"
         f"<div>{escape(last)}</div>"
         f"<img width='{WIDTH}' height='{HEIGHT}' alt='{escape(f'curve of {last}')}'"
-        f" src='data:image/svg+xml;base64,{picture}'></div>"
+        f" src='data:image/svg+xml;base64,{picture}'>"
+        f"{f'<div>{key}</div>' if (key := words.key_of_odd(values)) else ''}</div>"
     )
 
 
 def _svg(steps: Sequence[float], values: Sequence[float], marks: Sequence[float]) -> str:
-    """A line over steps; gaps where a value is no number. Holds figures only, no text of users."""
+    """A line over steps, with a sign where a value is no number. Holds no text of users."""
     numbers = [value for value in values if math.isfinite(value)]
     low, high = (min(numbers), max(numbers)) if numbers else (0.0, 1.0)
     if low == high:
@@ -302,12 +325,13 @@ def _svg(steps: Sequence[float], values: Sequence[float], marks: Sequence[float]
     def down(value: float) -> float:
         return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * words.between(low, value, high)
 
-    path, pen = [], "M"
+    path, signs, pen = [], [], "M"
     for step, value in zip(steps, values, strict=True):
         if math.isfinite(value):
             path.append(f"{pen}{across(step):.1f} {down(value):.1f}")
             pen = "L"
         else:
+            signs.append(_sign(across(step), value))
             pen = "M"
     lines = "".join(
         f"<path d='M{across(mark):.1f} {_TOP}V{HEIGHT - _BOTTOM}' stroke='{GREY}'"
@@ -321,12 +345,23 @@ def _svg(steps: Sequence[float], values: Sequence[float], marks: Sequence[float]
         f"<rect x='{_LEFT}' y='{_TOP}' width='{WIDTH - _LEFT - _RIGHT}'"
         f" height='{HEIGHT - _TOP - _BOTTOM}' fill='none' stroke='{GREY}' stroke-opacity='.5'/>"
         f"{lines}<path d='{''.join(path)}' fill='none' stroke='{LINE}' stroke-width='1.5'/>"
+        f"<path d='{''.join(signs)}' fill='none' stroke='{ODD}' stroke-width='1.5'/>"
         f"<text x='{_LEFT - 4}' y='{_TOP + 8}' text-anchor='end' {text}>{high:.4g}</text>"
         f"<text x='{_LEFT - 4}' y='{HEIGHT - _BOTTOM}' text-anchor='end' {text}>{low:.4g}</text>"
         f"<text x='{_LEFT}' y='{HEIGHT - 5}' {text}>{first:.0f}</text>"
         f"<text x='{WIDTH - _RIGHT}' y='{HEIGHT - 5}' text-anchor='end' {text}>{last:.0f}</text>"
         "</svg>"
     )
+
+
+def _sign(x: float, value: float) -> str:
+    """A cross for NaN and a triangle that points where an infinite value lies."""
+    bottom, top = HEIGHT - _BOTTOM - 4, _TOP + 4
+    if math.isnan(value):
+        return f"M{x - 3:.1f} {bottom - 3}l6 6m0 -6l-6 6"
+    if value > 0:
+        return f"M{x - 3:.1f} {top + 3}h6l-3 -6z"
+    return f"M{x - 3:.1f} {bottom - 3}h6l-3 6z"
 
 
 # ---------------------------------------------------------------------------- tables

@@ -15,8 +15,16 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from nbdist.kernel.ansi import clean, plain
-from nbdist.panel import picture, predicted
-from nbdist.panel.commands import BadMessage, Command, Driver, Hello, LogRequest, read
+from nbdist.panel import picture, predicted, words
+from nbdist.panel.commands import (
+    BadMessage,
+    Command,
+    Driver,
+    Hello,
+    LogRequest,
+    answered,
+    read,
+)
 from nbdist.panel.devices import Devices
 from nbdist.panel.predicted import NOTHING_YET, Predicted, predict
 from nbdist.panel.protocol import (
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
 
     from nbdist import wire
     from nbdist.kernel.cell import Cell
+    from nbdist.kernel.devices import Placement
     from nbdist.kernel.session import Session
     from nbdist.panel.protocol import Notice, Picture, ToFront
     from nbdist.panel.series import Points
@@ -74,15 +83,28 @@ class View:
         self.panel: object = None
         """The open panel, if there is one."""
         self._traced = False
-        self._seen: tuple[Cell | None, Options] | None = None
+        self._seen: tuple[Cell | None, Options, Placement] | None = None
         self._peeked: wire.ModelReply | None = None
+        self._metrics = session.metrics
+        self._lock = threading.Lock()
 
     def _pids(self) -> dict[int, int]:
         return {one["rank"]: one["pid"] for one in self.session.status()["ranks"]}
 
     def draw(self, **more: Any) -> Picture:
         """The session at this moment."""
+        self._forget_old_ranks()
         return picture.draw(self.session, self.devices, self.predicted, **more)
+
+    def _forget_old_ranks(self) -> None:
+        """A restart has begun, with new metrics: what the old ranks held and ran is no more."""
+        with self._lock:
+            if self._metrics is self.session.metrics:
+                return
+            self._metrics = self.session.metrics
+            self.predicted, self._traced = Predicted.nothing(NOTHING_YET), False
+            self._seen = self._peeked = None
+            self.devices.forget()
 
     def replan(self, *, at_once: bool = False) -> None:
         """Plan where a cell has ended or the strategy is another one; the session is free.
@@ -92,15 +114,16 @@ class View:
         Args:
             at_once: also where a cell has ended just now, and the next may wait for it.
         """
+        self._forget_old_ranks()
         session = self.session
         if session.state != "ready" or session.undecided:
             return
-        seen = session.last, session.options
+        seen = session.last, session.options, session.placement
         settled = at_once or time.time() - session.since >= SETTLED_S
         if seen == self._seen or not settled:
             return
         before, self._seen = self._seen, seen
-        switched = before is not None and before[1] != session.options
+        switched = before is not None and before[1:] != seen[1:]
         if switched:
             self.devices.strategy_changed()
         known = self.predicted.holds_for(session.options, session.world_size)
@@ -108,8 +131,6 @@ class View:
             self.predicted = self.predicted.running(session.options)  # it has seen the batches
         elif session.last is not None:
             self.plan(quick=True)
-        else:  # new ranks, without a model
-            self.predicted, self._traced = Predicted.nothing(NOTHING_YET), False
 
     def peek(self) -> None:
         """Ask what the running cell has prepared; `peeked` takes the answer."""
@@ -126,12 +147,13 @@ class View:
 
     def plan(self, *, quick: bool) -> None:
         """Plan the prepared model; the session is free."""
-        found = predict(self.session, quick=quick)
+        session, found = self.session, predict(self.session, quick=quick)
         planned = bool(found.strategies["rows"])
-        if planned or not self._traced:
+        held = self._traced and self.predicted.holds_for(session.options, session.world_size)
+        if planned or not held:
             self.predicted, self._traced = found, planned and not quick
         else:
-            self.predicted = self.predicted.running(self.session.options)
+            self.predicted = self.predicted.running(session.options)
 
 
 class Live:
@@ -220,8 +242,9 @@ class Live:
                 asked = read(message, buffers)
             except BadMessage as error:
                 self.dropped += 1
+                log.info("a message of a page was refused: %s", error)
                 if error.answers is not None:
-                    self._say(Answer(kind="answer", id=error.answers, ok=False, text=str(error)))
+                    self._say(answered(error.answers, str(error), ok=False))
                 continue
             opened = opened or isinstance(asked, Hello)
             self._take(asked)
@@ -235,9 +258,13 @@ class Live:
     def _take(self, asked: Hello | LogRequest | Command) -> None:
         match asked:
             case LogRequest(rank=rank, search=search):
-                self._say(Log(kind="log", rank=rank, lines=self._lines(rank, search)))
+                self._say(
+                    Log(kind="log", rank=rank, search=search, lines=self._lines(rank, search))
+                )
             case Command(name="interrupt"):
                 self._interrupt(asked)
+            case Command(name="cancel"):
+                self._driver.cancel(asked)
             case Command():
                 self._driver.put(asked)
 
@@ -258,7 +285,7 @@ class Live:
             return
         else:
             ok, text = True, "no cell runs."
-        self._say(Answer(kind="answer", id=asked.id, ok=ok, text=text))
+        self._say(answered(asked.id, text, ok=ok))
 
     def _tell_news(self) -> None:
         """Send what is new since the last time, and leave a pause for each message."""
@@ -327,7 +354,7 @@ class Live:
         text = self._session.log(rank, lines=MAX_LOG_LINES if not search else 10**6)
         shown = plain(clean(text)).splitlines()
         lines = [line for line in shown if search.lower() in line.lower()]
-        return [line[: picture.MAX_LINE_CHARS] for line in lines[-MAX_LOG_LINES:]]
+        return [words.cut(line, picture.MAX_LINE_CHARS) for line in lines[-MAX_LOG_LINES:]]
 
     # -- the driver's thread
 

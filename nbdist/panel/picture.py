@@ -15,6 +15,7 @@ import nbdist
 from nbdist.kernel.ansi import clean, plain
 from nbdist.kernel.progress import share_in
 from nbdist.kernel.screen import kernel_here
+from nbdist.panel import words
 from nbdist.panel.devices import Reading, Seat
 from nbdist.panel.protocol import (
     CheckpointView,
@@ -230,7 +231,8 @@ def _ranks(session: Session) -> list[RankView]:
                 pid=member["pid"] if member else None,
                 device=member["device"] if member else "",
                 state=state,
-                line=plain(clean(log.last_line()))[:MAX_LINE_CHARS] if log else "",
+                line=words.cut(plain(clean(log.last_line())), MAX_LINE_CHARS) if log else "",
+                written=log.written if log else 0,
                 where=_where(answer) if answer and state in {"running", "waiting"} else "",
             )
         )

@@ -13,7 +13,7 @@ Kernel -> front end, custom messages of the widget's model:
 Front end -> kernel:
 
     hello     a page was opened
-    command   interrupt, restart, switch, save, load, export, plan
+    command   interrupt, restart, cancel, switch, save, load, export, plan
     log       lines of a rank are wanted
 
 A point is a triple of float64, little endian: step, unix seconds, value. A point of a step that
@@ -47,7 +47,7 @@ State = Literal[
     "dead",
     "stopped",
 ]
-CommandName = Literal["interrupt", "restart", "switch", "save", "load", "export", "plan"]
+CommandName = Literal["interrupt", "restart", "cancel", "switch", "save", "load", "export", "plan"]
 
 PARTS = (
     "parameters",
@@ -160,6 +160,8 @@ class RankView(TypedDict):
     device: str
     state: Literal["starting", "ready", "running", "waiting", "dead", "ended"]
     line: str
+    written: int
+    """Characters that it has printed: a log on the page that is behind is asked for again."""
     where: str
 
 
@@ -292,6 +294,8 @@ class Answer(TypedDict):
     id: str
     ok: bool
     text: str
+    replaces: bool
+    """Refused because something is there already: the same with `overwrite` replaces it."""
 
 
 class Log(TypedDict):
@@ -299,6 +303,7 @@ class Log(TypedDict):
 
     kind: Literal["log"]
     rank: int | None
+    search: str
     lines: list[str]
 
 

@@ -47,7 +47,9 @@ def _lines(picture: Picture, curves: Mapping[str, Points]) -> Iterator[str]:
     shown = words.in_order(name for name in curves if len(curves[name][0]))
     for name in shown[:_MOST]:
         steps, _, values = curves[name]
-        yield f"  {name:<14} {_spark(list(values))} {values[-1]:.6g} at step {steps[-1]:.0f}"
+        key = words.key_of_odd(values)
+        last = f"{values[-1]:.6g} at step {steps[-1]:.0f}{f' ({key})' if key else ''}"
+        yield f"  {name:<14} {_spark(list(values))} {last}"
     if len(shown) > _MOST:
         yield f"  and {len(shown) - _MOST} more: nbdist.session().metrics"
     for rank in picture["ranks"]:
@@ -74,6 +76,7 @@ def _head(picture: Picture, now: float) -> Iterator[str]:
     age = "" if head["started"] is None else f"; session {words.clock(now - head['started'])} old"
     yield f"{', '.join(strategy)} on {head['place']}"
     yield f"{head['words']}{since}{age}"
+    yield words.as_of(now, head["version"])
     if (progress := picture["progress"]) is not None:
         share = "" if progress["share"] is None else f", {words.share(progress['share'])}"
         yield f"{progress['text']}{share}"
@@ -116,12 +119,17 @@ def _bar(part: float, whole: float) -> str:
 
 
 def _spark(values: list[float]) -> str:
-    """The last values as a line of blocks; a blank for what is no number."""
-    shown = values[:: max(1, math.ceil(len(values) / _SPARK_WIDTH))]
+    """The values as a line of blocks, with a sign for what is no number."""
+    stride = max(1, math.ceil(len(values) / _SPARK_WIDTH))
+    stretches = [values[begin : begin + stride] for begin in range(0, len(values), stride)]
+    # What is no number is not to be missed because it lies between two that are shown.
+    shown = [next(filter(words.odd, one), one[0]) for one in stretches]
     numbers = [value for value in shown if math.isfinite(value)]
     low, high = (min(numbers), max(numbers)) if numbers else (0.0, 0.0)
     top = len(_SPARKS) - 1
     return "".join(
-        _SPARKS[round(top * words.between(low, value, high))] if math.isfinite(value) else " "
+        words.ODD[words.odd(value)]
+        if words.odd(value)
+        else _SPARKS[round(top * words.between(low, value, high))]
         for value in shown
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import anywidget
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbdist.panel.protocol import ToFront
+
+log = logging.getLogger(__name__)
 
 ANY_VERSION = "*"
 """Of anywidget's front end. Its own pin is the kernel's minor version, and a server that has
@@ -46,6 +49,11 @@ class PanelWidget(anywidget.AnyWidget):
     def say(self, message: ToFront, buffers: list[bytes]) -> None:
         """Send a message to all pages."""
         self.send(message, buffers)
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """Let no page change the model: another `_esm` would end the views of all pages."""
+        del sync_data
+        log.info("a page wanted to change the panel's model; refused")
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """The view, and what is shown instead of it where there are no widgets."""

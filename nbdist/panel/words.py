@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +16,11 @@ GIB = 1 << 30
 MIB = 1 << 20
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _THOUSAND, _MILLION = 1e3, 1e6
+
+
+def cut(text: str, most: int) -> str:
+    """A text of so many characters at most; one that is cut ends with an ellipsis."""
+    return text if len(text) <= most else f"{text[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def size(count: float | None) -> str:
@@ -29,6 +36,12 @@ def clock(seconds: float) -> str:
     hours, rest = divmod(whole, _HOUR)
     minutes, left = divmod(rest, _MINUTE)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes:02}:{left:02}"
+
+
+def as_of(unix_s: float, version: str) -> str:
+    """Of when a page is that does not change, in this machine's time, and who wrote it."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+    return f"as of {stamp}; nbdist {version}"
 
 
 def age(seconds: float) -> str:
@@ -106,6 +119,27 @@ def in_order(names: Iterable[str]) -> list[str]:
         return 2 if name.endswith("loss") else 3
 
     return sorted(names, key=place)
+
+
+ODD = {
+    "NaN": "\N{MULTIPLICATION SIGN}",
+    "inf": "\N{BLACK UP-POINTING TRIANGLE}",
+    "-inf": "\N{BLACK DOWN-POINTING TRIANGLE}",
+}
+"""A value that is no number -> its sign in a curve."""
+
+
+def odd(value: float) -> str:
+    """What a value is that is no number: a key of ODD; empty for a number."""
+    if math.isfinite(value):
+        return ""
+    return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def key_of_odd(values: Iterable[float]) -> str:
+    """What the signs of a curve stand for; empty where all values are numbers."""
+    there = {odd(value) for value in values}
+    return "  ".join(f"{sign} {name}" for name, sign in ODD.items() if name in there)
 
 
 def between(low: float, value: float, high: float) -> float:

@@ -37,6 +37,7 @@ from nbdist.errors import SwitchError
 from nbdist.rank import accelerator as accelerators
 from nbdist.rank import (
     leftovers,
+    measure,
     parcel,
     positions,
     randomness,
@@ -103,6 +104,8 @@ class _First:
     """Of each: whether it is the rank's own, its arguments, and what outlives its engine."""
     models: list[tuple[int, Mould]]
     """Each with the number of its accelerator."""
+    fed: measure.Call
+    """To the model that was prepared last: a plan for the new ranks asks for the batch."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -194,6 +197,7 @@ class Leaving:
                 (_place(one.owner, built), self._mould(number, one))
                 for number, one in enumerate(trained)
             ],
+            fed=measure.fed(),
         )
         schedules = [[one.scheduler for one in trained_.schedules] for trained_ in trained]
         loaders = [(one, _loader(one, built)) for one in training.loaders()]
@@ -412,6 +416,7 @@ class Arriving:
                 arrived.known[number, "given", place] = raw
             for place, wrapper in enumerate(training.everything()[-1].schedules):
                 arrived.known["scheduler", number, place] = wrapper
+        measure.fed_like(first.fed)
         for place, loader in enumerate(loaders):
             arrived.known["loader", place] = self._loader(loader)
         self._say_how_rates_go_on()

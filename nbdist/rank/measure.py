@@ -143,10 +143,15 @@ def meet(models: Sequence[nn.Module], args: Sequence[object], twin: nn.Module | 
         state.watch.described = described(optimizer)
 
 
-def fed_like(before: Watch | None) -> None:
+def fed() -> Call:
+    """Tensors of the last training forward; none before one."""
+    return {} if state.watch is None else state.watch.call
+
+
+def fed_like(before: Call) -> None:
     """After a switch a model is fed as it was before, until a forward tells otherwise."""
-    if before is not None and state.watch is not None and not state.watch.call:
-        state.watch.call = before.call
+    if state.watch is not None and not state.watch.call:
+        state.watch.call = before
 
 
 def watch(accelerator: Accelerator, result: object, options: Options | None) -> None:

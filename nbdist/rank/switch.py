@@ -123,7 +123,7 @@ class Switch:
         Raises:
             SwitchError: on all ranks alike: which phase failed, on which ranks, and why.
         """
-        generators, watched = randomness.state(), measure.state.watch
+        generators, fed = randomness.state(), measure.fed()
         with self._phase(CHECKING):
             leftovers.let_go()
             trained = training.everything()
@@ -142,7 +142,7 @@ class Switch:
             raise
         finally:
             randomness.restore(generators)
-            measure.fed_like(watched)
+            measure.fed_like(fed)
         self._summarise()
         return self.report
 

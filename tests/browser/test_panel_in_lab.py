@@ -87,7 +87,7 @@ def test_training_moves_bars_and_curves(notebook: Notebook, panel: Panel) -> Non
     panel.says("ready")
     expect(panel.tab("Strategies")).to_have_attribute("aria-selected", "true")
     expect(panel.root.locator(".nbd-strategy", has_text="current")).to_contain_text("ddp")
-    expect(panel.root.locator(".nbd-legend")).to_contain_text("optimizer")
+    expect(panel.root.locator(".nbd-legend").first).to_contain_text("optimizer")
 
 
 @pytest.mark.parametrize("served", [True, False], ids=["by the comm", "by the server"])
@@ -199,6 +199,7 @@ def test_a_reload_finds_the_history_and_a_second_view(notebook: Notebook, panel:
         one.reaches(109)
 
 
+@pytest.mark.fault("G3")
 def test_an_untrusted_copy_shows_the_static_page(notebook: Notebook, panel: Panel) -> None:
     notebook.save()
     stranger = json.loads(notebook.path.read_text())
@@ -212,6 +213,27 @@ def test_an_untrusted_copy_shows_the_static_page(notebook: Notebook, panel: Pane
     panel.reaches(109)
 
 
+@pytest.mark.fault("G1")
+def test_a_log_follows_its_rank_and_markup_is_text(notebook: Notebook, panel: Panel) -> None:
+    panel.ranks()
+    panel.root.get_by_label("log of rank 0").click()
+    lines = panel.root.locator(".nbd-log")
+    for word in ("first", "second"):
+        evil = f"<img src=x onerror=alert(1)></script> {word}"
+        notebook.run(f"%%distribute\nprint({evil!r})")
+        expect(panel.ranks().first).to_contain_text(evil)
+        expect(lines).to_contain_text(evil)  # nobody has pressed Refresh
+    expect(panel.root.locator("img, script")).to_have_count(0)
+    panel.button("Close").click()
+
+
+def test_what_is_no_number_is_told(notebook: Notebook, panel: Panel) -> None:
+    notebook.run("%%distribute\nreport(loss=float('nan'))")
+    expect(panel.chart("loss")).to_contain_text("NaN · step")
+    expect(panel.chart("loss")).to_contain_text("\N{MULTIPLICATION SIGN} NaN")
+
+
+@pytest.mark.fault("G3")
 def test_a_restarted_kernel_leaves_a_panel_that_says_so(notebook: Notebook, panel: Panel) -> None:
     notebook.restart_kernel()
     panel.says("the kernel is gone: run the cell again")

@@ -78,6 +78,7 @@ def test_restart_asks_and_starts_before_our_eyes(panel: Panel) -> None:
     expect(panel.ranks()).to_have_count(2)
 
 
+@pytest.mark.fault("G3")
 def test_the_end_of_the_session_leaves_a_page_to_read(notebook: Notebook, panel: Panel) -> None:
     notebook.run("%nbdist stop")
     expect(panel.root).to_have_count(0)

@@ -55,6 +55,8 @@ class Page:
         self.picture: dict[str, Any] = {}
         self.rows: dict[str, dict[float, float]] = {}
         self.statuses: dict[str, str] = {}
+        self.methods: set[str] = set()
+        """Of messages to the page, as ipywidgets has them."""
         request = kernel.send("%nbdist panel")
         self.until(lambda: self.model and request in self.statuses)
         assert self.statuses[request] == "ok"
@@ -62,8 +64,11 @@ class Page:
         self.until(lambda: self.picture)
 
     def send(self, content: dict[str, Any], *, subshell: str | None = None) -> None:
-        """Send a message on the widget's comm; JupyterLab does so on a subshell."""
-        data = {"method": "custom", "content": content}
+        """Send a message to the panel; JupyterLab does so on a subshell."""
+        self.post({"method": "custom", "content": content}, subshell=subshell)
+
+    def post(self, data: dict[str, Any], *, subshell: str | None = None) -> None:
+        """Send anything on the widget's comm."""
         message = self.kernel.client.session.msg("comm_msg", {"comm_id": self.model, "data": data})
         if subshell is not None:
             message["header"]["subshell_id"] = subshell
@@ -125,6 +130,7 @@ class Page:
             case "update_display_data" if content["transient"]["display_id"] == self.display:
                 self.frozen = content["data"]
             case "comm_msg" if content["comm_id"] == self.model:
+                self.methods.add(content["data"].get("method"))
                 if content["data"].get("method") == "custom":
                     self._take(content["data"]["content"], message["buffers"])
 
@@ -208,6 +214,7 @@ def test_what_a_long_cell_prepares_is_planned_while_it_runs(page: Page) -> None:
     assert page.cell(SETUP) == "ok"
 
 
+@pytest.mark.fault("G4")
 def test_not_more_than_five_messages_a_second(page: Page) -> None:
     before = len(page.messages)
     begin = time.monotonic()
@@ -236,6 +243,7 @@ def test_save_from_the_panel(page: Page) -> None:
     assert "overwrite" in again["text"]
 
 
+@pytest.mark.fault("G2")
 def test_bad_messages_are_answered_or_dropped(page: Page) -> None:
     page.send({"kind": "nonsense"})
     page.send({"kind": "command", "id": "bad", "name": "stop", "arguments": {}})
@@ -244,6 +252,56 @@ def test_bad_messages_are_answered_or_dropped(page: Page) -> None:
     hellos = sum(message["kind"] == "reset" for message, _ in page.messages)
     page.send({"kind": "hello"})
     page.until(lambda: sum(m["kind"] == "reset" for m, _ in page.messages) == hellos + 1)
+
+
+@pytest.mark.fault("G2")
+def test_no_page_can_change_the_panel_of_the_others(page: Page) -> None:
+    for state in (
+        {"_esm": "throw 1", "_css": "* { color: red }", "_view_name": "x"},
+        "no state",
+        5,
+    ):
+        page.post({"method": "update", "state": state, "buffer_paths": []})
+    page.send({"kind": "command", "id": "behind them", "name": "stop", "arguments": {}})
+    page.answer("behind them")
+    found = page.kernel.run(
+        "import nbdist; _widget = nbdist.session().kept_for_panel.panel._widget\n"
+        "print(_widget._esm[:14], _widget._css == '', _widget._view_name)"
+    )
+    assert found.text.strip() == "export default True AnyView"
+    assert page.methods == {"custom"}  # nothing of it was passed on
+
+
+@pytest.mark.fault("G5")
+def test_a_defect_of_ours_is_told_and_the_next_command_runs(page: Page) -> None:
+    page.kernel.run("def _broken(**_): return 1 / 0\nnbdist.session().save = _broken")
+    answer = page.answer(page.command("save", name="broken"))
+    assert (answer["ok"], answer["text"]) == (False, "ZeroDivisionError: division by zero")
+    page.until(lambda: page.picture["notice"] and "division" in page.picture["notice"]["text"])
+    page.kernel.run("del nbdist.session().save")
+    assert page.answer(page.command("plan"))["ok"]
+    assert page.cell(TRAIN_NOTHING) == "ok"
+
+
+def test_an_export_into_a_folder_with_files_can_replace_them(page: Page, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    refused = page.answer(page.command("export", folder=str(folder)))
+    assert (refused["ok"], refused["replaces"]) == (False, True)
+    assert page.answer(page.command("export", folder=str(folder), overwrite=True))["ok"]
+    assert (folder / "model.safetensors").is_file()
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_another_number_of_ranks_is_planned_with_the_batch_of_before(page: Page) -> None:
+    assert page.cell(TRAIN) == "ok"
+    for nproc in (1, 2):
+        assert page.answer(page.command("switch", nproc=nproc))["ok"]
+        words = f"{nproc} CPU rank"
+        page.until(lambda words=words: words in page.picture["strategies"]["note"])
+        assert "micro-batch 2 x 16" in page.picture["strategies"]["note"]
+        assert [row["backend"] for row in page.picture["strategies"]["rows"] if row["current"]]
 
 
 def test_a_command_waits_for_the_running_cell(page: Page, tmp_path: Path) -> None:
@@ -257,6 +315,10 @@ def test_a_command_waits_for_the_running_cell(page: Page, tmp_path: Path) -> Non
     identity = page.command("switch", backend="zero1")
     page.until(lambda: [one for one in page.picture["queue"] if one["id"] == identity])
     assert page.picture["header"]["state"] == "running"
+    unwanted = page.command("save", name="unwanted")
+    page.until(lambda: [one for one in page.picture["queue"] if one["id"] == unwanted])
+    assert page.answer(page.command("cancel", command=unwanted))["ok"]
+    page.until(lambda: [one["id"] for one in page.picture["queue"]] == [identity])
     go.touch()
     page.until(lambda: page.picture["header"]["state"] == "switching")
     assert page.answer(identity)["ok"]
@@ -278,7 +340,9 @@ def test_interrupt_does_not_wait_and_says_where_ranks_are(page: Page) -> None:
     page.command("interrupt")
     page.until(lambda: page.picture["ranks"][0]["state"] == "ready")
     page.command("restart")
-    page.until(lambda: page.picture["header"]["state"] in {"starting", "ready"})
+    page.until(lambda: page.picture["header"]["state"] == "starting")
+    page.until(lambda: page.picture["strategies"]["rows"] == [])
+    assert page.picture["header"]["state"] == "starting"  # it did not wait for the new ranks
     page.until(lambda: page.picture["header"]["state"] == "ready")
     page.until(lambda: [mark["kind"] for mark in page.picture["marks"]] == ["restart"])
     assert page.rows == {}
@@ -366,6 +430,7 @@ def test_log_is_searched(page: Page) -> None:
     assert lines[-1] == "line 19"
 
 
+@pytest.mark.fault("G3")
 def test_the_end_of_the_session_freezes_the_panel(page: Page) -> None:
     assert page.cell("%%distribute\nprint('last words')") == "ok"
     assert page.cell("%nbdist stop") == "ok"

@@ -39,6 +39,7 @@ def hook(module: ModuleType, root: Path) -> Any:
     return module.FrontEndHook(str(root), {}, None, None, str(root), "wheel")
 
 
+@pytest.mark.fault("G1")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("script", ["types", "test"])
 def test_front_ends_own_checks(build_hook: ModuleType, script: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import pytest
 
-from nbdist.errors import CheckpointError, RankDied, SessionBusy
+from nbdist.errors import CheckpointError, NotEmptyError, RankDied, SessionBusy
 from nbdist.panel import commands
 from nbdist.panel.commands import BadMessage, Command, Driver, Hello, LogRequest, read
 from tests.conftest import eventually
@@ -53,6 +53,9 @@ def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
         {"kind": "log", "rank": -1},
         {"kind": "log", "rank": 0, "search": 5},
         {"kind": "log", "rank": 0, "search": "x" * 300},
+        {"kind": "log", "rank": 0, "search": "\ud800"},
+        {"kind": "start", "n": "9e99"},
+        {"kind": "command", "id": "1", "name": "save", "arguments": {"name": "x" * 10_000_000}},
         command("stop"),
         command("__class__"),
         command(None),
@@ -71,6 +74,10 @@ def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
         command("load", name="a", trust=True),
         command("load", name="x" * 2000),
         command("export"),
+        command("export", folder="out", overwrite="yes"),
+        command("cancel"),
+        command("cancel", command=7),
+        command("cancel", command="1", name="a"),
         command("switch"),
         command("switch", nproc="2"),
         command("switch", nproc=2.0),
@@ -91,13 +98,14 @@ def test_everything_else_is_refused(message: object) -> None:
         read(message, [])
 
 
+@pytest.mark.fault("G2")
 def test_buffers_are_refused() -> None:
     with pytest.raises(BadMessage):
         read({"kind": "hello"}, [b"x"])
 
 
 def test_a_refused_command_is_answered_by_its_id() -> None:
-    with pytest.raises(BadMessage, match="interrupt, restart, switch") as refused:
+    with pytest.raises(BadMessage, match="interrupt, restart, cancel, switch") as refused:
         read(command("stop", identity="9"), [])
     assert refused.value.answers == "9"
     with pytest.raises(BadMessage) as nameless:
@@ -136,6 +144,12 @@ class FakeSession:
             raise ZeroDivisionError("oh")
         self.done.append(f"save {name}")
         return f"{name} saved"
+
+    def export(self, folder: str, *, overwrite: bool = False) -> str:
+        if not overwrite:
+            raise NotEmptyError(f"{folder} exists and is not empty.")
+        self.done.append(f"export {folder}")
+        return f"{folder} written"
 
     def restart(self) -> None:
         self.done.append("restart")
@@ -184,9 +198,12 @@ def test_commands_run_in_their_order(session: FakeSession) -> None:
             driven.driver.put(Command(name, "save", {"name": name}))
         eventually(lambda: len(driven.answers) == 3, within_s=5)
     assert session.done == ["save a", "save b", "save c"]
-    assert driven.answers[0] == {"kind": "answer", "id": "a", "ok": True, "text": "a saved"}
+    assert driven.answers[0] == {"kind": "answer", "id": "a", "ok": True, "text": "a saved",
+        "replaces": False,
+    }  # fmt: skip
 
 
+@pytest.mark.fault("G5")
 def test_errors_are_answers(session: FakeSession) -> None:
     with Driven(session) as driven:
         for name in ("bad", "broken", "good"):
@@ -250,6 +267,7 @@ def test_a_restart_ends_what_hangs(session: FakeSession, monkeypatch: pytest.Mon
     assert [(one["id"], one["ok"]) for one in driven.answers] == [("1", False), ("2", True)]
 
 
+@pytest.mark.fault("G5")
 def test_a_session_that_cannot_be_looked_at_is_not_the_end(session: FakeSession) -> None:
     with Driven(session) as driven:
         driven.failing = True
@@ -257,6 +275,45 @@ def test_a_session_that_cannot_be_looked_at_is_not_the_end(session: FakeSession)
         driven.driver.put(Command("1", "save", {"name": "a"}))
         eventually(lambda: driven.answers, within_s=5)
     assert session.done == ["save a"]
+
+
+def test_what_waits_can_be_cancelled_by_its_id(session: FakeSession) -> None:
+    session.running = FakeCell()
+    with Driven(session) as driven:
+        for name in "ab":
+            driven.driver.put(Command(name, "save", {"name": name}))
+        driven.driver.cancel(Command("1", "cancel", {"command": "a"}))
+        assert [(one["id"], one["ok"]) for one in driven.answers] == [("a", False), ("1", True)]
+        assert driven.answers[1]["text"] == "cancelled: save a"
+        assert [one["id"] for one in driven.driver.queue] == ["b"]
+        session.running = None
+        eventually(lambda: len(driven.answers) == 3, within_s=5)
+    assert session.done == ["save b"]
+
+
+def test_what_runs_already_can_no_longer_be_cancelled(session: FakeSession) -> None:
+    with Driven(session) as driven:
+        driven.driver.put(Command("a", "load", {"name": "a"}))
+        eventually(lambda: driven.driver.doing, within_s=5)
+        driven.driver.cancel(Command("1", "cancel", {"command": "a"}))
+        (answer,) = driven.answers
+        assert (answer["id"], answer["ok"]) == ("1", False)
+        assert answer["text"] == "it no longer waits: it runs, or has run."
+        session.hangs.set()
+
+
+def test_a_folder_with_files_can_be_replaced_by_the_same_command(session: FakeSession) -> None:
+    with Driven(session) as driven:
+        driven.driver.put(Command("1", "export", {"folder": "out"}))
+        driven.driver.put(Command("2", "export", {"folder": "out", "overwrite": True}))
+        driven.driver.put(Command("3", "save", {"name": "bad"}))
+        eventually(lambda: len(driven.answers) == 3, within_s=5)
+    assert [(one["ok"], one["replaces"]) for one in driven.answers] == [
+        (False, True),
+        (True, False),
+        (False, False),
+    ]
+    assert session.done == ["export out"]
 
 
 def test_a_full_queue_says_so(session: FakeSession) -> None:

@@ -11,9 +11,11 @@ import pytest
 
 import nbdist
 from nbdist import panel
+from nbdist.kernel.asked import Choice
 from nbdist.kernel.cell import Cell
-from nbdist.panel import live
+from nbdist.panel import live, picture
 from nbdist.panel.live import Live, View
+from nbdist.panel.predicted import NOTHING_YET, of_plan
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -85,6 +87,8 @@ def test_hello_is_answered_with_everything(opened: Opened) -> None:
     eventually(lambda: 0.5 in opened.points(), within_s=WITHIN_S)
 
 
+@pytest.mark.fault("G2")
+@pytest.mark.fault("G4")
 def test_a_flood_of_messages_makes_no_flood_of_answers(opened: Opened) -> None:
     for _ in range(2000):
         opened.live.receive({"kind": "hello"})
@@ -132,6 +136,7 @@ def test_text_that_no_message_can_carry_back_is_refused(opened: Opened, text: st
     eventually(lambda: opened.kinds("reset"), within_s=WITHIN_S)
 
 
+@pytest.mark.fault("G5")
 def test_a_failure_to_send_is_not_the_end(opened: Opened) -> None:
     opened.failing = 1
     opened.live.receive({"kind": "hello"})
@@ -145,6 +150,33 @@ def test_a_restart_begins_new_curves(opened: Opened) -> None:
     opened.session._configure({"nproc": 2})
     eventually(lambda: opened.kinds("reset"), within_s=WITHIN_S)
     assert opened.kinds("reset")[-1]["series"] == []
+
+
+def test_a_restart_clears_what_the_old_ranks_held_and_ran(opened: Opened) -> None:
+    view = opened.live._view
+    plan = nbdist.plan("1b", devices="2x24GB,pcie", seq_len=512)
+    view.predicted = of_plan(plan, opened.session.options)
+    view.devices.peaks[0] = view.devices.peaks_now[0] = 1 << 40
+    assert view.draw()["strategies"]["rows"]
+    opened.session.state = "starting"  # what a cell or the driver would plan must wait for it
+    opened.session._configure({"nproc": 2})
+    found = view.draw()
+    assert found["strategies"] == {"rows": [], "note": NOTHING_YET}
+    assert [one["predicted_bytes"] for one in found["devices"]] == [None, None]
+    assert (found["devices"][0]["peak_bytes"] or 0) < 1 << 40
+    view.predicted = of_plan(plan, opened.session.options)  # of the new ranks: it stays
+    assert view.draw()["strategies"]["rows"]
+
+
+def test_other_devices_are_another_plan(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    view, planned = opened.live._view, []
+    opened.live.close()
+    monkeypatch.setattr(view, "plan", lambda *, quick: planned.append(quick))
+    opened.session.last = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
+    for nproc in (2, 2, 4):
+        opened.session._choice = Choice.of({"nproc": nproc, "backend": "ddp"})
+        view.replan(at_once=True)
+    assert planned == [True, True]
 
 
 def test_it_beats_when_there_is_nothing_to_say(
@@ -200,12 +232,31 @@ def test_stop_leaves_a_magic_to_the_notebooks_own_interrupt(opened: Opened) -> N
 # ---------------------------------------------------------------------------- logs
 
 
+@pytest.mark.fault("G1")
 def test_a_log_is_searched_and_has_no_escapes(opened: Opened) -> None:
     opened.session.logs[1].append("\x1b[31mred <b>LINE</b>\x1b[0m\nother\n")
     opened.live.receive({"kind": "log", "rank": 1, "search": "line"})
     opened.live.receive({"kind": "log", "rank": 7, "search": ""})
     eventually(lambda: len(opened.kinds("log")) == 2, within_s=WITHIN_S)
     assert [one["lines"] for one in opened.kinds("log")] == [["red <b>LINE</b>"], []]
+
+
+def test_a_line_that_is_cut_ends_with_an_ellipsis(opened: Opened) -> None:
+    opened.session.logs[0].append("x" * 1000 + "\n" + "y" * picture.MAX_LINE_CHARS)
+    opened.live.receive({"kind": "log", "rank": 0, "search": ""})
+    eventually(lambda: opened.kinds("log"), within_s=WITHIN_S)
+    cut, whole = opened.kinds("log")[0]["lines"]
+    assert cut == "x" * (picture.MAX_LINE_CHARS - 1) + "\N{HORIZONTAL ELLIPSIS}"
+    assert whole == "y" * picture.MAX_LINE_CHARS
+
+
+def test_a_picture_says_how_much_was_printed_though_the_last_line_is_the_same(
+    opened: Opened,
+) -> None:
+    for times in (1, 2):
+        opened.session.logs[0].append("again\n")
+        rank = opened.live._view.draw()["ranks"][0]
+        assert (rank["line"], rank["written"]) == ("again", 6 * times)
 
 
 # ---------------------------------------------------------------------------- the widget

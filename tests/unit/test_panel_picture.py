@@ -316,6 +316,7 @@ def test_a_static_face_says_what_the_widget_says(face: Any, session: Session, pl
         "NVLink 50.0 GiB/s out, 49.0 GiB/s in",
         "fsdp2", "recommended", "does not fit", "tokens/s", "micro-batch 1 x 512",
         "epoch 1", "In[3] line 7: step()", "4712", "running",
+        time.strftime("as of %Y-%m-%d "), f"nbdist {nbdist.__version__}",
         "base", "3.0 GiB", "2 min", "the disk is full", "1.25", "switch",
     ):  # fmt: skip
         assert part in page, part
@@ -360,6 +361,7 @@ class Tags(HTMLParser):
         self.attributes |= {name for name, _ in attrs}
 
 
+@pytest.mark.fault("G1")
 def test_markup_of_the_user_is_text(session: Session) -> None:
     page = html.page(*evil(session))
     assert "<img src=x" not in page
@@ -368,6 +370,7 @@ def test_markup_of_the_user_is_text(session: Session) -> None:
         assert b"onerror" not in base64.b64decode(drawing)
 
 
+@pytest.mark.fault("G1")
 def test_what_front_ends_remove_is_not_used(session: Session) -> None:
     page = html.page(*evil(session))
     assert not re.search(r"<(script|style|svg|link|iframe)|javascript:|https?://", page)
@@ -385,6 +388,31 @@ def test_curves_with_gaps_and_without_numbers_are_drawn(session: Session) -> Non
     flat = array("d", [2.0] * 3)
     page = html.page(drawn(session), {"a": (steps, steps, nothing), "b": (steps, steps, flat)})
     assert page.count("<img") == 2
+
+
+@pytest.mark.parametrize("face", [html.page, text.page], ids=["html", "text"])
+def test_what_is_no_number_has_a_sign_that_is_explained(face: Any, session: Session) -> None:
+    steps = array("d", range(200))
+    values = array("d", [float("nan") if i == 77 else float(i) for i in range(200)])
+    values[150] = -float("inf")
+    page = face(drawn(session), {"loss": (steps, steps, values), "fine": (steps, steps, steps)})
+    key = "\N{MULTIPLICATION SIGN} NaN  \N{BLACK DOWN-POINTING TRIANGLE} -inf"
+    assert page.count(key) == 1
+    if face is text.page:
+        (line,) = (one for one in page.splitlines() if "loss" in one)
+        assert line.count("\N{MULTIPLICATION SIGN}") == 2  # on the curve and in its key
+    else:
+        strange, fine = (base64.b64decode(one) for one in re.findall(r"base64,([^']+)'", page))
+        assert html.ODD.encode() in strange
+        assert fine.count(b"l6 6m0 -6l-6 6") == 0
+        assert strange.count(b"l6 6m0 -6l-6 6") == 1
+        assert strange.count(b"h6l-3 6z") == 1
+
+
+def test_marks_over_a_bar_are_in_its_key(session: Session, plan: Any) -> None:
+    page = html.page(*full(session, plan))
+    for mark in ("in use", "peak", "other processes", "free memory of a device"):
+        assert f"</span> {mark}</span>" in page
 
 
 def test_the_text_says_the_same(session: Session) -> None:

@@ -50,24 +50,25 @@ function row(id: string, words: string, sizes: Record<string, number>, changed: 
   };
 }
 const ROWS = [
-  row("1", "ddp", { parameters: 30.4, master: 60.8, gradients: 30.4, optimizer: 121, activations: 18 }, { why: "The optimizer alone needs 121.0 GiB on each device." }),
-  row("2", "fsdp2", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 1.6, activations: 18.4, logits: 4.1, buffers: 1.2, context: 1.6 }, { current: true, tokens_per_s: 92_300, why: "The fastest that fits." }),
+  row("1", "ddp", { parameters: 30.4, master: 60.8, gradients: 30.4, optimizer: 121, activations: 18 }, { why: "does not fit: the optimizer alone needs 121.0 GiB on each device" }),
+  row("2", "fsdp2", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 1.6, activations: 18.4, logits: 4.1, buffers: 1.2, context: 1.6 }, { current: true, tokens_per_s: 92_300, why: "fits, 2% slower: more of NVLink" }),
   row("3", "fsdp2, activation checkpointing", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 1.6, activations: 3.4, logits: 4.1, context: 1.6 }, { tokens_per_s: 74_100, arguments: { backend: "fsdp2", activation_checkpointing: true } }),
   row("4", "zero2", { parameters: 30.4, master: 7.6, gradients: 8.8, optimizer: 15.2, activations: 12, context: 1.6 }, { tokens_per_s: 88_000 }),
-  row("5", "zero3", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 2.6, activations: 18.4, logits: 4.1, buffers: 2.6, context: 1.6 }, { tokens_per_s: 93_700, recommended: true, why: "1.5 % faster than fsdp2 at this micro-batch." }),
+  row("5", "zero3", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 2.6, activations: 18.4, logits: 4.1, buffers: 2.6, context: 1.6 }, { tokens_per_s: 93_700, recommended: true, why: "the fastest that fits; network-bound" }),
   row("6", "zero3, offload cpu, activation checkpointing", { parameters: 3.8, gradients: 3.8, gathered: 2.6, activations: 3.4, logits: 4.1, buffers: 2.6, context: 1.6 }, { tokens_per_s: 31_200, arguments: {} }),
 ];
 
 function ranks(number: number, device: (rank: number) => string): Rank[] {
   return Array.from({ length: number }, (_, rank) => ({
     rank, pid: 41_230 + rank, device: device(rank), state: "running" as const,
-    line: `step 1840 loss 2.14${rank} lr 2.0e-05`, where: "",
+    line: `step 1840 loss 2.14${rank} lr 2.0e-05`, written: 4000, where: "",
   }));
 }
 const marks: Mark[] = [
-  { step: 420, time: NOW - 900, kind: "save", text: "save base" },
+  { step: 420, time: NOW - 900, kind: "save", text: "base" },
+  { step: 420, time: NOW - 899, kind: "save", text: "best" },
   { step: 900, time: NOW - 600, kind: "switch", text: "ddp → fsdp2" },
-  { step: 1500, time: NOW - 300, kind: "save", text: "save step-1500" },
+  { step: 1500, time: NOW - 300, kind: "save", text: "step-1500" },
 ];
 const noise = (step: number, seed = 1): number => Math.sin(step * 12.9898 * seed) * 43_758.5453 % 1;
 const loss = (step: number): number => 2 + 8 * Math.exp(-step / 300) + 0.22 * noise(step);
@@ -132,7 +133,7 @@ export const SCENES: Record<string, () => Scene> = {
         header: header({ backend: evil, world_size: 1, precision: long, options: evil, state: "interrupted", words: `interrupted in ${evil}`, since: NOW - 90_000 }),
         devices: [gpu(0, { name: long, ranks: [0], note: evil, capacity_bytes: null, predicted: [...gib({ "<b>new part</b>": 3, other: 2 })], others_bytes: 1e15 })],
         strategies: { rows: [...ROWS, row("7", long, { parameters: 4000 })], note: evil },
-        ranks: [{ rank: 0, pid: 1, device: long, state: "running", line: `${evil} ${long}`, where: long }],
+        ranks: [{ rank: 0, pid: 1, device: long, state: "running", line: `${evil} ${long}`, written: 9, where: long }],
         checkpoints: [
           { name: evil, step: 12, size_bytes: 12, backend: evil, saved: NOW + 1e6, seconds: 0, path: evil, state: "failed", problem: `disk full: ${long}` },
           { name: long, step: null, size_bytes: 1e15, backend: "zero3", saved: 0, seconds: null, path: long, state: "running", problem: "" },

@@ -1,14 +1,17 @@
-// One series as a chart of uPlot, with marks of switches and saves.
+// One series as a chart of uPlot, with marks of switches and saves, and of what is no number.
 
 import uPlot from "uplot";
 import type { Columns } from "./columns.ts";
 import { attribute, h, say } from "./dom.ts";
 import { count, duration, short, ticks, value } from "./format.ts";
 import type { Mark } from "./protocol.ts";
+import { keyOf, oddity, trace, uprights, type Upright } from "./signs.ts";
 import { colourOf } from "./theme.ts";
 import type { Choice } from "./store.ts";
 
 const HEIGHT = 150;
+/** Marks this near to each other are one, and the cursor is at one; CSS pixels. */
+const NEAR = 4;
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7, 1e8];
 const SECONDS = [1, 5, 15, 30, 60, 300, 900, 1800, 3600, 7200, 14400, 43200, 86400, 604800];
 
@@ -23,6 +26,7 @@ export interface Drawn {
 export class Chart {
   private readonly now = h("span", { class: "nbd-figures" });
   private readonly holder = h("div", { class: "nbd-plot", role: "img" });
+  private readonly signs = h("div", { class: "nbd-signs" });
   readonly root: HTMLElement;
   private plot: uPlot | null = null;
   private drawn: Drawn | null = null;
@@ -39,6 +43,7 @@ export class Chart {
       { class: "nbd-chart", tabindex: 0, role: "group", "aria-label": about, onkeydown: keys },
       caption,
       this.holder,
+      this.signs,
     );
   }
 
@@ -60,6 +65,9 @@ export class Chart {
         plot.setData(columns);
       });
     }
+    const key = keyOf(drawn.columns[3].values());
+    say(this.signs, key);
+    this.signs.hidden = !key;
     this.say();
   }
 
@@ -113,14 +121,26 @@ export class Chart {
         { stroke: faint, width: 1.5, points: { size: 4 } },
         ...(choice.smoothing > 0 ? [{ stroke: line, width: 1.75, points: { show: false } }] : []),
       ],
-      hooks: { draw: [(plot) => this.mark(plot)], setCursor: [() => this.say()] },
+      hooks: { draw: [(plot) => (this.mark(plot), this.sign(plot))], setCursor: [() => this.say()] },
     };
+  }
+
+  /** The marks within the chart; in the canvas' pixels or CSS's. */
+  private uprights(plot: uPlot, canvas: boolean): Upright[] {
+    if (!this.drawn) return [];
+    const { choice, start, marks } = this.drawn;
+    const [left, width] = canvas ? [plot.bbox.left, plot.bbox.width] : [0, plot.over.clientWidth];
+    const place = (mark: Mark): number | null => {
+      const at = choice.x === "step" ? mark.step : mark.time === null ? null : mark.time - start;
+      if (at === null) return null;
+      const x = Math.round(plot.valToPos(at, "x", canvas));
+      return x < left || x > left + width ? null : x;
+    };
+    return uprights(marks, place, canvas ? NEAR * devicePixelRatio : NEAR);
   }
 
   /** Upright lines where a checkpoint was saved (dotted) and where the training changed (dashed). */
   private mark(plot: uPlot): void {
-    if (!this.drawn) return;
-    const { choice, start, marks } = this.drawn;
     const { ctx, bbox } = plot;
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = colourOf(this.root, "--nbd-muted");
@@ -129,39 +149,67 @@ export class Chart {
     ctx.textBaseline = "bottom";
     ctx.textAlign = "left";
     let free = -Infinity;
-    for (const mark of marks) {
-      const at = choice.x === "step" ? mark.step : mark.time === null ? null : mark.time - start;
-      if (at === null) continue;
-      const x = Math.round(plot.valToPos(at, "x", true));
-      if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.setLineDash(mark.kind === "save" ? [ratio, 3 * ratio] : [5 * ratio, 3 * ratio]);
+    for (const { x, saves, words } of this.uprights(plot, true)) {
+      ctx.setLineDash(saves ? [ratio, 3 * ratio] : [5 * ratio, 3 * ratio]);
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      const words = mark.kind === "load" ? `load ${mark.text}` : mark.text || mark.kind;
-      const text = shortened(words);
-      const end = x + ctx.measureText(text).width;
+      const end = x + ctx.measureText(words).width;
       // Words only where they do not run into each other or out of the chart.
       if (x < free || end > ctx.canvas.width) continue;
-      ctx.fillText(text, x, bbox.top - 2 * ratio);
+      ctx.fillText(words, x, bbox.top - 2 * ratio);
       free = end + 4 * ratio;
     }
     ctx.restore();
   }
 
+  /** A sign on the axis for each value that is no number: a gap alone is easily missed. */
+  private sign(plot: uPlot): void {
+    if (!this.drawn?.columns[3].size) return;
+    const { ctx, bbox } = plot;
+    const [xs, , , odd] = this.drawn.columns;
+    const [bottom, size] = [bbox.top + bbox.height, 3.5 * devicePixelRatio];
+    const last = new Map<string, number>();
+    ctx.save();
+    ctx.strokeStyle = colourOf(this.root, "--nbd-error");
+    ctx.lineWidth = 1.5 * devicePixelRatio;
+    ctx.beginPath();
+    for (const [index, value] of odd) {
+      const found = oddity(value);
+      const x = plot.valToPos(xs[index]!, "x", true);
+      if (x - (last.get(found.sign) ?? -Infinity) < 2 * size) continue; // no more would be seen
+      last.set(found.sign, x);
+      trace(ctx, found, x, bbox.top, bottom, size);
+    }
+    ctx.stroke();
+    ctx.restore();
+  }
+
+  /** What happened at the cursor. */
+  private told(): string {
+    const at = this.plot?.cursor.left ?? -1;
+    if (!this.plot || at < 0) return "";
+    const near = this.uprights(this.plot, false).filter(({ x }) => Math.abs(x - at) <= NEAR);
+    return near.map(({ told }) => told).join(", ");
+  }
+
   /** The value under the cursor, else the latest. */
   private say(): void {
     if (!this.drawn) return;
-    const [xs, raw, smooth] = this.drawn.columns;
+    const [xs, raw, smooth, odd] = this.drawn.columns;
     const at = this.plot?.cursor.idx ?? null;
     const index = at ?? xs.length - 1;
     const [x, y] = [xs[index], raw[index] ?? null];
     if (x === undefined) return say(this.now, "");
     const place = this.drawn.choice.x === "step" ? `step ${count(x)}` : duration(x);
     const mean = this.drawn.choice.smoothing && smooth[index] != null ? ` (mean ${value(smooth[index]!)})` : "";
-    const text = `${y === null ? "no number" : value(y)}${mean} · ${place}`;
+    const gone = odd.get(index) ?? NaN;
+    const said = y !== null ? value(y) : Number.isFinite(gone) ? value(gone) : oddity(gone).name;
+    const happened = this.told();
+    const text = [`${said}${mean}`, place, happened].filter(Boolean).join(" · ");
     say(this.now, text);
+    attribute(this.holder, "title", happened || null);
     if (Date.now() - this.toldAt < 2000) return undefined;
     this.toldAt = Date.now();
     attribute(this.holder, "aria-label", `chart of ${this.name}, ${xs.length} points, ${text}`);
@@ -183,8 +231,4 @@ function room(low: number | null, high: number | null): [number, number] {
   if (low === null || high === null || !Number.isFinite(low) || !Number.isFinite(high)) return [0, 1];
   const spare = (high - low || Math.abs(high) || 1) * 0.06;
   return [low >= 0 && low - spare < 0 ? 0 : low - spare, high + spare];
-}
-
-function shortened(text: string): string {
-  return text.length > 18 ? `${text.slice(0, 17)}…` : text;
 }

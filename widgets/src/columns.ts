@@ -1,12 +1,19 @@
-// What a chart draws of a series: sorted, gaps for what is no number, smoothed.
+// What a chart draws of a series: sorted, smoothed, and apart what has no place on its axis.
 
 import type { Points } from "./points.ts";
 import type { Choice } from "./store.ts";
 
-export type Columns = [x: number[], raw: (number | null)[], smooth: (number | null)[]];
+export type Columns = [
+  x: number[],
+  raw: (number | null)[],
+  smooth: (number | null)[],
+  /** By index: values that are null in `raw`, since they are no numbers or have no logarithm. */
+  odd: Map<number, number>,
+];
 
 /** Columns for uPlot; by time, x counts seconds from `start`. */
 export function columns(points: Points, choice: Choice, start: number): Columns {
+  const odd: Columns[3] = new Map();
   const xs: number[] = new Array<number>(points.length);
   const ys: (number | null)[] = new Array<number | null>(points.length);
   const from = choice.x === "step" ? points.step : points.time;
@@ -16,9 +23,11 @@ export function columns(points: Points, choice: Choice, start: number): Columns 
     const at = order ? order[i]! : i;
     const y = points.value[at]!;
     xs[i] = from[at]! - shift;
-    ys[i] = Number.isFinite(y) && !(choice.log && y <= 0) ? y : null;
+    const drawn = Number.isFinite(y) && !(choice.log && y <= 0);
+    ys[i] = drawn ? y : null;
+    if (!drawn) odd.set(i, y);
   }
-  return [xs, ys, choice.smoothing > 0 ? smoothed(ys, choice.smoothing) : ys];
+  return [xs, ys, choice.smoothing > 0 ? smoothed(ys, choice.smoothing) : ys, odd];
 }
 
 /** Indices in the order of time, where that is not the order of steps; else null. */

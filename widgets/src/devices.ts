@@ -3,8 +3,8 @@
 import { inWords, percent, Stack } from "./bar.ts";
 import { attribute, h, Keyed, say, style } from "./dom.ts";
 import { bytes, bytesOf, gigabytes, NOTHING, ranks } from "./format.ts";
-import { colour, ordered } from "./parts.ts";
-import type { Device, Part } from "./protocol.ts";
+import { Legend } from "./legend.ts";
+import type { Device } from "./protocol.ts";
 import { Spark } from "./spark.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
@@ -42,25 +42,14 @@ export function devicesView(store: Store): View {
     h("div", { class: "nbd-now-figures" }, ...Object.entries(HEADS).map(([name, head]) => h("span", { class: `nbd-${name}` }, head))),
   );
   const grid = h("div", { class: "nbd-devices" }, heads, rows);
-  const legend = h("div", { class: "nbd-legend" });
+  const legend = new Legend();
   const empty = h("p", { class: "nbd-empty" }, "No device is in use yet: the first %%distribute cell starts the ranks.");
-  const root = h("section", { class: "nbd-section", "aria-label": "memory and devices" }, grid, legend, empty);
+  const root = h("section", { class: "nbd-section", "aria-label": "memory and devices" }, grid, legend.root, empty);
   const keyed = new Keyed<{ device: Device; index: number }, Row>(
     rows,
     ({ device, index }) => `${index} ${device.name}`,
     () => makeRow(store),
     (row, { device, index }) => row.show(device, index),
-  );
-  const keys = new Keyed<Part, { root: HTMLElement }>(
-    legend,
-    (part) => part.part,
-    (part) => {
-      const swatch = h("i", { class: "nbd-swatch" });
-      if (part.part in MARKS) swatch.classList.add(`nbd-is-${part.part}`);
-      else style(swatch, "background-color", colour(part.part));
-      return { root: h("span", {}, swatch, MARKS[part.part] ?? part.part) };
-    },
-    () => {},
   );
 
   function update(): void {
@@ -71,19 +60,15 @@ export function devicesView(store: Store): View {
       root.classList.toggle(`nbd-no-${name}`, devices.every((device) => tells(device) === null));
     }
     keyed.show(devices.map((device, index) => ({ device, index })));
-    const seen = new Map(devices.flatMap((d) => ordered(d.predicted)).map((part) => [part.part, part]));
-    const marks: Part[] = [];
-    const key = (part: string, there: boolean): unknown => there && marks.push({ part, bytes: 1 });
-    key("live", devices.some((device) => device.used_bytes !== null));
-    key("peak", devices.some((device) => device.peak_bytes !== null));
-    key("others", devices.some((device) => device.others_bytes > 0));
-    legend.hidden = devices.length === 0;
-    keys.show([...ordered([...seen.values()]), ...marks]);
+    legend.root.hidden = devices.length === 0;
+    legend.show(devices.map((device) => device.predicted), {
+      live: devices.some((device) => device.used_bytes !== null),
+      peak: devices.some((device) => device.peak_bytes !== null),
+      others: devices.some((device) => device.others_bytes > 0),
+    });
   }
   return { root, topics: ["devices", "samples"], update };
 }
-
-const MARKS: Record<string, string> = { live: "in use now", peak: "peak", others: "other processes" };
 
 function makeRow(store: Store): Row {
   const name = h("span", { class: "nbd-name" });

@@ -1,9 +1,9 @@
 // Head of the panel: what runs and for how long, the four buttons, progress, queue, notices.
 
 import { Question } from "./confirm.ts";
-import { attribute, h, say, style } from "./dom.ts";
+import { attribute, h, Keyed, say, style } from "./dom.ts";
 import { duration } from "./format.ts";
-import { BACKENDS } from "./protocol.ts";
+import { BACKENDS, type Queued } from "./protocol.ts";
 import { saveForm } from "./save.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
@@ -70,9 +70,13 @@ export function headerView(store: Store): View {
   const fill = h("div", { class: "nbd-fill" });
   const meter = h("div", { class: "nbd-progress", role: "progressbar", "aria-label": "progress" }, fill);
   const progress = h("div", { class: "nbd-line" }, words, elapsed, meter);
-  const queue = h("div", { class: "nbd-line nbd-muted" });
-  const answer = h("div", { class: "nbd-notice", role: "status", "aria-live": "polite" });
-  const notice = h("div", { class: "nbd-notice", role: "status", "aria-live": "polite" });
+  const queue = queueView(store);
+  const replace = h("button", { onclick: () => {
+    const refused = store.answer?.replacing;
+    if (refused) store.replace(refused);
+  } }, "Replace it");
+  const answer = new Note(replace);
+  const notice = new Note();
   const root = h(
     "header",
     { class: "nbd-header" },
@@ -89,9 +93,9 @@ export function headerView(store: Store): View {
     ),
     question.root,
     progress,
-    queue,
-    answer,
-    notice,
+    queue.root,
+    answer.root,
+    notice.root,
   );
 
   function tick(): void {
@@ -101,7 +105,7 @@ export function headerView(store: Store): View {
     say(running, timed && header.since !== null ? duration(now - header.since) : "");
     say(session, header.started === null ? "" : `session ${duration(now - header.started)}`);
     say(elapsed, work?.since != null ? duration(now - work.since) : "");
-    for (const place of [answer, notice]) if (now > Number(place.dataset.until)) place.hidden = true;
+    for (const note of [answer, notice]) if (now > note.until) note.root.hidden = true;
     if (store.link !== "stale") return;
     say(state, `no news from the kernel for ${duration(Date.now() / 1000 - store.heard)}`);
     say(running, "");
@@ -134,24 +138,58 @@ export function headerView(store: Store): View {
     attribute(meter, "aria-valuenow", share === null ? null : Math.round(100 * share));
     attribute(meter, "data-unknown", share === null);
     style(fill, "width", share === null ? "30%" : `${100 * share}%`);
-    const unanswered = [...store.asked.values()].map((asked) => `asked: ${asked}`);
-    const lines = [...waiting.map((command) => command.text), ...(waiting.length ? [] : unanswered)];
-    queue.hidden = lines.length === 0;
-    say(queue, `${waiting.length ? "Waiting for the cell: " : ""}${lines.join(" · ")}`);
+    queue.show(waiting, gone);
     const { answer: said } = store;
-    fillNotice(answer, said && { kind: said.ok ? "info" : "error", text: said.text, time: store.answered });
-    fillNotice(notice, told && told.text !== said?.text ? told : null);
+    answer.show(said && { kind: said.ok ? "info" : "error", text: said.text, time: store.answered });
+    replace.hidden = gone || !said?.replacing;
+    notice.show(told && told.text !== said?.text ? told : null);
     tick();
   }
   const topics = ["header", "progress", "queue", "notice", "answers", "link"] as const;
   return { root, topics, update, tick };
 }
 
-function fillNotice(place: HTMLElement, told: { kind: string; text: string; time: number | null } | null): void {
-  place.hidden = !told?.text;
-  place.dataset.until = String(told?.kind === "info" ? (told.time ?? 0) + TOLD_S : Infinity);
-  attribute(place, "data-kind", told?.kind ?? null);
-  say(place, told?.text ?? "");
+/** What came of something; with a button where more can be done about it. */
+class Note {
+  private readonly text = h("span");
+  readonly root: HTMLElement;
+  until = Infinity;
+
+  constructor(button: HTMLButtonElement | null = null) {
+    this.root = h("div", { class: "nbd-notice", role: "status", "aria-live": "polite" }, this.text, button);
+  }
+
+  show(told: { kind: string; text: string; time: number | null } | null): void {
+    this.root.hidden = !told?.text;
+    this.until = told?.kind === "info" ? (told.time ?? 0) + TOLD_S : Infinity;
+    attribute(this.root, "data-kind", told?.kind ?? null);
+    say(this.text, told?.text ?? "");
+  }
+}
+
+/** Commands that wait for the cell, each with a button that takes it back; else what was asked. */
+function queueView(store: Store): { root: HTMLElement; show(waiting: readonly Queued[], gone: boolean): void } {
+  const told = h("span");
+  const list = h("span", { class: "nbd-queue", role: "list" });
+  const root = h("div", { class: "nbd-line nbd-muted" }, told, list);
+  const keyed = new Keyed<Queued, { root: HTMLElement; button: HTMLButtonElement }>(
+    list,
+    ({ id }) => id,
+    ({ id, text }) => {
+      const button = h("button", { class: "nbd-quiet", "aria-label": `cancel ${text}`, onclick: () => store.command("cancel", { command: id }, `cancel ${text}`) }, "Cancel");
+      return { root: h("span", { class: "nbd-queued", role: "listitem" }, h("span", {}, text), button), button };
+    },
+    () => {},
+  );
+  function show(waiting: readonly Queued[], gone: boolean): void {
+    const asked = [...store.asked.values()].map(({ words }) => `asked: ${words}`);
+    say(told, waiting.length ? "Waiting for the cell:" : asked.join(" · "));
+    keyed.show(waiting);
+    list.hidden = waiting.length === 0;
+    for (const { button } of keyed.shown.values()) button.disabled = gone;
+    root.hidden = waiting.length + asked.length === 0;
+  }
+  return { root, show };
 }
 
 /** Any backend and options, where the plan has no row for them or there is no plan. */

@@ -84,6 +84,8 @@ export interface Rank {
   device: string;
   state: RankState;
   line: string;
+  /** Characters that it has printed. */
+  written: number;
   where: string;
 }
 export interface Checkpoint {
@@ -147,13 +149,14 @@ export type Incoming =
   | { kind: "picture"; changed: Partial<Picture> }
   | { kind: "rows"; rows: Rows[] }
   | { kind: "samples"; time: number; devices: Sample[] }
-  | { kind: "answer"; id: string; ok: boolean; text: string }
-  | { kind: "log"; rank: number | null; lines: string[] }
+  | { kind: "answer"; id: string; ok: boolean; text: string; replaces: boolean }
+  | { kind: "log"; rank: number | null; search: string; lines: string[] }
   | { kind: "beat"; time: number };
 
 export type CommandName =
   | "interrupt"
   | "restart"
+  | "cancel"
   | "switch"
   | "save"
   | "load"
@@ -295,6 +298,7 @@ const rank = object<Rank>((p) => ({
   device: text(p.device),
   state: one(p.state, ["ready", "running", "waiting", "dead", "starting", "ended"], "starting"),
   line: text(p.line),
+  written: amount(p.written) ?? 0,
   where: text(p.where),
 }));
 const checkpoint = object<Checkpoint>((p) => ({
@@ -425,11 +429,18 @@ export function read(message: unknown, buffers: readonly unknown[] = []): Incomi
     }
     case "answer":
       if (typeof message.id !== "string") return null;
-      return { kind: "answer", id: message.id, ok: message.ok === true, text: text(message.text) };
+      return {
+        kind: "answer",
+        id: message.id,
+        ok: message.ok === true,
+        text: text(message.text),
+        replaces: message.replaces === true,
+      };
     case "log":
       return {
         kind: "log",
         rank: amount(message.rank),
+        search: text(message.search),
         lines: list(message.lines, (line) => (typeof line === "string" ? text(line) : null)),
       };
     case "beat": {

@@ -2,7 +2,7 @@
 
 import { attribute, h, Keyed, say } from "./dom.ts";
 import type { Rank } from "./protocol.ts";
-import type { Store } from "./store.ts";
+import { sought, type Store } from "./store.ts";
 import type { View } from "./view.ts";
 
 interface Row {
@@ -35,7 +35,7 @@ export function ranksView(store: Store): View {
     keyed.show(ranks);
     log.update();
   }
-  return { root, topics: ["ranks", "log", "link"], update, close: log.close };
+  return { root, topics: ["ranks", "log", "link"], update, tick: log.tick, close: log.close };
 }
 
 function makeRow(open: () => void): Row {
@@ -67,8 +67,18 @@ function makeRow(open: () => void): Row {
 
 /** How long typing rests before the kernel is asked. */
 const REST_MS = 250;
+/** Between two questions for lines that have come since. */
+const AGAIN_MS = 2000;
 
-function logView(store: Store): { root: HTMLElement; open(rank: number): void; update(): void; close(): void } {
+interface LogView {
+  root: HTMLElement;
+  open(rank: number): void;
+  update(): void;
+  tick(): void;
+  close(): void;
+}
+
+function logView(store: Store): LogView {
   const which = h("select", { "aria-label": "rank", onchange: () => ask() });
   const search = h("input", { type: "search", placeholder: "search the log", "aria-label": "search the log", oninput: () => later() });
   const lines = h("pre", { class: "nbd-log", tabindex: 0, role: "log", "aria-label": "log", "aria-live": "off" });
@@ -78,6 +88,8 @@ function logView(store: Store): { root: HTMLElement; open(rank: number): void; u
   const root = h("div", { class: "nbd-logs" }, h("div", { class: "nbd-tools" }, which, search, told, again, shut), lines);
   root.hidden = true;
   let timer = 0;
+  let askedAt = 0;
+  let written = 0;
   let shown: unknown = null;
   let options = "";
 
@@ -86,9 +98,22 @@ function logView(store: Store): { root: HTMLElement; open(rank: number): void; u
     window.clearTimeout(timer);
     timer = window.setTimeout(ask, REST_MS);
   }
+  /** Characters that the rank had printed when the panel last heard of it. */
+  const printed = (): number => store.picture.ranks.find(({ rank }) => rank === wanted())?.written ?? 0;
   function ask(): void {
     say(told, "asking the kernel …");
+    askAgain();
+  }
+  function askAgain(): void {
+    [askedAt, written] = [Date.now(), printed()];
     store.askLog(wanted(), search.value);
+  }
+  /** Follow a rank that prints, but for a reader who has marked some of the text. */
+  function tick(): void {
+    if (root.hidden || store.link !== "live" || printed() === written) return;
+    const marked = document.getSelection();
+    const kept = marked !== null && !marked.isCollapsed && lines.contains(marked.anchorNode);
+    if (!kept && Date.now() - askedAt >= AGAIN_MS) askAgain();
   }
   function open(rank: number): void {
     root.hidden = false;
@@ -105,7 +130,8 @@ function logView(store: Store): { root: HTMLElement; open(rank: number): void; u
       which.replaceChildren(launcher, ...numbers.map((rank) => h("option", { value: rank }, `rank ${rank}`)));
       which.value = before;
     }
-    if (store.log === shown || store.log === null || store.log.rank !== wanted()) return;
+    if (store.log === shown || store.log?.rank !== wanted()) return;
+    if (store.log.search !== sought(search.value)) return; // another page's
     shown = store.log;
     const found = store.log.lines;
     say(told, `${found.length} ${found.length === 1 ? "line" : "lines"}`);
@@ -113,5 +139,5 @@ function logView(store: Store): { root: HTMLElement; open(rank: number): void; u
     say(lines, found.length ? found.join("\n") : search.value ? "Nothing found." : "Nothing was printed yet.");
     if (end) lines.scrollTop = lines.scrollHeight;
   }
-  return { root, open, update, close: () => window.clearTimeout(timer) };
+  return { root, open, update, tick, close: () => window.clearTimeout(timer) };
 }

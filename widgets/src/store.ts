@@ -10,9 +10,16 @@ export type Topic = keyof Picture | "series" | "samples" | "link" | "answers" | 
 /** live: news arrive; stale: none for a while; gone: the kernel has closed the connection. */
 export type Link = "waiting" | "live" | "stale" | "gone";
 
+export interface Asked {
+  name: CommandName;
+  args: Record<string, unknown>;
+  words: string;
+}
 export interface Answer {
   ok: boolean;
   text: string;
+  /** What was refused only because something is there, which it could replace. */
+  replacing?: Asked;
 }
 /** How curves are shown, kept here so that a second view and a redraw show the same. */
 export interface Choice {
@@ -23,6 +30,7 @@ export interface Choice {
 }
 export interface Log {
   rank: number | null;
+  search: string;
   lines: string[];
 }
 
@@ -35,6 +43,11 @@ const MOST_SERIES = 2000;
 /** The kernel sends the points of so many names (MAX_NAMES in nbdist/panel/series.py). */
 export const SENT_SERIES = 200;
 
+/** As much of a search as the kernel takes. */
+export function sought(search: string): string {
+  return search.slice(0, 200);
+}
+
 export class Store {
   picture: Picture = EMPTY;
   series = new Map<string, Points>();
@@ -45,8 +58,8 @@ export class Store {
   answered = 0;
   log: Log | null = null;
   choice: Choice = { shown: null, x: "step", log: false, smoothing: 0 };
-  /** Commands sent and not yet answered: id -> what was asked. */
-  asked = new Map<string, string>();
+  /** Commands sent and not yet answered, by id. */
+  asked = new Map<string, Asked>();
   /** Messages that could not be read. */
   dropped = 0;
   /** When the latest message came; unix seconds of this machine. */
@@ -106,12 +119,15 @@ export class Store {
         this.ahead = message.time - Date.now() / 1000;
         this.sample(message.time, message.devices);
         break;
-      case "answer":
-        if (!this.asked.delete(message.id)) return; // asked by another view's store
-        this.say({ ok: message.ok, text: message.text });
+      case "answer": {
+        const asked = this.asked.get(message.id);
+        if (!asked) return; // by another view's store
+        this.asked.delete(message.id);
+        this.say({ ok: message.ok, text: message.text, ...(message.replaces && { replacing: asked }) });
         break;
+      }
       case "log":
-        this.log = { rank: message.rank, lines: message.lines };
+        this.log = { rank: message.rank, search: message.search, lines: message.lines };
         this.tell("log");
         break;
       case "beat":
@@ -178,11 +194,16 @@ export class Store {
   command(name: CommandName, args: Record<string, unknown>, words: string): string {
     this.numbered += 1;
     const id = `${this.name}-${this.numbered}`;
-    this.asked.set(id, words);
+    this.asked.set(id, { name, args, words });
     this.answer = null;
     this.tell("answers");
     this.send({ kind: "command", id, name, arguments: args });
     return id;
+  }
+
+  /** Ask again for what was refused because something is there: this time it is replaced. */
+  replace({ name, args, words }: Asked): void {
+    this.command(name, { ...args, overwrite: true }, words);
   }
 
   /**
@@ -204,7 +225,7 @@ export class Store {
 
   /** Ask for the log of a rank, or the launcher's; it comes as topic "log". */
   askLog(rank: number | null, search: string): void {
-    this.send({ kind: "log", rank, search: search.slice(0, 200) });
+    this.send({ kind: "log", rank, search: sought(search) });
   }
 
   choose(changed: Partial<Choice>): void {

@@ -4,6 +4,7 @@ import { inWords, percent, Stack } from "./bar.ts";
 import { confirmation } from "./confirm.ts";
 import { attribute, h, Keyed, say, style } from "./dom.ts";
 import { bytes, bytesOf, speed as perSecond } from "./format.ts";
+import { Legend } from "./legend.ts";
 import type { StrategyRow } from "./protocol.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
@@ -18,10 +19,12 @@ interface Row {
 
 export function strategiesView(store: Store): View {
   const note = h("p", { class: "nbd-muted nbd-tight" });
+  const reason = h("p", { class: "nbd-tight" });
   const list = h("div", { class: "nbd-strategies", role: "list" });
+  const legend = new Legend();
   const all = h("button", { class: "nbd-quiet", onclick: () => ((wide = !wide), update()) });
   const plan = h("button", { class: "nbd-quiet", onclick: () => store.command("plan", {}, "plan") }, "Plan again");
-  const root = h("div", {}, h("div", { class: "nbd-tools" }, note, h("span", { class: "nbd-grow" }), all, plan), list);
+  const root = h("div", {}, h("div", { class: "nbd-tools" }, note, h("span", { class: "nbd-grow" }), all, plan), reason, list, legend.root);
   let chosen: string | null = null;
   let wide = false;
   let scale = 1;
@@ -104,6 +107,9 @@ export function strategiesView(store: Store): View {
   function update(): void {
     const { rows, note: told } = store.picture.strategies;
     say(note, told || (rows.length ? "Predicted memory of the fullest rank." : "No plan yet: it is made when a model is prepared."));
+    const best = rows.find((row) => row.recommended);
+    reason.hidden = !best;
+    if (best) say(reason, `Recommended: ${best.words || best.backend}${best.why ? ` (${best.why})` : ""}`);
     const capacity = Math.max(0, ...rows.map((row) => row.capacity_bytes ?? 0));
     const largest = Math.max(1, ...rows.map((row) => row.device_bytes));
     // One that needs ten times the memory must not squeeze the others into nothing.
@@ -113,7 +119,10 @@ export function strategiesView(store: Store): View {
     say(all, wide ? "Show fewer" : `Show all ${rows.length}`);
     plan.disabled = store.link === "gone";
     if (store.link === "gone") chosen = null; // what is offered can no longer be done
-    keyed.show(few || wide ? rows : shortened(rows));
+    const shown = few || wide ? rows : shortened(rows);
+    keyed.show(shown);
+    legend.root.hidden = rows.length === 0;
+    legend.show(shown.map((row) => row.parts), { limit: capacity > 0 });
   }
   return { root, topics: ["strategies", "link"], update };
 }

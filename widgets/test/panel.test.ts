@@ -1,5 +1,5 @@
 import assert from "node:assert/strict";
-import { test } from "node:test";
+import { mock, test } from "node:test";
 import { SCENES } from "../dev/scenes.ts";
 import { show } from "../src/main.ts";
 import { Store } from "../src/store.ts";
@@ -7,6 +7,7 @@ import { drawn, page } from "./page.ts";
 
 interface Sent {
   kind: string;
+  id?: string;
   name?: string;
   arguments?: Record<string, unknown>;
 }
@@ -113,6 +114,74 @@ test("loading asks first", async () => {
   assert.equal(sent.length, 0);
   button(root, "Load it").click();
   assert.deepEqual(sent[0]?.arguments, { name: "base" });
+  close();
+});
+
+test("a command that waits can be cancelled", async () => {
+  const { root, sent, store, close } = await panel("gpu");
+  assert.match(root.querySelector(".nbd-queue")!.textContent!, /switch to zero3/);
+  const cancel = root.querySelector<HTMLButtonElement>("[aria-label='cancel switch to zero3']")!;
+  cancel.click();
+  assert.deepEqual([sent[0]?.name, sent[0]?.arguments], ["cancel", { command: "1" }]);
+  store.receive({ kind: "picture", changed: { queue: [] } });
+  await drawn();
+  assert.equal(root.querySelector<HTMLElement>(".nbd-queue")!.hidden, true);
+  close();
+});
+
+test("an export into a folder with files offers to replace them", async () => {
+  const { root, sent, store, close } = await panel("gpu");
+  const replace = button(root, "Replace it");
+  assert.equal(replace.hidden, true);
+  store.command("export", { folder: "out" }, "export to out");
+  store.receive({ kind: "answer", id: sent[0]!.id, ok: false, text: "out is not empty", replaces: true });
+  await drawn();
+  assert.equal(replace.hidden, false);
+  replace.click();
+  await drawn();
+  assert.deepEqual(sent[1]?.arguments, { folder: "out", overwrite: true });
+  assert.equal(replace.hidden, true);
+  close();
+});
+
+test("an open log follows a rank that prints, but not under a reader's hands", async () => {
+  mock.timers.enable({ apis: ["setInterval", "Date"] });
+  const { root, sent, store, close } = await panel("gpu");
+  const asked = (): number => sent.filter((one) => one.kind === "log").length;
+  const printed = (written: number): void => {
+    const ranks = store.picture.ranks.map((rank) => ({ ...rank, written }));
+    store.receive({ kind: "picture", changed: { ranks } });
+    mock.timers.tick(3000);
+  };
+  root.querySelector<HTMLButtonElement>("[aria-label='log of rank 0']")!.click();
+  store.receive({ kind: "log", rank: 0, search: "", lines: ["first"] });
+  await drawn();
+  printed(4000); // as many as when it was asked
+  assert.equal(asked(), 1);
+  printed(4010);
+  assert.equal(asked(), 2);
+  store.receive({ kind: "log", rank: 0, search: "other", lines: ["of another page"] });
+  await drawn();
+  const lines = root.querySelector(".nbd-log")!;
+  assert.equal(lines.textContent, "first");
+  root.ownerDocument.getSelection()!.selectAllChildren(lines);
+  printed(4020);
+  assert.equal(asked(), 2);
+  root.ownerDocument.getSelection()!.removeAllRanges();
+  mock.timers.tick(3000);
+  assert.equal(asked(), 3);
+  button(root, "Close").click();
+  printed(4030);
+  assert.equal(asked(), 3);
+  close();
+  mock.timers.reset();
+});
+
+test("the mark of the device's memory and the reason for a recommendation are told", async () => {
+  const { root, close } = await panel("gpu");
+  const page = [...root.querySelectorAll("[role=tabpanel]")].find((one) => one.querySelector(".nbd-strategies"))!;
+  assert.match(page.querySelector(".nbd-legend")!.textContent!, /parameters.*free memory of a device/);
+  assert.match(page.textContent!, /Recommended: zero3 \(the fastest that fits/);
   close();
 });
 

@@ -4,7 +4,7 @@ import { columns } from "../src/columns.ts";
 import { KEPT, Points } from "../src/points.ts";
 import { PATIENCE_MS, STALE_S, Store, type Topic } from "../src/store.ts";
 
-type Sent = { kind: string; id?: string; name?: string };
+type Sent = { kind: string; id?: string; name?: string; arguments?: unknown };
 
 function made(): { store: Store; sent: Sent[]; topics: Topic[] } {
   const sent: Sent[] = [];
@@ -60,9 +60,10 @@ test("gaps, logarithms and smoothing", () => {
   const points = new Points();
   points.append(Float64Array.from([1, 0, 1, 2, 0, Infinity, 3, 0, -1, 4, 0, 3]));
   const choice = { shown: null, x: "step" as const, log: true, smoothing: 0.5 };
-  const [xs, raw, smooth] = columns(points, choice, 0);
+  const [xs, raw, smooth, odd] = columns(points, choice, 0);
   assert.deepEqual(xs, [1, 2, 3, 4]);
   assert.deepEqual(raw, [1, null, null, 3]);
+  assert.deepEqual([...odd], [[1, Infinity], [2, -1]]);
   assert.equal(smooth[0], 1);
   assert.ok(Math.abs(smooth[3]! - 7 / 3) < 1e-9);
 });
@@ -108,6 +109,15 @@ test("answers are taken once and only by who asked", () => {
   assert.deepEqual(store.answer, { ok: false, text: "disk full" });
   assert.equal(store.asked.size, 0);
   assert.ok(topics.includes("answers"));
+});
+
+test("what was refused because something is there can be asked again, to replace it", () => {
+  const { store, sent } = made();
+  store.command("export", { folder: "out" }, "export to out");
+  store.receive({ kind: "answer", id: sent[0]!.id, ok: false, text: "not empty", replaces: true });
+  store.replace(store.answer!.replacing!);
+  assert.deepEqual([sent[1]!.name, sent[1]!.arguments], ["export", { folder: "out", overwrite: true }]);
+  assert.equal(store.answer, null);
 });
 
 test("silence makes a panel stale, news make it live again", () => {

@@ -1,0 +1,87 @@
+// What a chart has beside its line: marks of what happened, and values that have no place on it.
+
+import type { Mark } from "./protocol.ts";
+
+/** Upright line of a chart: one mark, or several that would lie on one another. */
+export interface Upright {
+  x: number;
+  /** Only of saves: nothing about the training has changed. */
+  saves: boolean;
+  /** As much as a chart has room for. */
+  words: string;
+  /** Everything that happened there. */
+  told: string;
+}
+
+/** The marks that have a place, from left to right; those within `reach` of another are one. */
+export function uprights(marks: readonly Mark[], place: (mark: Mark) => number | null, reach: number): Upright[] {
+  const placed = marks.flatMap((mark) => {
+    const x = place(mark);
+    return x === null ? [] : [{ x, mark }];
+  });
+  placed.sort((a, b) => a.x - b.x);
+  const groups: { x: number; marks: Mark[] }[] = [];
+  for (const { x, mark } of placed) {
+    const last = groups.at(-1);
+    if (last && x - last.x <= reach) last.marks.push(mark);
+    else groups.push({ x, marks: [mark] });
+  }
+  return groups.map(({ x, marks: there }) => ({
+    x,
+    saves: there.every(({ kind }) => kind === "save"),
+    words: inShort(there.map((mark) => (mark.kind === "load" ? `load ${mark.text}` : mark.text || mark.kind))),
+    told: there.map(({ kind, text }) => `${kind} ${text}`.trim()).join(", "),
+  }));
+}
+
+const ROOM = 18;
+
+/** "base, best", or "a-long-name… +1" where there is no room for all. */
+function inShort(names: readonly string[]): string {
+  const all = names.join(", ");
+  if (all.length <= ROOM) return all;
+  const more = names.length > 1 ? ` +${names.length - 1}` : "";
+  const first = names[0] ?? "";
+  const room = ROOM - more.length;
+  return `${first.length > room ? `${first.slice(0, room - 1)}…` : first}${more}`;
+}
+
+/** Why a value is not on the line: what a reader is told, the sign, and where the sign stands. */
+export interface Odd {
+  name: string;
+  sign: "×" | "▲" | "▼";
+}
+
+/** As words.ODD in nbdist/panel/words.py; a finite value is one without a logarithm. */
+export function oddity(value: number): Odd {
+  if (Number.isNaN(value)) return { name: "NaN", sign: "×" };
+  if (value === Infinity) return { name: "inf", sign: "▲" };
+  return { name: value === -Infinity ? "-inf" : "0 or less", sign: "▼" };
+}
+
+/** "× NaN  ▲ inf": what the signs of a chart stand for; empty where there are none. */
+export function keyOf(values: Iterable<number>): string {
+  const names = new Map<string, string>();
+  for (const value of values) {
+    const { name, sign } = oddity(value);
+    names.set(name, sign);
+  }
+  return [...names].map(([name, sign]) => `${sign} ${name}`).join("  ");
+}
+
+/** Draw the sign of a value: a cross at the bottom, or a triangle that points where it lies. */
+export function trace(path: CanvasPath, { sign }: Odd, x: number, top: number, bottom: number, size: number): void {
+  if (sign === "×") {
+    const y = bottom - size;
+    path.moveTo(x - size, y - size);
+    path.lineTo(x + size, y + size);
+    path.moveTo(x - size, y + size);
+    path.lineTo(x + size, y - size);
+    return;
+  }
+  const [tip, base] = sign === "▲" ? [top, top + 2 * size] : [bottom, bottom - 2 * size];
+  path.moveTo(x - size, base);
+  path.lineTo(x + size, base);
+  path.lineTo(x, tip);
+  path.closePath();
+}

@@ -1,0 +1,27 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import type { Mark } from "../src/protocol.ts";
+import { keyOf, oddity, uprights } from "../src/signs.ts";
+
+const mark = (step: number | null, kind: Mark["kind"], text: string): Mark => ({ step, time: 0, kind, text });
+const steps = (one: Mark): number | null => one.step;
+
+test("two saves at one step are one line that names both", () => {
+  const found = uprights([mark(40, "save", "base"), mark(40, "save", "best")], steps, 4);
+  assert.deepEqual(found, [{ x: 40, saves: true, words: "base, best", told: "save base, save best" }]);
+});
+
+test("marks are told from left to right; what has no place is left out, what has no room is counted", () => {
+  const long = "a-very-long-name-of-a-checkpoint";
+  const marks = [mark(90, "switch", "ddp → zero3"), mark(null, "save", "x"), mark(10, "save", long), mark(12, "load", "base")];
+  const [first, second] = uprights(marks, steps, 4);
+  assert.deepEqual([first!.words, first!.saves], ["a-very-long-na… +1", false]);
+  assert.equal(first!.told, `save ${long}, load base`);
+  assert.deepEqual([second!.words, second!.saves], ["ddp → zero3", false]);
+});
+
+test("values without a place on the axis are told by name and shape, not by colour alone", () => {
+  assert.deepEqual([NaN, Infinity, -Infinity, -3].map((one) => oddity(one).name), ["NaN", "inf", "-inf", "0 or less"]);
+  assert.equal(keyOf([NaN, Infinity, NaN]), "× NaN  ▲ inf");
+  assert.equal(keyOf([]), "");
+});
