@@ -138,9 +138,10 @@ def with_fsdp_file(options: Options, content: Mapping[str, Any]) -> Options:
         raise OptionError(message)
     version = plain.pop("fsdp_version", None)
     if version is not None and str(version) != str(options.strategy.level):
+        named = str(version)[:_SHOWN]
         message = (
-            f"the fsdp_config is for version {str(version)[:_SHOWN]} but the backend is"
-            f" {options.backend}; use the backend of that version, fsdp1 or fsdp2."
+            f"the fsdp_config is for version {named} but the backend is {options.backend}; "
+            f"use backend fsdp{named}."
         )
         raise OptionError(message)
     if "reshard_after_forward" in plain:
