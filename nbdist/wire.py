@@ -231,8 +231,6 @@ class ReleaseRequest(TypedDict):
 
     pids: list[int]
     """Processes of all ranks."""
-    store: bool
-    """Also its connections to the store in which ranks find one another."""
 
 
 class ReleaseReply(TypedDict):
@@ -618,7 +616,15 @@ def to_line(message: LinkMessage) -> bytes:
 
 
 def from_line(line: bytes) -> LinkMessage:
-    """Parse a line of the link."""
-    name, fields = json.loads(line)
-    message: LinkMessage = _TYPES[name](**fields)
+    """Parse a line of the link.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        name, fields = json.loads(line)
+        message: LinkMessage = _TYPES[name](**fields)
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        msg = f"{line[:100]!r} is no message of the link ({type(error).__name__})"
+        raise ValueError(msg) from error
     return message

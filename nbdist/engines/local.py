@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Literal
 from nbdist import owner, wire
 from nbdist.engines import leftovers
 from nbdist.engines.environment import scrubbed
+from nbdist.engines.log import Log
 from nbdist.engines.run_dir import RunDir
 from nbdist.errors import StartError
+from nbdist.redacted import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -58,14 +60,17 @@ class Launcher:
         self.warm = False
         """Whether its imports are done."""
         self.listener: Callable[[wire.LinkMessage], None] = _nobody
+        self.log = Log()
         self._link, theirs = socket.socketpair()
         try:
             self.process = self._spawn(theirs)
         except OSError as error:
+            self.log.close()
             self.run_dir.remove()
             msg = f"The launcher did not start: {error}."
             raise StartError(msg) from error
         finally:
+            self.log.started()
             theirs.close()
         self._closing = False
         self._reader = threading.Thread(target=self._read, name="nbdist-link", daemon=True)
@@ -83,16 +88,15 @@ class Launcher:
             owner.RUN_DIR: str(self.run_dir.path),
             "DS_ACCELERATOR": self.kind,  # read when DeepSpeed is imported, and only then
         }
-        with self.run_dir.log.open("ab") as log:
-            return subprocess.Popen(  # noqa: S603 - our own module under this interpreter
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[fd],
-                start_new_session=True,
-            )
+        return subprocess.Popen(  # noqa: S603 - our own module under this interpreter
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log.writing,
+            stderr=self.log.writing,
+            pass_fds=[fd],
+            start_new_session=True,
+        )
 
     def send(self, message: wire.LinkMessage) -> None:
         """Send one message.
@@ -103,7 +107,7 @@ class Launcher:
         try:
             self._link.sendall(wire.to_line(message))
         except OSError as error:
-            msg = f"The launcher is gone. Its log ends: {self.log_tail()}"
+            msg = f"The launcher is gone. Its log ends: {redacted(self.log_tail())}"
             raise StartError(msg) from error
 
     @property
@@ -113,9 +117,7 @@ class Launcher:
 
     def log_tail(self) -> str:
         """The end of what launcher and ranks wrote outside of cells."""
-        with contextlib.suppress(OSError):
-            return self.run_dir.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        return ""
+        return self.log.tail(LOG_TAIL_BYTES).strip()
 
     def wake_up(self) -> None:
         """Let it go on if it is stopped: it cannot end anything until then."""
@@ -140,6 +142,7 @@ class Launcher:
         if threading.current_thread() is not self._reader:
             self._reader.join(CLOSE_S)
         self._link.close()
+        self.log.close()
         self.run_dir.remove()
         atexit.unregister(self.close)
 

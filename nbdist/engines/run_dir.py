@@ -1,4 +1,4 @@
-"""Private folders of one launcher: sockets, connection files, logs, bulk values.
+"""Private folders of one launcher: sockets, connection files, bulk values.
 
 Made by the kernel (0700) and signed with its identity, removed by whoever sees the end: the
 kernel when the launcher is closed, the launcher when the kernel is gone, the next start of
@@ -31,7 +31,7 @@ class RunDir:
     """The two private folders of a launcher."""
 
     path: Path
-    """Sockets, connection files and logs; short enough for Unix sockets."""
+    """Sockets and connection files; short enough for Unix sockets."""
     bulk: Path
     """Payload files; in shared memory where there is room."""
 
@@ -56,11 +56,6 @@ class RunDir:
         folder = self.path / str(number)
         folder.mkdir(mode=0o700)
         return folder
-
-    @property
-    def log(self) -> Path:
-        """What the launcher writes to its own stdout and stderr."""
-        return self.path / "launcher.log"
 
     def remove(self) -> None:
         """Delete both folders; a second call finds nothing to do."""

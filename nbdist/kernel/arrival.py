@@ -16,6 +16,7 @@ from nbdist import wire
 from nbdist.engines import local
 from nbdist.errors import StartError
 from nbdist.kernel import causes, stacks
+from nbdist.redacted import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,7 +118,8 @@ class Arrival:
         notes = sorted(self._gang.folder.glob("*.died"), key=lambda note: note.stat().st_mtime)
         if death.rank is not None:  # what it wrote itself says more than a peer's
             notes.sort(key=lambda note: note.stem != f"rank{death.rank}")
-        detail = f"It said:\n{notes[0].read_text()}" if notes else self._gang.log_words()
+        said = redacted(notes[0].read_text()) if notes else ""
+        detail = f"It said:\n{said}" if said else self._gang.log_words()
         stack = causes.stack_words(death.stack, {})
         stack = f" It was at (innermost first):\n{stack}\n" if stack else " "
         return f"The ranks did not start: {death.said}.{stack}{detail}"

@@ -282,11 +282,15 @@ class Cell:
     def _take(self, item: tuple[Taker, int, Message] | RankDied) -> None:
         if isinstance(item, RankDied):
             self.death = item
-        else:
-            take, rank, message = item
+            return
+        take, rank, message = item
+        try:
             if rank in self.states:  # else it is the session's own line
                 self.states[rank].heard_at = time.monotonic()
             take(self, rank, message)
+        except Exception as error:  # noqa: BLE001 - a cell may send anything; the rest is to be read
+            kind, why = message["header"]["msg_type"], f"{type(error).__name__}: {error}"
+            self.renderer.note([f"rank {rank}: a message ({kind}) that cannot be taken: {why}"])
 
     def take_reply(self, rank: int, message: Message) -> None:
         """A rank has ended the cell."""

@@ -25,6 +25,8 @@ from nbdist.kernel.arrival import Arrival
 from nbdist.kernel.channel import Channels, write_connections
 from nbdist.kernel.oom import OomCounter
 from nbdist.kernel.pulse import Pulse
+from nbdist.redacted import redacted
+from nbdist.signed import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,7 +48,6 @@ REPORT_S = 0.8
 """How long the launcher may take to report a rank that is gone."""
 SETTLE_S = 0.3
 """After the end of a rank this long, what it said last has been read, and who followed it."""
-KEY_BYTES = 32
 
 
 def _nobody(_line: str) -> None:
@@ -346,7 +347,7 @@ class Gang:
 
     def log_tail(self) -> str:
         """The end of what launcher and ranks wrote outside of cells."""
-        return self._launcher.log_tail() if self._launcher else ""
+        return redacted(self._launcher.log_tail()) if self._launcher else ""
 
     def log_words(self) -> str:
         """The end of the log as part of an error message."""

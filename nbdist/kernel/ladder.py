@@ -44,8 +44,6 @@ ANSWER_S = 0.4
 FREE_AFTER_S = 2.0
 LEFT_AFTER_S = 0.5
 """The same where another rank has ended the cell, and cannot come any more."""
-STORE_AFTER_S = 1.5
-"""Still stuck so long after it was freed: it waits where ranks find one another."""
 END_AFTER_S = 3.0
 """From then on after freeing, Stop ends the ranks."""
 GRACE_S = 3.0
@@ -68,7 +66,6 @@ class Ladder:
         self._world_size = world_size
         self._began = self._looked_at = time.monotonic()
         self._asked_at = self._freed_at = 0.0
-        self._store_closed = False
         self._held_at = 0.0
         """Since when ranks are held; 0: they are not."""
         self._begun: dict[int, wire.HoldReply] = {}
@@ -122,13 +119,6 @@ class Ladder:
         elif self.rung == "asked" and now - self._asked_at > NEARER_S and self._named_far:
             self._named_far = False
             self._hold()
-        elif self._is_still_stuck(now):
-            self._store_closed = True
-            self._release(store=True)
-
-    def _is_still_stuck(self, now: float) -> bool:
-        late = self.rung == "freed" and now - self._freed_at > STORE_AFTER_S
-        return late and not self._store_closed and bool(self.cell.running)
 
     @property
     def _patience_s(self) -> float:
@@ -197,11 +187,8 @@ class Ladder:
         places = dict.fromkeys(place(answers[rank]) for rank in stuck)
         self.stuck = f"{rank_names.words(stuck)} in {', '.join(places)}"
         self._stop_after(0)
-        self._release(store=False)
-
-    def _release(self, *, store: bool) -> None:
         pids = [member.pid for member in self._gang.members]
-        content: Any = wire.ReleaseRequest(pids=pids, store=store)
+        content: Any = wire.ReleaseRequest(pids=pids)
         for rank in range(self._world_size):
             self._gang.post(rank, "control", wire.RELEASE, content)
         self._gang.wake()

@@ -52,7 +52,9 @@ from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import SwitchReport
 from nbdist.kernel.turns import in_turn, tell_of_waiting
 from nbdist.kernel.whereabouts import Whereabouts
+from nbdist.paths import expanded
 from nbdist.plan.checked import Measured
+from nbdist.redacted import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -532,6 +534,8 @@ class Session:
     def _end_stuck(self, cell: Cell) -> NoReturn:
         """End ranks that nothing else has stopped, and start new ones."""
         words = rank_names.words(cell.pending)
+        self.abandon()
+        cell.pump(0)
         self.restart()
         msg = f"{words} did not stop, so all ranks were ended and new ones started; their variables"
         raise CellInterrupted(f"{msg} are gone.") from None
@@ -821,7 +825,7 @@ class Session:
         """
         root, last = self._folder(folder), name
         if os.sep in name:
-            path = Path.cwd() / Path(name).expanduser()
+            path = Path.cwd() / expanded(name)
             root, last = path.parent, path.name
             if saving.is_foreign(path):
                 return self.load_foreign(path, trust=trust)
@@ -837,7 +841,7 @@ class Session:
 
     def _folder(self, given: str | os.PathLike[str] | None) -> Path:
         """Folder of checkpoints, absolute: the ranks may be elsewhere."""
-        return self.checkpoints.root if given is None else Path.cwd() / Path(given).expanduser()
+        return self.checkpoints.root if given is None else Path.cwd() / expanded(given)
 
     # -- out of here
 
@@ -980,11 +984,11 @@ class Session:
         return self._choice.describe()
 
     def log(self, rank: int | None = None, *, lines: int = 100) -> str:
-        """Last lines that a rank wrote; without a rank, the launcher's own log."""
+        """Last lines that a rank wrote; without a rank, the launcher's own log; no secrets."""
         if rank is None:
             return self._gang.log_tail()
         (chosen,) = rank_names.chosen([rank], self.world_size, option="rank")
-        return self.logs[chosen].tail(lines)
+        return redacted(self.logs[chosen].tail(lines))
 
     def stacks(self) -> dict[int, str]:
         """What every thread of each rank is doing now; also while a cell runs.

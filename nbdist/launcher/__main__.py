@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
 from queue import Empty
 
@@ -87,8 +86,8 @@ def main() -> None:
         launch = next_launch(link)
         try:
             ended = ranks.run(launch, link)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the kernel must hear of it
-            traceback.print_exc()
+        except Exception as error:
+            log.exception("the ranks were not started")
             ended = wire.Ended(launch.generation, error=f"{type(error).__name__}: {error}")
         family.end_descendants()
         family.reap()

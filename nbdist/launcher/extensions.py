@@ -73,6 +73,7 @@ def ensure(
     if not ops:
         return
     folder = builds.cache_dir() / "extensions" / _key()
+    _check_owner(folder)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     missing = [op for op in ops if not (folder / op / BUILT).exists()]
     if missing:
@@ -83,6 +84,22 @@ def ensure(
                     _build(op, folder / op, lock=lock, progress=progress, limit_s=limit_s)
     for op in ops:
         _load(op, folder / op)
+
+
+def _check_owner(folder: Path) -> None:
+    """Refuse a folder that others may write to: what lies there is loaded, and so is run."""
+    for path in (folder, *folder.parents):
+        if path == builds.cache_dir().parent:
+            return
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not there yet
+            found = path.stat()
+            if found.st_uid not in {os.geteuid(), 0} or found.st_mode & 0o002:
+                message = (
+                    f"{str(path)!r} can be written to by others, and what is built there is run;"
+                    " make it yours alone (chmod o-w), or set NBDIST_CACHE_DIR to a folder that"
+                    " is."
+                )
+                raise StartError(message)
 
 
 def _accelerator() -> str:
@@ -117,7 +134,7 @@ def _check_tools(ops: Sequence[str]) -> None:
 def _locked(folder: Path, *, progress: Callable[[str], None], limit_s: float) -> Iterator[int]:
     """Hold the folder's lock; the kernel frees it when its last holder ends."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / "nbdist-lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         message = f"cannot write to {str(folder)!r} ({error}); set NBDIST_CACHE_DIR to a folder."

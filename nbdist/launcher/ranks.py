@@ -98,7 +98,7 @@ def fork(launch: wire.Launch, link: Link, watch: Watch) -> None:
             (launch, link, watch),
             num_processes=launch.world_size,
             rdzv_backend=rendezvous.NAME,
-            rdzv_endpoint=f"{rendezvous.LOOPBACK}:0",
+            rdzv_endpoint=rendezvous.ENDPOINT,
             rdzv_id=f"nbdist-{launch.generation}",
             monitor_interval=POLL_S,
         )
@@ -111,7 +111,7 @@ def fork(launch: wire.Launch, link: Link, watch: Watch) -> None:
         nproc_per_node=1,
         run_id=f"nbdist-{launch.generation}",
         rdzv_backend=rendezvous.NAME,
-        rdzv_endpoint=f"{rendezvous.LOOPBACK}:0",
+        rdzv_endpoint=rendezvous.ENDPOINT,
         max_restarts=0,
         monitor_interval=POLL_S,
         start_method="fork",

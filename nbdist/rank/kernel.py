@@ -31,19 +31,20 @@ from nbdist.errors import (
     NbdistError,
     PayloadError,
     SessionError,
+    StartError,
     SwitchError,
 )
 from nbdist.rank import advice, describe, measure, release, stacks, where
 from nbdist.rank.gate import gate
 from nbdist.rank.long_text import LONGEST_ERROR, shortened
 from nbdist.rank.standing import Standing
+from nbdist.signed import KEY_BYTES, Briefly, Signer
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import zmq
-    from jupyter_client.session import Session as Signer
 
     from nbdist.rank.collectives import Meeting
     from nbdist.rank.handover import Report
@@ -448,7 +449,7 @@ class RankKernel(IPythonKernel):
     def release_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Free the main thread from a collective; on the control thread."""
         request: wire.ReleaseRequest = parent["content"]
-        closed = release.release(request["pids"], store=request["store"])
+        closed = release.release(request["pids"])
         self._answer(stream, ident, parent, wire.ReleaseReply(closed=closed))
 
     def renew_request(self, stream: Any, ident: Any, parent: Message) -> None:
@@ -508,10 +509,26 @@ class RankApp(IPKernelApp):
             log_level="ERROR",
             config=config,
         )
+        app.log.addFilter(Briefly())
         app.initialize([])
         app.kernel.meeting, app.kernel.standing = meeting, Standing(meeting)
         sys.breakpointhook = refuse_breakpoint  # after ipykernel's debugpy has set its own
         return app
+
+    def load_connection_file(self, connection_file: str | None = None) -> None:
+        """Read where to listen: nowhere but at Unix sockets, and under a key.
+
+        Raises:
+            StartError: the file says otherwise.
+        """
+        super().load_connection_file(connection_file)
+        if self.transport != "ipc" or len(self.session.key) < 2 * KEY_BYTES:
+            msg = f"{self.connection_file} is none of this session: it has to name ipc and a key."
+            raise StartError(msg)
+
+    def _session_default(self) -> Signer:
+        """Sign as the kernel does."""
+        return Signer(parent=self)
 
     def _ipython_dir_default(self) -> str:
         """Keep IPython's files out of the user's home; no start-up files run."""

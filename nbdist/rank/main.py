@@ -17,7 +17,7 @@ import torch
 
 from nbdist import strategies, wire
 from nbdist.launcher import blackbox, family
-from nbdist.rank import accelerator, collectives, group, namespace, stream
+from nbdist.rank import accelerator, collectives, group, namespace, store, stream
 from nbdist.rank.board import Board
 from nbdist.rank.choose import Chooser
 from nbdist.rank.kernel import RankApp
@@ -56,7 +56,7 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
         share_cores(launch)
         board = Board(Path(launch.run_dir), rank=rank, world_size=launch.world_size)
         meeting = collectives.install(board)
-    group.join(on_gpu=on_gpu)
+    group.join(store.open_in(launch.run_dir), on_gpu=on_gpu)
     options = strategies.Options.from_json(launch.options)
     hardware = strategies.Hardware.from_json(launch.hardware)
     chooser = None if launch.auto is None else Chooser(launch.auto, options, hardware)

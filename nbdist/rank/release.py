@@ -25,24 +25,14 @@ if TYPE_CHECKING:
 Address = tuple[str, int]
 
 
-def release(pids: Iterable[int], *, store: bool) -> int:
+def release(pids: Iterable[int]) -> int:
     """Close what connects this rank with others; returns how many connections.
 
     Args:
         pids: processes of all ranks.
-        store: also the connections to the store in which ranks find one another: a rank may
-            wait there for others that make no group.
     """
     theirs = {own for pid in pids if pid != os.getpid() for own, _, _ in _connections(pid)}
-    if store:
-        theirs.add(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-    # a forked rank has descriptors of the launcher's: to shut those would end the launcher's own
-    launchers = {own for own, _, _ in _connections(os.getppid())}
-    closed = sum(
-        _shut(fd)
-        for own, other, fd in _connections(os.getpid())
-        if other in theirs and own not in launchers
-    )
+    closed = sum(_shut(fd) for _, other, fd in _connections(os.getpid()) if other in theirs)
     if torch.cuda.is_initialized():
         distributed_c10d._abort_process_group()  # noqa: SLF001 - torch 2.13 has no public name
     return closed
@@ -57,7 +47,7 @@ def _connections(pid: int) -> list[tuple[Address, Address, int]]:
 
 
 def _address(end: Any) -> Address:
-    """Address and port; torch's store speaks IPv4 through sockets of IPv6."""
+    """Address and port; IPv4 may come through sockets of IPv6."""
     return end.ip.removeprefix("::ffff:"), end.port
 
 

@@ -168,6 +168,7 @@ def test_long_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 @pytest.mark.fault("S14")
+@pytest.mark.fault("S2")
 def test_private_folder() -> None:
     with nbdist.Session(nproc=1) as session:
         folder = session._gang.run_dir

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from nbdist.errors import StartError
 from nbdist.launcher import extensions, offload
 from nbdist.owner import Owner
 from nbdist.strategies import Options
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -101,6 +98,30 @@ def test_a_killed_sessions_swap_folder_is_removed(tmp_path: Path) -> None:
     with offload.folder(wanted):
         assert not dead.exists()
     assert list(tmp_path.iterdir()) == [another]
+
+
+@pytest.mark.fault("A9")
+@pytest.mark.fault("S14")
+def test_a_swap_folder_is_private_and_a_planted_link_is_left_alone(tmp_path: Path) -> None:
+    wanted = Options(backend="zero3", offload=f"nvme:{tmp_path / 'shared'}")
+    with offload.folder(wanted) as options:
+        own = Path(str(options.offload_path))
+        assert own.stat().st_mode & 0o777 == 0o700
+        planted = own.parent / own.name.replace(f"-{os.getpid()}-", "-99999999-")
+    (tmp_path / "precious").mkdir()
+    planted.symlink_to(tmp_path / "precious")
+    with offload.folder(wanted):
+        assert planted.is_symlink()
+        assert (tmp_path / "precious").is_dir()
+
+
+@pytest.mark.fault("S14")
+def test_a_cache_that_others_can_write_to_is_not_used(cache: Path) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(StartError, match="can be written to by others, and what is built there"):
+        extensions.ensure(("cpu_adam",), progress=pytest.fail)
+    assert list(cache.iterdir()) == []
 
 
 def test_a_swap_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
