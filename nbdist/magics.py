@@ -271,6 +271,8 @@ class NbDist(Magics):
         session = self.session_now()
         print(session)
         now = session.status()
+        if now["standstill"]:
+            print(f"  {now['standstill']}")
         if now["launcher"] and now["launcher"]["unresponsive"]:
             print(f"  launcher: pid {now['launcher']['pid']}, {now['launcher']['unresponsive']}")
         for member in now["ranks"]:

@@ -123,7 +123,10 @@ def _state(session: Session) -> tuple[State, str, float | None]:
     if work is not None and work.kind != "planning":
         return work.kind, work.text, work.since
     if cell is not None:
-        return "running", _running(cell), cell.began
+        words = " \N{MIDDLE DOT} ".join(
+            part for part in (_running(cell), session.standstill) if part
+        )
+        return "running", words, cell.began
     if session.state == "new":
         return "new", "not started", None
     last, marks = session.last, session.marks.all()

@@ -145,12 +145,3 @@ ROWS = (
 
 WHY_NOT: dict[str, str] = {}
 """Rows without a test, with the reason."""
-
-PENDING = {
-    *("A2", "A3", "A4", "A5"),
-    *("B2", "B4", "B8", "B9", "B10", "B11", "B14", "B15", "B16"),
-    *(f"C{n}" for n in range(1, 15)),
-    *("D13", "E9", "E10", "F1", "F2", "F8"),
-    *(f"S{n}" for n in (*range(2, 8), 9, 10, 11, 12, 15, 16, 17, *range(19, 23))),
-}
-"""Rows whose tests are not here yet."""

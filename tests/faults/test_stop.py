@@ -13,9 +13,11 @@ import pytest
 import nbdist
 from nbdist import CellError, CellInterrupted, Session
 from tests.conftest import eventually
+from tests.live_kernel import LiveKernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 PREPARE = """
 import torch.distributed as dist
@@ -299,6 +301,19 @@ def test_a_background_cell_is_stopped_in_the_same_way(plain: Session) -> None:
     with pytest.raises(CellError, match="KeyboardInterrupt"):
         result.wait(30)
     assert can_add(plain)
+
+
+@pytest.mark.fault("C14")
+def test_a_kernel_that_was_suspended_declares_nobody_dead(tmp_path: Path) -> None:
+    with LiveKernel(tmp_path) as kernel:
+        kernel.run("%load_ext nbdist")
+        assert kernel.run("%%distribute -n 2\nkept = rank").status == "ok"
+        pid = kernel.manager.provisioner.pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Event().wait(6)  # the fault itself: as long as the machine sleeps
+        os.kill(pid, signal.SIGCONT)
+        assert "[1] 1" in kernel.run("%%distribute\nkept").text
+        assert "ended" not in kernel.run("%nbdist status").text
 
 
 def test_ranks_that_nothing_stops_are_ended_by_a_further_stop() -> None:
