@@ -69,6 +69,8 @@ class Ladder:
         self._held_at = 0.0
         """Since when ranks are held; 0: they are not."""
         self._begun: dict[int, wire.HoldReply] = {}
+        self._named = 0
+        """The step after which all stop; 0 at once."""
         self._named_far = False
         """Whether all ranks make a further step, and no nearer one was named since."""
         self._failed_at: float | None = None
@@ -82,6 +84,8 @@ class Ladder:
                 self._ask(now)
             elif self.rung == "asked" and self._may_free():
                 self._free(now)
+            elif self.rung == "asked":
+                self._stop_after(0)
             elif self.rung == "freed" and now - self._freed_at > END_AFTER_S:
                 self.rung = "end"
         return self.rung
@@ -114,6 +118,8 @@ class Ladder:
                 self._ask(now)
         elif self.rung == "asked" and now - self._asked_at > self._patience_s and self._may_free():
             self._free(now)
+        elif self.rung == "asked" and now - self._asked_at > FREE_AFTER_S and self._named:
+            self._stop_after(0)
         elif self._held_at and now - self._held_at > ANSWER_S:
             self._stop_after(self._last_step())
         elif self.rung == "asked" and now - self._asked_at > NEARER_S and self._named_far:
@@ -174,7 +180,7 @@ class Ladder:
         return max(begun) + self._named_far
 
     def _stop_after(self, step: int) -> None:
-        self._held_at = 0.0
+        self._held_at, self._named = 0.0, step
         for rank in self.cell.pending:
             content = wire.Interrupt(request=self.cell.requests[rank], after=step)
             self._gang.post(rank, "control", "interrupt_request", content)

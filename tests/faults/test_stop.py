@@ -175,6 +175,14 @@ def test_stop_leaves_all_ranks_after_the_same_step(session: Session) -> None:
     assert trains_on(session)
 
 
+def test_a_rank_that_never_comes_to_the_step_of_the_others_is_stopped_too(plain: Session) -> None:
+    plain.run(PREPARE)
+    code = "step()\nif rank == 0: optimizer.step()\nwhile True: pass"
+    said, seconds = stopped(plain, code, when=runs_for(plain, 1.0))
+    assert "stopped on all ranks" in said
+    assert seconds < 8
+
+
 @pytest.mark.fault("C5")
 def test_a_rank_that_raises_ends_the_cell_of_those_that_wait_for_it(session: Session) -> None:
     fails = "if rank == 1 and i == 2: raise ValueError('bad batch')"
