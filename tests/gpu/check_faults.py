@@ -113,7 +113,7 @@ def alone_in_nccl(session: Session) -> Iterator[Finding]:
         yield True, "one GPU: no rank can wait for another in NCCL (not checked)"
         return
     alone = (
-        "if rank == 0:\n    t = torch.ones(1, device=device)\n    dist.all_reduce(t)\n    t.item()\n"
+        "t = torch.ones(1, device=device)\nif rank == 0:\n    dist.all_reduce(t)\n    t.item()\n"
         "else:\n    import time\n    while True: time.sleep(0.05)"
     )
     seconds = stopped(session, alone, after_s=6.0)
