@@ -122,7 +122,8 @@ class Cell:
         self._on_done = on_done
         self._inbox: SimpleQueue[tuple[Taker, int, Message] | RankDied] = SimpleQueue()
         self._lock = threading.Lock()
-        self._told_of_failure = False
+        self._told: frozenset[int] = frozenset()
+        """Ranks whose errors were shown while others ran."""
         self._heard_at = time.monotonic()
 
     def deliver(self, rank: int, channel: Channel, message: Message) -> None:
@@ -222,19 +223,20 @@ class Cell:
         if self.errors:
             groups = tracebacks.grouped(list(self.errors.values()))
             advice = self.advice_lines()
-            error = CellError(
-                tracebacks.summary(groups),
-                errors=self.errors,
-                rendered=[*tracebacks.render(groups, ranks=self.ranks), *advice],
-            )
+            causes = {rank for one in groups if one.kind == groups[0].kind for rank in one.ranks}
+            if causes <= self._told:
+                rendered = tracebacks.reminder(groups)
+            else:
+                rendered = [*tracebacks.render(groups, ranks=self.ranks), *advice]
+            error = CellError(tracebacks.summary(groups), errors=self.errors, rendered=rendered)
             if advice:  # a script has no notebook that renders it
                 error.add_note("\n".join(advice[1:]))
             raise error
 
     def show_errors(self) -> None:
         """Show the errors of a cell that nobody waits for, once."""
-        if self.errors and not self._told_of_failure:
-            self._told_of_failure = True
+        if self.errors and not self._told:
+            self._told = frozenset(self.errors)
             self.renderer.failure(
                 list(self.errors.values()), waiting=self.running, advice=self.advice_lines()
             )
@@ -377,7 +379,7 @@ class Cell:
     def take_advice(self, rank: int, message: Message) -> None:
         """What to do about memory that ran out; a failure that was shown before gets it late."""
         self.advice[rank] = message["content"]
-        if self._told_of_failure and len(self.advice) == 1:
+        if self._told and len(self.advice) == 1:
             self.renderer.note(self.advice_lines())
 
     def take_notice(self, _rank: int, message: Message) -> None:

@@ -139,6 +139,13 @@ def render(groups: Sequence[Group], *, ranks: Sequence[int] = ()) -> list[str]:
     return [*lines, *([""] if folded else []), *folded]
 
 
+def reminder(groups: Sequence[Group]) -> list[str]:
+    """Lines for errors whose tracebacks were shown while other ranks still ran."""
+    first = groups[0]
+    folded = [_folded(group, first) for group in groups if group.kind != first.kind]
+    return [f"{summary(groups)}: shown above", *folded]
+
+
 def _shown(group: Group, shown: dict[tuple[str, ...], Group], *, note: str) -> list[str]:
     """A group in full, or in a line where its frames stand above already."""
     label = group.label
