@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 # The package `nbdist.plan` bears the name of its function: importing the function here, after
 # the package was bound to the name, lets the function have it.
+# So with `nbdist.doctor`.
+from nbdist.doctor import doctor
 from nbdist.plan import plan
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nbdist.doctor.diagnosis import Diagnosis
     from nbdist.errors import (
         CellError,
         CellInterrupted,
@@ -44,6 +47,7 @@ __all__ = [
     "CellResult",
     "Checkpoint",
     "CheckpointError",
+    "Diagnosis",
     "ExportReport",
     "ForeignReport",
     "LoadReport",
@@ -59,6 +63,7 @@ __all__ = [
     "StartError",
     "SwitchError",
     "SwitchReport",
+    "doctor",
     "plan",
     "session",
     "trainer_arguments",
@@ -67,6 +72,7 @@ __all__ = [
 _HOMES = {
     "CellResult": "nbdist.kernel.cell",
     "Checkpoint": "nbdist.kernel.saving",
+    "Diagnosis": "nbdist.doctor.diagnosis",
     "ExportReport": "nbdist.kernel.exporting",
     "ForeignReport": "nbdist.kernel.foreign",
     "LoadReport": "nbdist.kernel.saving",

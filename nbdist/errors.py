@@ -57,7 +57,16 @@ class StartError(SessionError):
 
 
 class RankDied(SessionError):  # noqa: N818 - reads as the event it names
-    """A rank or the launcher ended; the variables of the ranks are gone."""
+    """A rank or the launcher ended; the variables of the ranks are gone.
+
+    Attributes:
+        headline: who ended, how, and what to do; without its stack and its last lines.
+    """
+
+    def __init__(self, headline: str, *, details: str = "") -> None:
+        """Keep the one sentence apart from the lines below it."""
+        super().__init__(f"{headline}\n{details}" if details else headline)
+        self.headline = headline
 
 
 class SwitchError(NbdistError):

@@ -113,7 +113,7 @@ def _asked(
 ) -> tuple[tuple[Gpu, ...], Literal["NVLink", "PCIe"] | None]:
     """The visible GPUs and what links them; nothing where NVML does not answer."""
     try:
-        with _opened(nvml):
+        with opened(nvml):
             handles = _visible(nvml, visible)
             return tuple(_gpu(nvml, handle) for handle in handles), _link(nvml, handles)
     except nvml.NVMLError:
@@ -121,7 +121,8 @@ def _asked(
 
 
 @contextmanager
-def _opened(nvml: Any) -> Iterator[None]:
+def opened(nvml: Any) -> Iterator[None]:
+    """Initialise NVML for a while."""
     nvml.nvmlInit()
     try:
         yield
@@ -208,7 +209,7 @@ def usage(machine: Machine, *, own: Collection[int] = (), nvml: Any = None) -> t
     if nvml is None or not machine.gpus:
         return ()
     try:
-        with _opened(nvml):
+        with opened(nvml):
             return tuple(_usage(nvml, gpu, own) for gpu in machine.gpus)
     except nvml.NVMLError:
         return ()
@@ -242,6 +243,11 @@ def host_free_bytes() -> int:
     free = int(psutil.virtual_memory().available)
     limit, used = (_cgroup_number(name) for name in ("memory.max", "memory.current"))
     return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def memory_limit() -> int | None:
+    """Host memory that this container may take; None where it has no limit of its own."""
+    return _cgroup_number("memory.max")
 
 
 def _cgroup_number(name: str) -> int | None:

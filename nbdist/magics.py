@@ -22,7 +22,7 @@ from IPython.display import display
 from traitlets import Enum, Int, TraitError, Unicode
 
 import nbdist
-from nbdist import completion, doctor, machine, plan_magic, strategies
+from nbdist import completion, machine, plan_magic, strategies
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellSyntaxError, OptionError, SessionError
 from nbdist.kernel import exporting, saving, source
@@ -189,7 +189,8 @@ class NbDist(Magics):
         restart         new ranks with the same options; variables are lost
         stop            end ranks and launcher
         log [RANK]      last lines of a rank; without RANK, of the launcher
-        doctor          check this machine: devices, versions, compilers, memory
+        log --stacks    what every thread of each rank is doing now
+        doctor          what is wrong with this machine, and what to do; --json
         export DIR      the model as from_pretrained reads it; -h for its options
         switch NAME     another engine for the living models; -h for its options
         save NAME       a checkpoint of the training, written while it goes on; -h for its options
@@ -269,8 +270,13 @@ class NbDist(Magics):
         """Print state of the session and of each rank."""
         session = self.session_now()
         print(session)
-        for member in session.status()["ranks"]:
-            life = "alive" if member["alive"] else "ended"
+        now = session.status()
+        if now["standstill"]:
+            print(f"  {now['standstill']}")
+        if now["launcher"] and now["launcher"]["unresponsive"]:
+            print(f"  launcher: pid {now['launcher']['pid']}, {now['launcher']['unresponsive']}")
+        for member in now["ranks"]:
+            life = member["unresponsive"] or ("alive" if member["alive"] else "ended")
             print(f"  rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}")
 
     def pull_command(self, names: str) -> None:
@@ -307,9 +313,13 @@ class NbDist(Magics):
         print("nbdist: ranks and launcher ended")
 
     def log_command(self, rank: str) -> None:
-        """Print the last lines of a rank, or of the launcher."""
+        """Print the last lines of a rank, or of the launcher, or all stacks."""
+        if rank == "--stacks":
+            for number, text in self.session_now().stacks().items():
+                print(f"-- rank {number} --\n{text}\n")
+            return
         if rank and not (rank.isascii() and rank.isdigit()):
-            msg = f"%nbdist log takes a rank such as 0, not {rank!r}."
+            msg = f"%nbdist log takes a rank such as 0, or --stacks, not {rank!r}."
             raise UsageError(msg)
         print(self.session_now().log(int(rank) if rank else None))
 
@@ -397,9 +407,16 @@ class NbDist(Magics):
             session = current() or self.ended or self.session_now()
             session.panel(asked.face)
 
-    def doctor_command(self, _: str) -> None:
-        """Print what the machine has for each backend."""
-        print(doctor.report())
+    def doctor_command(self, line: str) -> None:
+        """Show what is wrong with this machine, and what to do."""
+        parser = doctor_parser()
+        asked = parser.parse_args(words(line, "doctor"))
+        if asked.help:
+            print(parser.format_help())
+        elif asked.json:
+            print(nbdist.doctor().to_json())
+        else:
+            display(nbdist.doctor())
 
 
 ENGINE_OPTIONS = (
@@ -546,6 +563,18 @@ def panel_parser() -> MagicArgumentParser:
     return made
 
 
+def doctor_parser() -> MagicArgumentParser:
+    """The options of `%nbdist doctor`."""
+    made = MagicArgumentParser(
+        "%nbdist doctor",
+        description="Look at this machine: what is wrong or disturbs, and what to do.",
+        add_help=False,
+    )
+    made.add_argument("--json", action="store_true", help="the same as JSON")
+    made.add_argument("-h", "--help", action="store_true", help="show this text")
+    return made
+
+
 def _add_common(parser: MagicArgumentParser) -> None:
     """Options of all three that are about checkpoints."""
     parser.add_argument("--dir", metavar="ROOT", help="of all checkpoints; default: checkpoints")
@@ -585,6 +614,8 @@ MATCHER = completion.matcher(
         "load": flags(load_parser()),
         "checkpoints": flags(checkpoints_parser()),
         "panel": flags(panel_parser()),
+        "doctor": flags(doctor_parser()),
+        "log": ["--stacks"],
     },
 )
 

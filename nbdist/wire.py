@@ -8,6 +8,8 @@ Its end means that the kernel is gone, and the launcher ends with everything it 
     Warm          launcher -> kernel   imports are done
     RemoveAtEnd   kernel -> launcher   a folder to remove too when the kernel is gone
     Progress      launcher -> kernel   a long step (DeepSpeed's first build), as text
+    Born          launcher -> kernel   a rank was forked
+    RankEnded     launcher -> kernel   a rank's process ended, in the order of their ends
     Ended         launcher -> kernel   the ranks ended; exit code or signal of those that failed
 
 Kernel <-> rank: signed Jupyter messages over ipc sockets in a 0700 directory. Cells are
@@ -31,6 +33,7 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_hold_request/_reply    control  begin no optimizer step: Stop was pressed
     nbdist_release_request/_reply  control  free a rank that is stuck in a collective
     nbdist_renew_request/_reply   shell    a new process group in place of a broken one
+    nbdist_stacks_request/_reply  control  what every thread of a rank is doing
     interrupt_request             control  Jupyter's own, with the request to interrupt
     nbdist_report                 iopub    rows of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
@@ -44,6 +47,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -63,6 +67,7 @@ WHERE = "nbdist_where_request"
 HOLD = "nbdist_hold_request"
 RELEASE = "nbdist_release_request"
 RENEW = "nbdist_renew_request"
+STACKS = "nbdist_stacks_request"
 SAVE = "nbdist_save_request"
 LOAD = "nbdist_load_request"
 REPORT = "nbdist_report"
@@ -71,6 +76,10 @@ CHOSEN = "nbdist_chosen"
 ADVICE = "nbdist_advice"
 PHASE = "nbdist_phase"
 SAVED = "nbdist_saved"
+
+STACKS_SIGNAL = signal.SIGRTMIN + 1
+"""Asks a process for its stacks. SIGUSR1 and SIGUSR2 are left to the user's code: job schedulers
+send them to ask for a checkpoint."""
 
 OF_SESSION = frozenset({REPORT, CHOSEN, PHASE, SAVED})
 """Messages on iopub that are the session's, whatever cell they came under."""
@@ -194,7 +203,7 @@ class WhereReply(TypedDict):
     source: str
     """Of that line."""
     called: str
-    """The function that this line has called and that has not returned: "backward"."""
+    """The function that this line has called and that has not returned: "backward", "forward"."""
     collective: str
     """Of torch.distributed, which has not returned: "all_reduce"."""
     standing: Standing
@@ -222,8 +231,6 @@ class ReleaseRequest(TypedDict):
 
     pids: list[int]
     """Processes of all ranks."""
-    store: bool
-    """Also its connections to the store in which ranks find one another."""
 
 
 class ReleaseReply(TypedDict):
@@ -249,6 +256,12 @@ class RenewReply(TypedDict, total=False):
     """Fields of `rank.renew.Report`."""
     error: str
     """One sentence."""
+
+
+class StacksReply(TypedDict):
+    """The Python stacks of all threads of a rank, as text."""
+
+    text: str
 
 
 class SwitchRequest(TypedDict):
@@ -541,6 +554,27 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Born:
+    """A rank's process is there."""
+
+    generation: int
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnded:
+    """The process of one rank ended; the first of several is the cause."""
+
+    generation: int
+    rank: int
+    code: int | None
+    """Exit code; negative = ended by that signal; None: somebody else has collected it."""
+    words: str = ""
+    """What it wrote from C to stdout and stderr last, and nobody had read."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The ranks ended, wanted or not."""
 
@@ -551,13 +585,29 @@ class Ended:
     """The launcher's own error, where it could not start them."""
 
 
-LinkMessage = Launch | Halt | RemoveAtEnd | Warm | Progress | Ended
-_TYPES = {cls.__name__: cls for cls in (Launch, Halt, RemoveAtEnd, Warm, Progress, Ended)}
+LinkMessage = Launch | Halt | RemoveAtEnd | Warm | Progress | Born | RankEnded | Ended
+_MESSAGES = (Launch, Halt, RemoveAtEnd, Warm, Progress, Born, RankEnded, Ended)
+_TYPES = {cls.__name__: cls for cls in _MESSAGES}
 
 
 def death_note(run_dir: str | Path, rank: int) -> Path:
     """Where a rank that cannot start leaves its traceback."""
     return Path(run_dir) / f"rank{rank}.died"
+
+
+def crash_file(folder: str | Path, name: str) -> Path:
+    """Where a process writes its Python stack when a signal such as SIGSEGV ends it.
+
+    Args:
+        folder: of this start of the ranks; of the launcher, its own.
+        name: "rank1", "launcher".
+    """
+    return Path(folder) / f"{name}.crash"
+
+
+def stacks_file(folder: str | Path, name: str) -> Path:
+    """Where a process writes its Python stacks when `STACKS_SIGNAL` asks for them."""
+    return Path(folder) / f"{name}.stacks"
 
 
 def to_line(message: LinkMessage) -> bytes:
@@ -566,7 +616,15 @@ def to_line(message: LinkMessage) -> bytes:
 
 
 def from_line(line: bytes) -> LinkMessage:
-    """Parse a line of the link."""
-    name, fields = json.loads(line)
-    message: LinkMessage = _TYPES[name](**fields)
+    """Parse a line of the link.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        name, fields = json.loads(line)
+        message: LinkMessage = _TYPES[name](**fields)
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        msg = f"{line[:100]!r} is no message of the link ({type(error).__name__})"
+        raise ValueError(msg) from error
     return message

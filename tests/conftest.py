@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.faults import table
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LEFT_BEHIND_S = 5.0
 POLL_S = 0.02
+SHARED = Path("/dev/shm")  # noqa: S108 - where torch shares tensors
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make faults` ends with the table of faults."""
+    if config.option.markexpr == "fault":
+        config.pluginmanager.register(table.Table())
 
 
 def eventually(happened: Callable[[], object], *, within_s: float) -> None:
@@ -28,9 +37,16 @@ def eventually(happened: Callable[[], object], *, within_s: float) -> None:
 
 
 def remains() -> set[str]:
-    """Processes, threads and private folders that a session could leave behind."""
-    children = psutil.Process().children(recursive=True)
-    processes = {f"process {p.pid} {p.name()}" for p in children if _alive(p)}
+    """What a session could leave: processes, sockets, threads, folders, shared memory."""
+    own = psutil.Process()
+    children = own.children(recursive=True)
+    processes = {f"process {p.pid} {_name(p)}" for p in children if _alive(p)}
+    zombies = {f"zombie {p.pid}" for p in own.children() if not _alive(p)}
+    listening = {
+        f"listener {connection.laddr}"
+        for connection in own.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
     threads = {f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("nbdist")}
     folders = {
         f"folder {path}"
@@ -38,7 +54,21 @@ def remains() -> set[str]:
         for path in Path(root).glob("nbdist-*")
         if _ours(path)
     }
-    return processes | threads | folders
+    shared = {f"file {path}" for path in SHARED.glob("torch_*") if _of_the_dead(path)}
+    return processes | zombies | listening | threads | folders | shared
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return "(ended)"
+
+
+def _of_the_dead(path: Path) -> bool:
+    """Whether the process that shared these tensors is gone: nobody else will remove them."""
+    made_by = re.match(r"torch_(\d+)_", path.name)
+    return made_by is not None and not psutil.pid_exists(int(made_by[1]))
 
 
 def _ours(path: Path) -> bool:

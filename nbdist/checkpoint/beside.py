@@ -13,10 +13,10 @@ import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint import owner
+from nbdist import owner
 from nbdist.checkpoint.disk import sync_folder, write_all
-from nbdist.checkpoint.names import OWNER
 from nbdist.errors import CheckpointError, NotEmptyError
+from nbdist.owner import OWNER
 
 if TYPE_CHECKING:
     from pathlib import Path

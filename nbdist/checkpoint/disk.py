@@ -15,8 +15,9 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint.names import LOCK, OWNER
+from nbdist.checkpoint.names import LOCK
 from nbdist.errors import CheckpointError
+from nbdist.owner import OWNER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,10 +17,10 @@ import shutil
 from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import disk, leftovers
-from nbdist.checkpoint.names import DRAFT, MANIFEST, OWNER, checked, is_part, path_of, shown
+from nbdist.checkpoint.names import DRAFT, MANIFEST, checked, is_part, path_of, shown
 from nbdist.checkpoint.opened import Opened
-from nbdist.checkpoint.owner import Owner
 from nbdist.errors import CheckpointError
+from nbdist.owner import OWNER, Owner
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,10 @@ import secrets
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint import disk, owner
+from nbdist import owner
+from nbdist.checkpoint import disk
 from nbdist.checkpoint import root as roots
-from nbdist.checkpoint.names import DRAFT, MANIFEST, OWNER
+from nbdist.checkpoint.names import DRAFT, MANIFEST
 from nbdist.checkpoint.opened import Opened
 from nbdist.errors import CheckpointError
 
@@ -135,5 +136,5 @@ def _is_dead_draft(path: Path) -> bool:
     of = owner.of(path)
     if of is None:
         # Its process died before it could sign, or signed with the disk full.
-        return not any(name.name != OWNER for name in path.iterdir())
+        return not any(name.name != owner.OWNER for name in path.iterdir())
     return of.gone(path)

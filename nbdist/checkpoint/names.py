@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "manifest.json"
-OWNER = ".owner.json"
-"""Says which process writes, or removes, the folder it lies in."""
 LOCK = ".lock"
 DRAFT = re.compile(r"\.tmp-[0-9a-f]{32}")
 ASIDE = re.compile(r"\.old-[0-9a-f]{32}-(?P<name>[A-Za-z0-9_-][A-Za-z0-9._-]{0,63})")

@@ -18,6 +18,8 @@ STALE_NAMES = frozenset(
         ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "NODE_RANK"),
         ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
         ("MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE"),
+        # nbdist: this notebook may itself have been started on a rank
+        ("NBDIST_KERNEL", "NBDIST_RUN_DIR", "NBDIST_BULK_DIR", "NBDIST_RANK"),
         # ipykernel: the notebook's own parent and channels are not the rank's
         ("JPY_PARENT_PID", "JPY_SESSION_NAME", "JPY_INTERRUPT_EVENT"),
     )

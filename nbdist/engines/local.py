@@ -15,24 +15,31 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from typing import TYPE_CHECKING, Literal
 
-import psutil
-
-from nbdist import wire
+from nbdist import owner, wire
+from nbdist.engines import leftovers
 from nbdist.engines.environment import scrubbed
+from nbdist.engines.log import Log
 from nbdist.engines.run_dir import RunDir
 from nbdist.errors import StartError
+from nbdist.redacted import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
 Kind = Literal["cpu", "cuda"]
 CLOSE_S = 5.0
 """How long a launcher may take to end its ranks before it is killed with them."""
+KILLED_S = 2.0
+"""How long what was killed may take to be gone."""
 LOG_TAIL_BYTES = 4000
 LAUNCHER_GONE = -1
 """Generation of the `Ended` that stands for the launcher's own end."""
+LAUNCHER = "the launcher"
+"""In place of a rank in that message's exit codes."""
 
 
 def _nobody(_message: wire.LinkMessage) -> None:
@@ -53,37 +60,43 @@ class Launcher:
         self.warm = False
         """Whether its imports are done."""
         self.listener: Callable[[wire.LinkMessage], None] = _nobody
+        self.log = Log()
         self._link, theirs = socket.socketpair()
         try:
             self.process = self._spawn(theirs)
         except OSError as error:
+            self.log.close()
             self.run_dir.remove()
             msg = f"The launcher did not start: {error}."
             raise StartError(msg) from error
         finally:
+            self.log.started()
             theirs.close()
-        self.started_at = psutil.Process(self.process.pid).create_time()
+        self._closing = False
         self._reader = threading.Thread(target=self._read, name="nbdist-link", daemon=True)
         self._reader.start()
         atexit.register(self.close)
+        leftovers.sweep_in_background()
 
     def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         fd = theirs.fileno()
         command = [sys.executable, "-m", "nbdist.launcher", str(fd), str(self.run_dir.path)]
         env = scrubbed(os.environ) | {
             "NBDIST_BULK_DIR": str(self.run_dir.bulk),
+            # by these two, and by nothing else, whatever it starts is known as ours
+            owner.KERNEL: owner.Owner.me().to_json(),
+            owner.RUN_DIR: str(self.run_dir.path),
             "DS_ACCELERATOR": self.kind,  # read when DeepSpeed is imported, and only then
         }
-        with self.run_dir.log.open("ab") as log:
-            return subprocess.Popen(  # noqa: S603 - our own module under this interpreter
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[fd],
-                start_new_session=True,
-            )
+        return subprocess.Popen(  # noqa: S603 - our own module under this interpreter
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log.writing,
+            stderr=self.log.writing,
+            pass_fds=[fd],
+            start_new_session=True,
+        )
 
     def send(self, message: wire.LinkMessage) -> None:
         """Send one message.
@@ -94,7 +107,7 @@ class Launcher:
         try:
             self._link.sendall(wire.to_line(message))
         except OSError as error:
-            msg = f"The launcher is gone. Its log ends: {self.log_tail()}"
+            msg = f"The launcher is gone. Its log ends: {redacted(self.log_tail())}"
             raise StartError(msg) from error
 
     @property
@@ -104,38 +117,41 @@ class Launcher:
 
     def log_tail(self) -> str:
         """The end of what launcher and ranks wrote outside of cells."""
-        with contextlib.suppress(OSError):
-            return self.run_dir.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-        return ""
+        return self.log.tail(LOG_TAIL_BYTES).strip()
+
+    def wake_up(self) -> None:
+        """Let it go on if it is stopped: it cannot end anything until then."""
+        self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End the launcher with everything it started; leave nothing behind."""
-        self.listener = _nobody
+        """End the launcher with everything it started; leave nothing behind.
+
+        Bounded by nine seconds: a process that cannot be killed is named in a warning.
+        """
+        self.listener, self._closing = _nobody, True
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
-        try:
-            self.process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
+        self.wake_up()
+        if self._code(within_s=CLOSE_S) is None:
             self.process.kill()
-            self.process.wait()
-        self._kill_session()
+        stuck = leftovers.kill(leftovers.of_launcher(self.run_dir.path))
+        if self._code(within_s=KILLED_S) is None:
+            stuck.add(self.process.pid)
+        if stuck:
+            warnings.warn(stuck_words(stuck), RuntimeWarning, stacklevel=2)
         if threading.current_thread() is not self._reader:
             self._reader.join(CLOSE_S)
         self._link.close()
+        self.log.close()
         self.run_dir.remove()
         atexit.unregister(self.close)
 
-    def _kill_session(self) -> None:
-        """Kill what is left of the launcher's own session, never anything else.
-
-        The session id is the launcher's pid; a process older than the launcher cannot
-        belong to it, so a reused pid is never touched.
-        """
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                in_session = os.getsid(process.pid) == self.process.pid
-                if in_session and process.create_time() >= self.started_at:
-                    process.send_signal(signal.SIGKILL)
+    def _code(self, *, within_s: float) -> int | None:
+        """Its exit code, negative for a signal; None: it has not ended within this time."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _read(self) -> None:
         # A launcher that is killed with something unread resets the link instead of ending it.
@@ -144,14 +160,35 @@ class Launcher:
                 message = wire.from_line(line)
                 self.warm = self.warm or isinstance(message, wire.Warm)
                 self.listener(message)
-        self.listener(wire.Ended(LAUNCHER_GONE, error="the launcher ended"))
+        if self._closing:
+            return
+        code = self._code(within_s=KILLED_S)
+        self.listener(wire.Ended(LAUNCHER_GONE, {} if code is None else {LAUNCHER: code}))
+        # it was killed, and its ranks' children know nothing of that
+        leftovers.kill(leftovers.of_launcher(self.run_dir.path))
+
+
+def stuck_words(pids: Iterable[int]) -> str:
+    """Say which processes cannot be killed, and what can be done."""
+    listed = ", ".join(str(pid) for pid in sorted(pids))
+    return (
+        f"These processes of the session cannot be killed: {listed}. They sit in a call of the"
+        " operating system (state D, a disk or a driver that does not answer) and may hold"
+        " memory of a device until it returns or the machine is restarted."
+    )
 
 
 class LocalEngine:
-    """Gives launchers on this machine and keeps one warm ahead of need."""
+    """Gives launchers on this machine and keeps one warm ahead of need.
 
-    def __init__(self) -> None:
+    Args:
+        memory_events: the file that counts what the OOM killer has killed, "memory.events" of
+            a cgroup. Default: that of this process.
+    """
+
+    def __init__(self, memory_events: Path | None = None) -> None:
         """Hold no launcher yet."""
+        self.memory_events = memory_events
         self._warm: Launcher | None = None
 
     def warm_up(self, kind: Kind) -> None:

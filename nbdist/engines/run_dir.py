@@ -1,17 +1,21 @@
-"""Private folders of one launcher: sockets, connection files, logs, bulk values.
+"""Private folders of one launcher: sockets, connection files, bulk values.
 
-Made by the kernel (0700), removed by whoever sees the end: the kernel when the launcher
-is closed, the launcher when the kernel is gone.
+Made by the kernel (0700) and signed with its identity, removed by whoever sees the end: the
+kernel when the launcher is closed, the launcher when the kernel is gone, the next start of
+any kernel when both were killed (`leftovers`).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbdist import owner, shared_memory
 from nbdist.errors import StartError
 
 PREFIX = f"nbdist-{os.getpid()}-"
@@ -19,7 +23,7 @@ PREFIX = f"nbdist-{os.getpid()}-"
 MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux without the closing zero
 ROOM_FOR_NAMES = 45  # "/nbdist-<pid>-XXXXXXXX/<generation>/r<rank>-<port>" with room to spare
 MIN_BULK_BYTES = 512 * 2**20  # containers often give /dev/shm 64 MB: not worth using
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - tmpfs; the folder made in it is 0700
+SHARED_MEMORY = shared_memory.FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class RunDir:
     """The two private folders of a launcher."""
 
     path: Path
-    """Sockets, connection files and logs; short enough for Unix sockets."""
+    """Sockets and connection files; short enough for Unix sockets."""
     bulk: Path
     """Payload files; in shared memory where there is room."""
 
@@ -40,21 +44,22 @@ class RunDir:
         """
         path = _make_private(_socket_folders(), "sockets", max_bytes=MAX_SOCKET_PATH)
         bulk = _make_private(_bulk_folders(), "bulk values")
+        # the temp folder of the next start may be another
+        owner.note_elsewhere(bulk, path)
         return cls(path, bulk)
 
     def generation(self, number: int) -> Path:
-        """Make and return the folder of one start of the ranks."""
+        """Make and return the folder of one start of the ranks; those of earlier starts go."""
+        for earlier in self.path.iterdir():
+            if earlier.name.isdigit():
+                shutil.rmtree(earlier, ignore_errors=True)
         folder = self.path / str(number)
         folder.mkdir(mode=0o700)
         return folder
 
-    @property
-    def log(self) -> Path:
-        """What the launcher writes to its own stdout and stderr."""
-        return self.path / "launcher.log"
-
     def remove(self) -> None:
         """Delete both folders; a second call finds nothing to do."""
+        shared_memory.remove_left(self.path)
         for folder in (self.path, self.bulk):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -66,6 +71,12 @@ def private_folders() -> list[Path]:
         StartError: no folder can be made.
     """
     return [_make_private([folder], "bulk values") for folder in _bulk_folders()]
+
+
+def roots() -> list[Path]:
+    """Every folder in which private folders may lie."""
+    runtime = Path(f"/run/user/{os.getuid()}")
+    return [*dict.fromkeys([*_socket_folders(), runtime, SHARED_MEMORY])]
 
 
 def _socket_folders() -> list[Path]:
@@ -80,13 +91,47 @@ def _bulk_folders() -> list[Path]:
 
 def _make_private(folders: list[Path], purpose: str, *, max_bytes: int | None = None) -> Path:
     reasons = []
-    for folder in folders:
+    # one where others may rename what is ours only for want of a better: containers have such
+    for folder in sorted(folders, key=lambda folder: bool(danger(folder))):
         if max_bytes and len(os.fsencode(folder)) + ROOM_FOR_NAMES > max_bytes:
             reasons.append(f"{folder}: too long for a Unix socket ({max_bytes} bytes)")
             continue
         try:
-            return Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))  # mkdtemp makes it 0700
+            return _made_in(folder)
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror}")
-    msg = f"No folder for {purpose}: {'; '.join(reasons)}. Set TMPDIR to a short, writable folder."
+    msg = (
+        f"No folder for {purpose}: {'; '.join(reasons)}."
+        " Set TMPDIR to a short, writable folder of your own."
+    )
     raise StartError(msg)
+
+
+def _made_in(folder: Path) -> Path:
+    """Make and sign a private folder; nothing of it stays where that fails."""
+    made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))  # mkdtemp makes it 0700
+    try:
+        owner.Owner.me().write(made)
+    except OSError:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    if owner.is_private(made):
+        return made
+    shutil.rmtree(made, ignore_errors=True)
+    raise OSError(errno.EPERM, "its file system lets others into what is ours")
+
+
+def danger(folder: Path) -> str:
+    """Why a private folder would not be safe here; empty where it is.
+
+    Whoever may rename what lies in a folder could put one of their own in the place of ours.
+    """
+    try:
+        status = folder.stat()
+    except OSError as error:
+        return error.strerror or "it cannot be looked at"
+    if status.st_uid not in {0, os.getuid()}:
+        return f"it belongs to another user (uid {status.st_uid})"
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        return "other users may rename what lies in it (it has no sticky bit)"
+    return ""

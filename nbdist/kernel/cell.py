@@ -27,12 +27,17 @@ if TYPE_CHECKING:
     Taker = Callable[["Cell", int, Message], None]
 
 IDLE_DEADLINE_S = 2.0
-"""After a rank's reply its output may still be on the way; its `idle` ends the wait."""
+"""After a rank's reply its output may still be on the way; its `idle` ends the wait, or this
+long without a word of it."""
 TICK_S = 0.05
 SLOW_TICK_S = 0.25
 KEPT_TEXT = 1_000_000
 """Characters of each rank's streams kept in `CellResult.outputs`."""
 KEPT_OUTPUTS = 1_000
+KEPT_CHARS = 50_000_000
+"""Of each rank's displays and values."""
+BATCH_S = 0.1
+"""Under a flood what has arrived is shown after this time, whatever else waits."""
 QUIET_S = 1.0
 """Late output may be held this long before it is shown."""
 PROMPT_ERROR_S = 1.0
@@ -44,10 +49,13 @@ class RankState:
     """How far one rank is with the cell."""
 
     replied_at: float | None = None
+    heard_at: float = 0.0
+    """When its last message was taken; a flood may come in for long after the reply."""
     idle: bool = False
     status: str = ""
     outputs: list[dict[str, Any]] = field(default_factory=list)
     kept_text: int = 0
+    kept_chars: int = 0
     value: object = None
     error: wire.RankError | None = None
 
@@ -55,13 +63,16 @@ class RankState:
         """Whether reply and output are here, or the output is overdue."""
         if self.replied_at is None:
             return False
-        return self.idle or now - self.replied_at > IDLE_DEADLINE_S
+        return self.idle or now - self.heard_at > IDLE_DEADLINE_S
 
     def keep(self, output: dict[str, Any]) -> None:
         """Keep an output as nbformat has it; consecutive text is joined, all is bounded."""
         if output["output_type"] == "stream":
             self._keep_text(output)
-        elif len(self.outputs) < KEPT_OUTPUTS:
+        elif len(self.outputs) < KEPT_OUTPUTS and self.kept_chars < KEPT_CHARS:
+            self.kept_chars += sum(
+                len(part) for part in output.get("data", {}).values() if isinstance(part, str)
+            )
             self.outputs.append(output)
 
     def _keep_text(self, output: dict[str, Any]) -> None:
@@ -93,6 +104,7 @@ class Cell:
         """Id of the execute_request, by rank."""
         self.count = 0
         """Its number in the notebook."""
+        self.code = ""
         self.began = time.time()
         """Unix seconds."""
         self.notice = ""
@@ -125,6 +137,10 @@ class Cell:
         """End the cell because its ranks are gone."""
         self._inbox.put(death)
 
+    def tell(self, line: str) -> None:
+        """Show a line of the session's below the cell; from any thread."""
+        self._inbox.put((Cell.take_notice, -1, {"lines": [line]}))
+
     def detach(self, screen: Screen) -> None:
         """Let the reader thread show what comes from now on, on `screen`."""
         with self._lock:
@@ -151,16 +167,17 @@ class Cell:
         with self._lock:
             try:
                 item = self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()
+                until = time.monotonic() + BATCH_S
                 while True:
                     self._take(item)
-                    if self._over():
+                    if self._ends() or time.monotonic() > until:
                         break
                     item = self._inbox.get_nowait()
             except Empty:
                 self._tell_of_failure()
             self.renderer.notice("" if self.finished.is_set() else self.notice)
             self.renderer.tick()
-            if self._over() and not self.finished.is_set():
+            if self._ends():
                 self._finish()
 
     @property
@@ -184,10 +201,13 @@ class Cell:
 
     @property
     def stopped(self) -> bool:
-        """Whether Stop ended it on every rank that did not end by itself."""
-        errors = self.errors.values()
+        """Whether Stop ended it on every rank that did not end by itself.
+
+        Stop may cut the connections of a rank that is stuck, and that is its error then.
+        """
         asked = bool(self.interrupted_at) and self.death is None
-        return asked and bool(errors) and all(error.is_stop for error in errors)
+        kinds = {group.kind for group in tracebacks.grouped(list(self.errors.values()))}
+        return asked and bool(kinds) and "cause" not in kinds
 
     def raise_errors(self) -> None:
         """Raise what ended the cell, as a cell of the notebook would.
@@ -229,32 +249,48 @@ class Cell:
         also = f" (as {others} more)" if others else ""
         return ["", f"rank {rank}{also}: {first}", *rest]
 
-    def _over(self) -> bool:
+    def _ends(self) -> bool:
+        """Whether it is over and nobody has been told yet."""
         now = time.monotonic()
-        return self.death is not None or all(state.done(now) for state in self.states.values())
+        over = self.death is not None or all(state.done(now) for state in self.states.values())
+        return over and not self.finished.is_set()
 
     def _finish(self) -> None:
-        if self.detached:
+        told = self._caused_something() if self.death is not None else self.detached
+        if told:
             self.show_errors()
         self.renderer.notice("")
         self.renderer.close()
         self.finished.set()
         self._on_done(self)
 
+    def _caused_something(self) -> bool:
+        """Whether a rank failed for a reason of its own: else the death explains it."""
+        groups = tracebacks.grouped(list(self.errors.values()))
+        return any(group.kind == "cause" for group in groups)
+
     def _tell_of_failure(self) -> None:
         """Show an error at once while other ranks run on, perhaps waiting for the failed one."""
         failed = [error for error in self.errors.values() if not error.is_stop]
         if not failed or not self.running:
             return
+        if self.interrupted_at and not self._caused_something():
+            return  # a rank that was freed for Stop
         if time.time() - min(error.at for error in failed) > PROMPT_ERROR_S:
             self.show_errors()
 
     def _take(self, item: tuple[Taker, int, Message] | RankDied) -> None:
         if isinstance(item, RankDied):
             self.death = item
-        else:
-            take, rank, message = item
+            return
+        take, rank, message = item
+        try:
+            if rank in self.states:  # else it is the session's own line
+                self.states[rank].heard_at = time.monotonic()
             take(self, rank, message)
+        except Exception as error:  # noqa: BLE001 - a cell may send anything; the rest is to be read
+            kind, why = message["header"]["msg_type"], f"{type(error).__name__}: {error}"
+            self.renderer.note([f"rank {rank}: a message ({kind}) that cannot be taken: {why}"])
 
     def take_reply(self, rank: int, message: Message) -> None:
         """A rank has ended the cell."""
@@ -343,6 +379,10 @@ class Cell:
         self.advice[rank] = message["content"]
         if self._told_of_failure and len(self.advice) == 1:
             self.renderer.note(self.advice_lines())
+
+    def take_notice(self, _rank: int, message: Message) -> None:
+        """A line of the session's own."""
+        self.renderer.note(message["lines"])
 
     def take_send(self, _rank: int, message: Message) -> None:
         """A value of send(), while the cell runs."""

@@ -8,6 +8,7 @@ high-water mark, because ZMQ would drop what exceeds it, unseen.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -16,11 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import zmq
 from jupyter_client.connect import write_connection_file
-from jupyter_client.session import Session as Signer
+
+from nbdist.signed import Signer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 Channel = Literal["shell", "control", "iopub"]
 Message = dict[str, Any]
@@ -94,6 +98,7 @@ class Channels:
         self._wake.connect(WAKE)
         self._wake_lock = threading.Lock()
         self._closing = False
+        self._refusal_told = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
 
@@ -169,6 +174,18 @@ class Channels:
     def _read(self, socket: zmq.Socket[bytes], rank: int, channel: Channel) -> None:
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
             while True:
-                frames = socket.recv_multipart(zmq.DONTWAIT)
-                _, signed = self._signer.feed_identities(frames)
-                self._reader.receive(rank, channel, self._signer.deserialize(signed))
+                self._take(rank, channel, socket.recv_multipart(zmq.DONTWAIT))
+
+    def _take(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
+        """Pass a message on; whatever came, the other ranks' messages are read after it."""
+        message = self._signer.opened(frames)
+        if message is None:
+            if not self._refusal_told:
+                self._refusal_told = True
+                log.warning("rank %d, %s: a message that is not signed was dropped", rank, channel)
+            return
+        try:
+            self._reader.receive(rank, channel, message)
+        except Exception:
+            # a cell can write what it likes to its own kernel's sockets
+            log.exception("rank %d, %s: a message that nobody can read", rank, channel)

@@ -129,7 +129,11 @@ def hardware(placement: Placement, machine: Machine) -> strategies.Hardware:
 def _chosen_gpus(gpus: str | Sequence[int] | None, machine: Machine) -> tuple[int, ...]:
     if gpus is None:
         return tuple(range(len(machine.gpus)))
-    chosen = parse_gpus(gpus) if isinstance(gpus, str) else tuple(gpus)
+    try:
+        chosen = parse_gpus(gpus) if isinstance(gpus, str) else tuple(gpus)
+    except TypeError as error:
+        message = f"{_short(gpus)} is not a list of GPUs; use indices such as [0, 2] or '0,2'."
+        raise OptionError(message) from error
     for index in chosen:
         if isinstance(index, bool) or not isinstance(index, int):
             message = f"GPU {_short(index)} is not an index; use whole numbers such as [0, 2]."

@@ -11,6 +11,7 @@ from nbdist.checkpoint import beside
 from nbdist.errors import CheckpointError, OptionError
 from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import not_stopped, size
+from nbdist.paths import expanded
 
 if TYPE_CHECKING:
     import os
@@ -91,7 +92,7 @@ def request(
         msg = f"dtype {str(dtype)!r} is not allowed; give bf16, fp16 or fp32."
         raise OptionError(msg)
     return wire.ExportRequest(
-        folder=str(Path(folder).expanduser().absolute()),
+        folder=str(expanded(folder).absolute()),
         dtype=name,
         max_shard_size=str(max_shard_size),
         overwrite=overwrite,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist import wire
 from nbdist.kernel.exporting import asked_of_all
 from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import size
+from nbdist.paths import expanded
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
+    from pathlib import Path
 
     from nbdist.kernel.exporting import Listen
     from nbdist.kernel.gang import Gang
@@ -61,7 +62,7 @@ def load(
     Raises:
         CheckpointError: all is as it was.
     """
-    found = Path(path).expanduser().absolute()
+    found = expanded(path).absolute()
     content = wire.ForeignRequest(path=str(found), trust=trust, model=model)
     with StatusLine() as line:
         replies = asked_of_all(content, wire.FOREIGN, ranks, gang, listen, line)

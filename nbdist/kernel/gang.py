@@ -7,23 +7,26 @@ watching, and the way of a request to a rank and of its answers back.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import secrets
-import signal
 import sys
 import threading
 import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from nbdist import wire
 from nbdist.engines.environment import scrubbed
-from nbdist.engines.local import LAUNCHER_GONE
+from nbdist.engines.limits import check_descriptors
+from nbdist.engines.local import LAUNCHER, LAUNCHER_GONE
 from nbdist.errors import RankDied, SessionError, StartError
+from nbdist.kernel import causes
+from nbdist.kernel.arrival import Arrival
 from nbdist.kernel.channel import Channels, write_connections
+from nbdist.kernel.oom import OomCounter
+from nbdist.kernel.pulse import Pulse
+from nbdist.redacted import redacted
+from nbdist.signed import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,10 +34,10 @@ if TYPE_CHECKING:
 
     from nbdist.engines.local import Kind, Launcher, LocalEngine
     from nbdist.engines.run_dir import RunDir
+    from nbdist.kernel.arrival import Member
+    from nbdist.kernel.causes import Death
     from nbdist.kernel.channel import Channel, Message
 
-START_S = 120.0
-"""Without any sign of launcher or ranks for this long, a start has failed."""
 HALT_S = 15.0
 SILENT_S = 600.0
 """Without an answer or a word about a request for this long, it has failed: a rank may be
@@ -43,26 +46,12 @@ WATCH_S = 0.7
 """How often the ranks' processes are looked at."""
 REPORT_S = 0.8
 """How long the launcher may take to report a rank that is gone."""
-KEY_BYTES = 32
+SETTLE_S = 0.3
+"""After the end of a rank this long, what it said last has been read, and who followed it."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Member:
-    """One rank's process."""
-
-    pid: int
-    created: float
-    device: str
-
-    def alive(self) -> bool:
-        """Whether that very process runs; a zombie or a reused pid does not count."""
-        try:
-            process = psutil.Process(self.pid)
-            return (
-                process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
-            )
-        except psutil.NoSuchProcess:
-            return False
+def _nobody(_line: str) -> None:
+    """Take no notice."""
 
 
 class Gang:
@@ -73,6 +62,7 @@ class Gang:
         on_message: gets messages that answer no request (report, late output).
         on_idle: called on the reader thread now and then; True asks for more often.
         on_death: called once when ranks or launcher ended unasked.
+        on_notice: gets a line when a process does not answer, and when it does again.
     """
 
     def __init__(
@@ -81,21 +71,31 @@ class Gang:
         *,
         on_message: Callable[[int, Message], None],
         on_idle: Callable[[], bool],
-        on_death: Callable[[RankDied], None],
+        on_death: Callable[[Death], None],
+        on_notice: Callable[[str], None] = _nobody,
     ) -> None:
         """Start nothing yet."""
         self.members: list[Member] = []
+        self.pids: dict[int, int] = {}
+        """Process of each rank, also of those that are still starting."""
+        self.pulse = Pulse()
         self._engine = engine
+        self._on_notice = on_notice
         self._on_message, self._on_idle, self._on_death = on_message, on_idle, on_death
         self._launcher: Launcher | None = None
         self._channels: Channels | None = None
-        self._generation = 0
+        self.generation = 0
+        """Number of the last start."""
         self._routes: dict[str, Any] = {}
-        self._signs: SimpleQueue[Any] = SimpleQueue()
+        self.signs: SimpleQueue[Any] = SimpleQueue()
+        """What is heard of launcher and ranks while they start."""
         self._lock = threading.Lock()
-        self._ended = 0
-        """Generation whose end the launcher has reported."""
+        self._ended: wire.Ended | None = None
+        """The last end that the launcher has reported, of some generation."""
         self._up = False
+        self.ends: list[wire.RankEnded] = []
+        """Ends of ranks of this generation, in their order."""
+        self._first_end_at = 0.0
         self._missing_since: float | None = None
         self._watch_due = 0.0
         self._heard = 0.0
@@ -118,6 +118,8 @@ class Gang:
         Raises:
             StartError: they did not come up; nothing is left running.
         """
+        check_descriptors(world_size)
+        self._oom = OomCounter(self._engine.memory_events)
         kind: Kind = "cpu" if devices is None else "cuda"
         if self._launcher is None or not self._launcher.alive or self._launcher.kind != kind:
             self.close()
@@ -133,7 +135,7 @@ class Gang:
                 auto=None if auto is None else dict(auto),
                 hardware=dict(hardware),
             )
-            self._await_ranks(world_size, progress)
+            self.members = Arrival(self, world_size, progress).wait()
         except BaseException:
             self.close()
             raise
@@ -148,12 +150,16 @@ class Gang:
             return
         gone: SimpleQueue[wire.LinkMessage] = SimpleQueue()
         launcher.listener = gone.put
-        if self._ended == self._generation:
+        launcher.wake_up()
+        if self._ended is not None and self._ended.generation == self.generation:
             return  # they are gone already: there is nothing that the launcher could report
         try:
             launcher.send(wire.Halt())
-            while not isinstance(gone.get(timeout=HALT_S), wire.Ended):
+            while not isinstance(message := gone.get(timeout=HALT_S), wire.Ended):
                 pass
+            self._ended = message
+            if message.generation == LAUNCHER_GONE:
+                self.close()  # it took its ranks with it, or could not end them all
         except (Empty, StartError):
             self.close()  # it does not answer, or is gone: take it down with its ranks
 
@@ -179,17 +185,18 @@ class Gang:
         auto: dict[str, Any] | None,
         hardware: dict[str, Any],
     ) -> None:
-        self._generation += 1
-        folder = launcher.run_dir.generation(self._generation)
+        self.generation += 1
+        folder = launcher.run_dir.generation(self.generation)
         connections = write_connections(
             folder, world_size=world_size, key=secrets.token_hex(KEY_BYTES).encode()
         )
-        self._signs = SimpleQueue()
+        self.signs, self.ends, self.pids = SimpleQueue(), [], {}
+        self.pulse = Pulse()
         launcher.listener = self._from_launcher
         self._channels = Channels(connections, self)
         launcher.send(
             wire.Launch(
-                generation=self._generation,
+                generation=self.generation,
                 world_size=world_size,
                 devices=None if devices is None else list(devices),
                 options=options,
@@ -202,41 +209,6 @@ class Gang:
                 path=sys.path,
             )
         )
-
-    def _await_ranks(self, world_size: int, progress: Callable[[str], None]) -> None:
-        """Wait until each rank's output is heard and each rank has passed the barrier."""
-        for rank in range(world_size):
-            self.post(rank, "shell", wire.JOIN, {}, lambda *sign: self._signs.put(sign))
-        self.wake()
-        heard: set[int] = set()
-        joined: dict[int, Member] = {}
-        while len(heard) < world_size or len(joined) < world_size:
-            match self._next_sign():
-                case wire.Progress(text=text):
-                    progress(text)
-                case wire.Warm():
-                    progress("starting the ranks")
-                case wire.Ended() as ended if ended.generation in {self._generation, LAUNCHER_GONE}:
-                    raise StartError(self._why_not_started(ended, world_size))
-                case int(rank):
-                    heard.add(rank)
-                case (int(rank), "shell", message):
-                    joined[rank] = Member(**message["content"])
-        self.members = [joined[rank] for rank in range(world_size)]
-
-    def _why_not_started(self, ended: wire.Ended, world_size: int) -> str:
-        folder = self.run_dir.path / str(self._generation)
-        notes = [wire.death_note(folder, rank) for rank in range(world_size)]
-        left = next((note.read_text() for note in notes if note.exists()), None)
-        detail = f"It said:\n{left}" if left else self.log_words()
-        return f"The ranks did not start: {in_words(ended)}. {detail}"
-
-    def _next_sign(self) -> Any:
-        try:
-            return self._signs.get(timeout=START_S)
-        except Empty:
-            msg = f"The ranks gave no sign for {START_S:.0f} s. {self.log_words()}"
-            raise StartError(msg) from None
 
     def _close_channels(self) -> None:
         if self._channels is not None:
@@ -258,6 +230,35 @@ class Gang:
         if self._launcher is None:
             raise _not_started()
         return self._launcher.run_dir
+
+    @property
+    def folder(self) -> Path:
+        """Where the ranks of this start keep their files."""
+        return self.run_dir.path / str(self.generation)
+
+    @property
+    def warm(self) -> bool:
+        """Whether the launcher can fork at once."""
+        return self._launcher is not None and self._launcher.warm
+
+    @property
+    def launcher_pid(self) -> int:
+        """The launcher's process."""
+        if self._launcher is None:
+            raise _not_started()
+        return self._launcher.process.pid
+
+    @property
+    def launcher(self) -> dict[str, Any] | None:
+        """The launcher's state as plain values; None without one."""
+        one = self._launcher
+        if one is None:
+            return None
+        return {
+            "pid": one.process.pid,
+            "alive": one.alive,
+            "unresponsive": self.pulse.words(LAUNCHER),
+        }
 
     def post(
         self,
@@ -346,7 +347,7 @@ class Gang:
 
     def log_tail(self) -> str:
         """The end of what launcher and ranks wrote outside of cells."""
-        return self._launcher.log_tail() if self._launcher else ""
+        return redacted(self._launcher.log_tail()) if self._launcher else ""
 
     def log_words(self) -> str:
         """The end of the log as part of an error message."""
@@ -358,7 +359,7 @@ class Gang:
     def receive(self, rank: int, channel: Channel, message: Message) -> None:
         """Route one message of a rank."""
         if message["header"]["msg_type"] == "iopub_welcome":
-            self._signs.put(rank)
+            self.signs.put(rank)
             return
         if message["header"]["msg_type"] == wire.PHASE:
             self._heard = time.monotonic()
@@ -371,53 +372,70 @@ class Gang:
     def idle(self) -> bool:
         """Look whether the ranks live, then let the session do what is due."""
         now = time.monotonic()
-        if self._up and now >= self._watch_due:
+        dying = self._up and bool(self.ends)
+        if dying and self._settled(now):
+            self._died(None)
+        elif self._up and now >= self._watch_due:
             self._watch_due = now + WATCH_S
             self._watch()
-        return self._on_idle()
+        return self._on_idle() or dying
+
+    def _settled(self, now: float) -> bool:
+        """Whether all is known of the first end: its code comes late where elastic was quicker."""
+        patience_s = SETTLE_S if self.ends[0].code is not None else REPORT_S
+        return now - self._first_end_at > patience_s
 
     def _watch(self) -> None:
-        """Notice a rank that left without a word: torch elastic does not see `os._exit(0)`.
-
-        A rank that was killed is the launcher's to report, with its signal; it gets a moment.
-        """
+        """Look at the processes: the launcher reports ends at once, unless it is stopped itself."""
+        pids = {f"rank {rank}": member.pid for rank, member in enumerate(self.members)}
+        if self._launcher is not None:
+            pids[LAUNCHER] = self._launcher.process.pid
+        for line in self.pulse.look(pids):
+            self._on_notice(line)
         gone = [rank for rank, member in enumerate(self.members) if not member.alive()]
         if not gone:
             self._missing_since = None
         elif self._missing_since is None:
             self._missing_since = time.monotonic()
+            if self._launcher is not None:
+                self._launcher.wake_up()  # it knows how that rank ended
         elif time.monotonic() - self._missing_since > REPORT_S:
-            words = f"rank {gone[0]} left without a word, as os._exit(0) does"
-            self._died(wire.Ended(self._generation, error=words))
+            self.ends = self.ends or [wire.RankEnded(self.generation, gone[0], None)]
+            self._died(None)
 
     def _from_launcher(self, message: wire.LinkMessage) -> None:
-        self._signs.put(message)
+        if isinstance(message, wire.Born) and message.generation == self.generation:
+            self.pids[message.rank] = message.pid
+        elif isinstance(message, wire.RankEnded) and message.generation == self.generation:
+            self._first_end_at = self._first_end_at if self.ends else time.monotonic()
+            self.ends.append(message)
+            self.wake()
+        self.signs.put(message)
         if isinstance(message, wire.Ended):
-            self._ended = message.generation
-            self._died(message)
+            self._ended = message
+            if not self.ends or message.generation == LAUNCHER_GONE:
+                self._died(message)
 
-    def _died(self, ended: wire.Ended) -> None:
+    def _died(self, ended: wire.Ended | None) -> None:
         with self._lock:
             was_up, self._up = self._up, False
         if not was_up:
             return
-        death = RankDied(
-            f"{in_words(ended)}; all ranks were ended and their variables are gone."
-            " Start new ones with %nbdist restart."
-        )
+        death = self.death(ended)
         if self._launcher is not None and self._launcher.alive:
+            self._launcher.wake_up()
             with contextlib.suppress(StartError):  # it is gone, and not yet seen to be
                 self._launcher.send(wire.Halt())
         self._on_death(death)
 
-
-def in_words(ended: wire.Ended) -> str:
-    """Say how ranks ended: "rank 1 ended with signal 9 (SIGKILL)"."""
-    words = []
-    for rank, code in sorted(ended.exitcodes.items()):
-        name = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
-        words.append(f"rank {rank} ended with {name}")
-    return ended.error or ", ".join(words) or "the ranks ended"
+    def death(self, ended: wire.Ended | None) -> Death:
+        """What has ended the ranks."""
+        if self.ends:
+            ends = [causes.completed(end, ended or self._ended) for end in self.ends]
+            files = {end.rank: wire.crash_file(self.folder, f"rank{end.rank}") for end in ends}
+            crashes = {rank: file.read_text() for rank, file in files.items() if file.exists()}
+            return causes.of_ranks(ends, oom=self._oom, stack_of=crashes, log=self.log_tail())
+        return causes.of_launcher(ended, oom=self._oom)
 
 
 def _not_started() -> SessionError:

@@ -39,11 +39,11 @@ NEXT_STEP_S = 0.5
 """Ranks make a further optimizer step before they stop if it begins within this time."""
 NEARER_S = 0.8
 """Ranks that have not stopped by then stop at the step that the first of them is at."""
+ANSWER_S = 0.4
+"""A rank that has not said its step by then holds the interpreter in C, or is stopped."""
 FREE_AFTER_S = 2.0
 LEFT_AFTER_S = 0.5
 """The same where another rank has ended the cell, and cannot come any more."""
-STORE_AFTER_S = 1.5
-"""Still stuck so long after it was freed: it waits where ranks find one another."""
 END_AFTER_S = 3.0
 """From then on after freeing, Stop ends the ranks."""
 GRACE_S = 3.0
@@ -66,7 +66,8 @@ class Ladder:
         self._world_size = world_size
         self._began = self._looked_at = time.monotonic()
         self._asked_at = self._freed_at = 0.0
-        self._store_closed = False
+        self._held_at = 0.0
+        """Since when ranks are held; 0: they are not."""
         self._begun: dict[int, wire.HoldReply] = {}
         self._named_far = False
         """Whether all ranks make a further step, and no nearer one was named since."""
@@ -113,16 +114,11 @@ class Ladder:
                 self._ask(now)
         elif self.rung == "asked" and now - self._asked_at > self._patience_s and self._may_free():
             self._free(now)
+        elif self._held_at and now - self._held_at > ANSWER_S:
+            self._stop_after(self._last_step())
         elif self.rung == "asked" and now - self._asked_at > NEARER_S and self._named_far:
             self._named_far = False
             self._hold()
-        elif self._is_still_stuck(now):
-            self._store_closed = True
-            self._release(store=True)
-
-    def _is_still_stuck(self, now: float) -> bool:
-        late = self.rung == "freed" and now - self._freed_at > STORE_AFTER_S
-        return late and not self._store_closed and bool(self.cell.running)
 
     @property
     def _patience_s(self) -> float:
@@ -153,7 +149,7 @@ class Ladder:
 
     def _hold(self) -> None:
         """Ask the ranks how many optimizer steps they have begun; they begin no other now."""
-        self._begun = {}
+        self._begun, self._held_at = {}, time.monotonic()
         for rank in self.cell.running:
             self._gang.post(rank, "control", wire.HOLD, {}, self._take_begun)
         self._gang.wake()
@@ -164,13 +160,13 @@ class Ladder:
             return
         with self._lock:
             self._begun[rank] = message["content"]
-            if self._begun.keys() >= set(self.cell.running):
+            if self._held_at and self._begun.keys() >= set(self.cell.running):
                 self._stop_after(self._last_step())
 
     def _last_step(self) -> int:
         """The step that all can reach soon; 0 where there is no training."""
         begun = [one["begun"] for one in self._begun.values()]
-        if not max(begun):
+        if not any(begun):
             return 0
         soon = max(one["next_s"] for one in self._begun.values()) < NEXT_STEP_S
         # a whole further step leaves no collective half done; else those that lag catch up
@@ -178,6 +174,7 @@ class Ladder:
         return max(begun) + self._named_far
 
     def _stop_after(self, step: int) -> None:
+        self._held_at = 0.0
         for rank in self.cell.pending:
             content = wire.Interrupt(request=self.cell.requests[rank], after=step)
             self._gang.post(rank, "control", "interrupt_request", content)
@@ -190,11 +187,8 @@ class Ladder:
         places = dict.fromkeys(place(answers[rank]) for rank in stuck)
         self.stuck = f"{rank_names.words(stuck)} in {', '.join(places)}"
         self._stop_after(0)
-        self._release(store=False)
-
-    def _release(self, *, store: bool) -> None:
         pids = [member.pid for member in self._gang.members]
-        content: Any = wire.ReleaseRequest(pids=pids, store=store)
+        content: Any = wire.ReleaseRequest(pids=pids)
         for rank in range(self._world_size):
             self._gang.post(rank, "control", wire.RELEASE, content)
         self._gang.wake()

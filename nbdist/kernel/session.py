@@ -26,12 +26,14 @@ from nbdist.errors import (
 )
 from nbdist.kernel import (
     asked,
+    causes,
     exporting,
     foreign,
     handover,
     saving,
     settling,
     source,
+    stacks,
     switching,
     transfer,
 )
@@ -50,16 +52,20 @@ from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import SwitchReport
 from nbdist.kernel.turns import in_turn, tell_of_waiting
 from nbdist.kernel.whereabouts import Whereabouts
+from nbdist.paths import expanded
 from nbdist.plan.checked import Measured
+from nbdist.redacted import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
+    from nbdist.kernel.causes import Death
     from nbdist.kernel.channel import Message
     from nbdist.kernel.devices import Placement
     from nbdist.kernel.exporting import ExportReport
     from nbdist.kernel.foreign import ForeignReport
+    from nbdist.kernel.ladder import Rung
     from nbdist.kernel.render import Show
     from nbdist.kernel.saving import Checkpoints, LoadReport, Save
 
@@ -139,6 +145,7 @@ class Session:
             on_message=self._receive,
             on_idle=self._on_idle,
             on_death=self._die,
+            on_notice=self._notice,
         )
         self.whereabouts = Whereabouts(self._gang)
         self.peek = Peek(self._gang)
@@ -169,6 +176,11 @@ class Session:
     def running(self) -> Cell | None:
         """The cell that runs now."""
         return self._running
+
+    @property
+    def standstill(self) -> str:
+        """Who waits for whom in the running cell, in words; "" where nobody does for long."""
+        return self._running.notice if self._running is not None else ""
 
     @property
     def death(self) -> RankDied | None:
@@ -353,10 +365,24 @@ class Session:
         """End the ranks."""
         self.stop()
 
-    def _die(self, death: RankDied) -> None:
-        self.state, self._death = "dead", death
-        self._saves.give_up(str(death))
-        self._end_cells(death)
+    def _die(self, death: Death) -> None:
+        """Say who ended how, what it said last, and from where training can go on."""
+        self._death = death.told(
+            log=self.logs[death.rank].tail(causes.LAST_LINES) if death.rank is not None else "",
+            checkpoint=next(reversed(self.checkpoints), None),
+            cells=self._cell_files(),
+        )
+        self.state = "dead"
+        self._saves.give_up(self._death.headline)
+        self._end_cells(self._death)
+
+    def _cell_files(self) -> dict[str, int]:
+        """Numbers of the last cells by the name of the file that ranks give to their code."""
+        return {source.file_name(cell.code): cell.count for cell in self._cells}
+
+    def _notice(self, line: str) -> None:
+        if self._running is not None:
+            self._running.tell(line)
 
     def _no_more_saves(self, why: str) -> None:
         """Once the ranks are gone: nothing is left of a save that they could not finish."""
@@ -436,8 +462,13 @@ class Session:
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
-        if self._running is not None and self._ladder is not None:
-            self._ladder.stop()
+        self._stop_running()
+
+    def _stop_running(self) -> Rung:
+        """Go one rung up with the running cell; returns where it is now."""
+        if self._running is None or self._ladder is None:
+            return "none"
+        return self._ladder.stop()
 
     def _shown(self, output: str | Sequence[int]) -> Show:
         """Whose output is displayed."""
@@ -451,7 +482,7 @@ class Session:
         self, code: str, ranks: Sequence[int], renderer: Renderer, count: int | None
     ) -> Cell:
         cell = Cell(ranks, renderer, on_send=self._take_sent, on_done=self._cell_done)
-        cell.count = count or next(self._counter)
+        cell.code, cell.count = code, count or next(self._counter)
         self._running, self.state = cell, "running"
         self._ladder = Ladder(cell, self._gang, self.whereabouts, world_size=self.world_size)
         note = wire.CellNote(count=cell.count)
@@ -486,22 +517,25 @@ class Session:
         Where ranks only compute, a late second Stop gives the prompt back.
         """
         asked_at = time.monotonic()
+        rung: Rung = "none"
         while not cell.finished.is_set():
             try:
-                self.interrupt()
-                while not cell.finished.is_set():
+                rung = self._stop_running()
+                while not cell.finished.is_set() and rung != "end":
                     cell.pump(cell.patience_s)
             except KeyboardInterrupt:
-                rung = self._ladder.rung if self._ladder is not None else "none"
-                if rung == "asked" and time.monotonic() - asked_at > PATIENCE_S:
+                computing = self._ladder is not None and self._ladder.rung == "asked"
+                if computing and time.monotonic() - asked_at > PATIENCE_S:
                     cell.show_errors()
                     raise CellInterrupted(stuck_words(cell)) from None
-                if rung == "end":
-                    self._end_stuck(cell)
+            if rung == "end":
+                self._end_stuck(cell)
 
     def _end_stuck(self, cell: Cell) -> NoReturn:
         """End ranks that nothing else has stopped, and start new ones."""
         words = rank_names.words(cell.pending)
+        self.abandon()
+        cell.pump(0)
         self.restart()
         msg = f"{words} did not stop, so all ranks were ended and new ones started; their variables"
         raise CellInterrupted(f"{msg} are gone.") from None
@@ -791,7 +825,7 @@ class Session:
         """
         root, last = self._folder(folder), name
         if os.sep in name:
-            path = Path.cwd() / Path(name).expanduser()
+            path = Path.cwd() / expanded(name)
             root, last = path.parent, path.name
             if saving.is_foreign(path):
                 return self.load_foreign(path, trust=trust)
@@ -807,7 +841,7 @@ class Session:
 
     def _folder(self, given: str | os.PathLike[str] | None) -> Path:
         """Folder of checkpoints, absolute: the ranks may be elsewhere."""
-        return self.checkpoints.root if given is None else Path.cwd() / Path(given).expanduser()
+        return self.checkpoints.root if given is None else Path.cwd() / expanded(given)
 
     # -- out of here
 
@@ -927,13 +961,21 @@ class Session:
     def status(self) -> dict[str, Any]:
         """State of session and ranks, as plain values."""
         members = [
-            {"rank": rank, "pid": member.pid, "device": member.device, "alive": member.alive()}
+            {
+                "rank": rank,
+                "pid": member.pid,
+                "device": member.device,
+                "alive": member.alive(),
+                "unresponsive": self._gang.pulse.words(f"rank {rank}"),
+            }
             for rank, member in enumerate(self._gang.members)
         ]
         return {
             "state": self.state,
+            "standstill": self.standstill,
             "world_size": self.world_size,
             "options": self.options.to_json(),
+            "launcher": self._gang.launcher,
             "ranks": members,
         }
 
@@ -942,11 +984,20 @@ class Session:
         return self._choice.describe()
 
     def log(self, rank: int | None = None, *, lines: int = 100) -> str:
-        """Last lines that a rank wrote; without a rank, the launcher's own log."""
+        """Last lines that a rank wrote; without a rank, the launcher's own log; no secrets."""
         if rank is None:
             return self._gang.log_tail()
         (chosen,) = rank_names.chosen([rank], self.world_size, option="rank")
-        return self.logs[chosen].tail(lines)
+        return redacted(self.logs[chosen].tail(lines))
+
+    def stacks(self) -> dict[int, str]:
+        """What every thread of each rank is doing now; also while a cell runs.
+
+        Takes four seconds at most. A rank that is stopped or does not answer has a line that
+        says so.
+        """
+        self._ensure_alive()
+        return stacks.of_ranks(self._gang, self._cell_files())
 
     def panel(self, face: str = "auto") -> None:
         """Show predicted memory beside live devices, curves, and buttons, under this cell.
@@ -983,8 +1034,8 @@ class Session:
 def stuck_words(cell: Cell) -> str:
     """Say which ranks did not stop, and what can be done."""
     return (
-        f"{rank_names.words(cell.pending)} did not stop, probably inside a collective that waits"
-        " for another rank; %nbdist restart takes new ranks, %nbdist wait goes on waiting."
+        f"{rank_names.words(cell.pending)} did not stop yet: Python stops when the library that it"
+        " has called returns. %nbdist wait goes on waiting, %nbdist restart takes new ranks."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from pathlib import Path
 
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -36,6 +37,13 @@ def parse(code: str) -> None:
     """Raise SyntaxError unless `code` is Python with top-level await."""
     flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     compile(code, CELL, "exec", flags=flags, dont_inherit=True)
+
+
+def file_name(code: str) -> str:
+    """The name of the file that a rank's ipykernel gives to the code of a cell."""
+    from ipykernel.compiler import get_file_name
+
+    return Path(get_file_name(code)).name
 
 
 def bind(name: str, value: object) -> None:

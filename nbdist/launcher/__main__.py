@@ -7,16 +7,17 @@ ranks on `Halt`, and everything when the kernel is gone.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
-import signal
 import sys
 import time
-import traceback
+from pathlib import Path
+from queue import Empty
 
-from nbdist import wire
-from nbdist.launcher import family
+from nbdist import shared_memory, wire
+from nbdist.launcher import blackbox, family
 from nbdist.launcher.link import Link
 
 FIRST = (
@@ -40,6 +41,8 @@ THEN = [
     "deepspeed.runtime.superoffload.superoffload_stage3",
 ]
 """What many cells import; done while nothing else is asked for."""
+QUIET_S = 0.2
+"""Without a request for this long, one of them is imported."""
 
 
 log = logging.getLogger("nbdist.launcher")
@@ -47,8 +50,14 @@ log = logging.getLogger("nbdist.launcher")
 
 
 def next_launch(link: Link) -> wire.Launch:
-    """Wait for a request; warm up further in the meantime."""
-    while link.launches.empty() and THEN:
+    """Wait for a request; warm up further in the meantime.
+
+    Between the end of ranks and a request for new ones is a moment in which nothing is asked for;
+    an import that began then would delay a restart by seconds.
+    """
+    while THEN:
+        with contextlib.suppress(Empty):  # nothing is asked for: wanted
+            return link.launches.get(timeout=QUIET_S)
         name = THEN.pop(0)
         try:
             importlib.import_module(name)
@@ -60,10 +69,14 @@ def next_launch(link: Link) -> wire.Launch:
 def main() -> None:
     """Serve launches until the kernel is gone."""
     started = time.monotonic()
+    blackbox.install(sys.argv[2], "launcher")
     family.adopt_orphans()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # no warning at each start
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Stop is the ranks' business
-    link = Link(int(sys.argv[1]), [sys.argv[2], os.environ["NBDIST_BULK_DIR"]])
+    run_dir = Path(sys.argv[2])
+    link = Link(int(sys.argv[1]), run_dir, [os.environ["NBDIST_BULK_DIR"]])
+    link.take_signals()
+    os.register_at_fork(after_in_parent=link.take_signals)
+    shared_memory.note_forks(run_dir)
     for name in FIRST:
         importlib.import_module(name)
     from nbdist.launcher import ranks
@@ -73,11 +86,12 @@ def main() -> None:
         launch = next_launch(link)
         try:
             ended = ranks.run(launch, link)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the kernel must hear of it
-            traceback.print_exc()
+        except Exception as error:
+            log.exception("the ranks were not started")
             ended = wire.Ended(launch.generation, error=f"{type(error).__name__}: {error}")
         family.end_descendants()
         family.reap()
+        shared_memory.remove_left(run_dir)
         link.send(ended)
 
 

@@ -19,7 +19,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from nbdist import builds
 from nbdist.errors import StartError
 from nbdist.launcher import family
 
@@ -72,7 +72,8 @@ def ensure(
     os.environ["DS_ACCELERATOR"] = _accelerator()
     if not ops:
         return
-    folder = cache_dir() / "extensions" / _key()
+    folder = builds.cache_dir() / "extensions" / _key()
+    _check_owner(folder)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     missing = [op for op in ops if not (folder / op / BUILT).exists()]
     if missing:
@@ -85,11 +86,20 @@ def ensure(
         _load(op, folder / op)
 
 
-def cache_dir() -> Path:
-    """Folder for what nbdist keeps between sessions: NBDIST_CACHE_DIR or ~/.cache/nbdist."""
-    if given := os.environ.get("NBDIST_CACHE_DIR"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbdist"
+def _check_owner(folder: Path) -> None:
+    """Refuse a folder that others may write to: what lies there is loaded, and so is run."""
+    for path in (folder, *folder.parents):
+        if path == builds.cache_dir().parent:
+            return
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not there yet
+            found = path.stat()
+            if found.st_uid not in {os.geteuid(), 0} or found.st_mode & 0o002:
+                message = (
+                    f"{str(path)!r} can be written to by others, and what is built there is run;"
+                    " make it yours alone (chmod o-w), or set NBDIST_CACHE_DIR to a folder that"
+                    " is."
+                )
+                raise StartError(message)
 
 
 def _accelerator() -> str:
@@ -115,37 +125,16 @@ def _processor() -> str:
 
 def _check_tools(ops: Sequence[str]) -> None:
     """Put this environment's programs on PATH, and say what a build would miss."""
-    # ninja's console script lies beside the interpreter, whose folder need not be on PATH.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    compiler = os.environ.get("CXX", "c++")
-    names = ", ".join(ops)
-    for tool, package in ((compiler, "g++"), ("ninja", "ninja (`pip install ninja`)")):
-        if shutil.which(tool) is None:
-            message = (
-                f"this offload compiles DeepSpeed's {names} once, and {tool} is not on PATH; "
-                f"install {package}, or leave the offload out."
-            )
-            raise StartError(message)
-    if "async_io" in ops and not _has_header(compiler, "libaio.h"):
-        message = (
-            "offload to NVMe compiles DeepSpeed's async_io, and libaio.h is missing; install it "
-            "(Debian, Ubuntu: apt install libaio-dev; Fedora: dnf install libaio-devel), or use "
-            "offload cpu."
-        )
-        raise StartError(message)
-
-
-def _has_header(compiler: str, header: str) -> bool:
-    """Whether the compiler finds a header."""
-    command = [compiler, "-x", "c++", "-fsyntax-only", "-include", header, os.devnull]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
+    os.environ["PATH"] = builds.search_path()
+    if text := builds.missing(ops):
+        raise StartError(text)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, *, progress: Callable[[str], None], limit_s: float) -> Iterator[int]:
     """Hold the folder's lock; the kernel frees it when its last holder ends."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / "nbdist-lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         message = f"cannot write to {str(folder)!r} ({error}); set NBDIST_CACHE_DIR to a folder."

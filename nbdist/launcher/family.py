@@ -35,20 +35,26 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def end_descendants(*, grace_s: float = GRACE_S) -> None:
-    """SIGTERM every descendant, then SIGKILL; returns when all are gone.
+def end_descendants(*, grace_s: float = GRACE_S) -> list[int]:
+    """SIGTERM every descendant, then SIGKILL; returns when all are gone, or after `grace_s` each.
 
     Never waits for a process in the sense of waitpid: torch elastic's main thread wants
     the exit codes of the ranks itself.
+
+    Returns:
+        Processes that cannot be killed: they sit in a call of the operating system.
     """
+    living: list[psutil.Process] = []
     for number in (signal.SIGTERM, signal.SIGKILL):
         # asked anew: what a dead rank left behind now hangs on the launcher
         living = [process for process in _descendants() if _alive(process)]
         for process in living:
             _signal(process, number)
+            _signal(process, signal.SIGCONT)  # one that is stopped takes its SIGTERM only then
         deadline = time.monotonic() + grace_s
         while any(map(_alive, living)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
+    return [process.pid for process in living if _alive(process)]
 
 
 def reap() -> None:

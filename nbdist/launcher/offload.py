@@ -11,11 +11,14 @@ import contextlib
 import os
 import shutil
 import socket
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbdist import owner
 from nbdist.errors import StartError
+from nbdist.owner import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,10 +40,11 @@ def folder(options: Options) -> Iterator[Options]:
         return
     parent = Path(options.offload_path).expanduser().absolute()
     prefix = f"nbdist-{socket.gethostname()}-"
-    own = parent / f"{prefix}{os.getpid()}"
     try:
-        own.mkdir(parents=True, exist_ok=True, mode=0o700)
+        parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(parent, prefix)
+        own = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+        Owner.me().write(own)
     except OSError as error:
         message = f"cannot write to {str(parent)!r} for offload {options.offload}: {error}."
         raise StartError(message) from error
@@ -51,8 +55,7 @@ def folder(options: Options) -> Iterator[Options]:
 
 
 def _remove_orphans(parent: Path, prefix: str) -> None:
-    """Remove folders whose launcher runs no more."""
+    """Remove this user's folders whose launcher has ended."""
     for found in parent.glob(f"{prefix}*"):
-        pid = found.name.removeprefix(prefix)
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        if owner.abandoned(found):
             shutil.rmtree(found, ignore_errors=True)

@@ -6,6 +6,7 @@ that is torch elastic's gang rule.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -19,10 +20,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nbdist import strategies, wire
-from nbdist.launcher import extensions, offload, rendezvous
+from nbdist.launcher import extensions, family, offload, rendezvous
+from nbdist.launcher.watch import Watch
 from nbdist.rank.main import rank_main
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from nbdist.launcher.link import Link
 
 POLL_S = 0.02
@@ -45,14 +49,30 @@ def run(launch: wire.Launch, link: Link) -> wire.Ended:
     gc.collect()
     gc.freeze()  # a collection on a rank would copy every page it shares with the launcher
     try:
-        with offload.folder(options) as own:
+        with offload.folder(options) as own, watched(launch, link) as watch:
             if own.offload_path is not None:
                 link.remove_at_end(own.offload_path)
-            fork(replace(launch, options=own.to_json()), link)
+            fork(replace(launch, options=own.to_json()), link, watch)
     except ChildFailedError as error:
         codes = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
         return wire.Ended(launch.generation, codes)
     return wire.Ended(launch.generation)
+
+
+@contextlib.contextmanager
+def watched(launch: wire.Launch, link: Link) -> Iterator[Watch]:
+    """Tell the kernel of each rank that begins and ends; at the end all of them are ended."""
+    watch = Watch(launch.generation, link.send)
+    try:
+        yield watch
+    except ChildFailedError:
+        raise
+    except BaseException:
+        watch.mute()
+        raise
+    finally:
+        family.end_descendants()
+        watch.close()
 
 
 def take_over(launch: wire.Launch) -> None:
@@ -70,15 +90,15 @@ def take_over(launch: wire.Launch) -> None:
     tempfile.tempdir = launch.run_dir
 
 
-def fork(launch: wire.Launch, link: Link) -> None:
+def fork(launch: wire.Launch, link: Link, watch: Watch) -> None:
     """Fork `world_size` ranks and wait for them."""
     if launch.world_size > 1:
         notebook_launcher(
             rank_main,
-            (launch, link.close_in_rank),
+            (launch, link, watch),
             num_processes=launch.world_size,
             rdzv_backend=rendezvous.NAME,
-            rdzv_endpoint=f"{rendezvous.LOOPBACK}:0",
+            rdzv_endpoint=rendezvous.ENDPOINT,
             rdzv_id=f"nbdist-{launch.generation}",
             monitor_interval=POLL_S,
         )
@@ -91,9 +111,9 @@ def fork(launch: wire.Launch, link: Link) -> None:
         nproc_per_node=1,
         run_id=f"nbdist-{launch.generation}",
         rdzv_backend=rendezvous.NAME,
-        rdzv_endpoint=f"{rendezvous.LOOPBACK}:0",
+        rdzv_endpoint=rendezvous.ENDPOINT,
         max_restarts=0,
         monitor_interval=POLL_S,
         start_method="fork",
     )
-    elastic_launch(config, rank_main)(launch, link.close_in_rank)
+    elastic_launch(config, rank_main)(launch, link, watch)

@@ -1,18 +1,14 @@
-"""A rendezvous whose store listens on loopback only.
+"""A rendezvous without a network: there is one agent, and what it stores stays in its memory.
 
-torch 2.13's TCPStore ignores the host it is given and listens on every interface, without
-a password; c10d's own rendezvous unpickles what it finds there. Handing the store a socket
-that is bound already keeps it on 127.0.0.1, and holding that socket makes a busy port
-impossible.
+torch elastic brings agents of several machines together through a store. Here one agent
+forks all ranks. torch 2.13's TCPStore listens on every interface, whatever address it is
+given, and asks for no password; c10d's own rendezvous unpickles what it finds there. The
+ranks meet in a file (`rank.store`).
 """
 
 from __future__ import annotations
 
-import datetime as dt
-import os
-import socket
-
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -22,29 +18,19 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 NAME = "nbdist"
-LOOPBACK = "127.0.0.1"
-BACKLOG = 128
-STORE_TIMEOUT = dt.timedelta(seconds=60)
+ENDPOINT = "127.0.0.1:0"
+"""torch elastic wants one; nothing listens there."""
+_NOWHERE = RendezvousStoreInfo("127.0.0.1", -1)
+"""MASTER_ADDR and MASTER_PORT of the ranks: who tries to connect or to listen fails at once."""
 
 
-class LoopbackRendezvous(RendezvousHandler):
+class OneAgent(RendezvousHandler):
     """One machine, one group: rank 0 of 1 as torch elastic counts agents."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        """Bind a free loopback port and serve a store on it."""
+        """Make the agent's store."""
         self._run_id = parameters.run_id
-        listener = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
-        self._port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK,
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=os.dup(listener.fileno()),
-            timeout=STORE_TIMEOUT,
-        )
-        listener.close()
+        self._store = HashStore()
 
     def get_backend(self) -> str:
         """Name under which torch elastic finds this handler."""
@@ -52,13 +38,12 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks use this store; no second one is opened."""
+        """Not to open a TCPStore: with False, torch's rank 0 would serve one."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Give the only agent the store."""
-        store = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
+        return RendezvousInfo(self._store, 0, 1, _NOWHERE)
 
     def is_closed(self) -> bool:
         """Never closed to its only agent."""
@@ -76,11 +61,11 @@ class LoopbackRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Drop the store, which closes its socket."""
+        """Drop the store."""
         del self._store
         return True
 
 
 def register() -> None:
     """Make the handler known to torch elastic under `NAME`."""
-    rendezvous_handler_registry.register(NAME, LoopbackRendezvous)
+    rendezvous_handler_registry.register(NAME, OneAgent)

@@ -118,11 +118,15 @@ def _state(session: Session) -> tuple[State, str, float | None]:
     """What the session does, in one word and in several, and since when."""
     work, cell = session.activity.now, session.running
     if session.state == "dead" or session.state == "stopped":  # noqa: PLR1714 - for mypy
-        return session.state, str(session.death or "stopped"), session.since
+        words = session.death.headline if session.death else "stopped"
+        return session.state, words, session.since
     if work is not None and work.kind != "planning":
         return work.kind, work.text, work.since
     if cell is not None:
-        return "running", _running(cell), cell.began
+        words = " \N{MIDDLE DOT} ".join(
+            part for part in (_running(cell), session.standstill) if part
+        )
+        return "running", words, cell.began
     if session.state == "new":
         return "new", "not started", None
     last, marks = session.last, session.marks.all()

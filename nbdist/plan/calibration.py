@@ -119,7 +119,7 @@ def _parsed(entry: Any) -> Calibration | None:
     """Read one entry; None for what this module did not write."""
     try:
         made = Calibration(float(entry["factor"]), int(entry["context_bytes"]), int(entry["runs"]))
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         return None
     low, high = FACTOR_LIMITS
     return made if low <= made.factor <= high and made.context_bytes >= 0 else None
@@ -128,7 +128,7 @@ def _parsed(entry: Any) -> Calibration | None:
 def _read(file: Path) -> dict[str, Any]:
     try:
         entries = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # none yet, or torn: it is only a cache
     return entries if isinstance(entries, dict) else {}
 

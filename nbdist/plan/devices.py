@@ -207,6 +207,7 @@ _COUNTED = re.compile(r"(?:(-?[0-9.]+)\s*[x*]\s*)?(?:(-?[0-9.]+)\s*[x*]\s*)?(.*)
 _MEMORY = re.compile(r"(-?[0-9.]+|nan|inf)\s*(GI?B|TI?B)", re.IGNORECASE)
 _NETWORK = re.compile(r"(?:([0-9]+)\s*[x*]\s*)?([0-9.]+)\s*(Gb|Gbps|Gb/s|Gbit/s)")
 _STORE = re.compile(r"([0-9.]+)\s*(GB|TB)\s+(host|ram|nvme)", re.IGNORECASE)
+_MAX_CHARS = 300
 _CPU = re.compile(r"(?:(-?[0-9.]+)\s*[x* ]?\s*)?cpus?", re.IGNORECASE)
 _EXAMPLES = '"8xH100-80GB,nvlink", "2x24GB,pcie", "16x8xA100-80GB,nvlink,8x200Gb" or "2xcpu"'
 
@@ -221,6 +222,10 @@ def parse(text: str) -> Cluster:
     Raises:
         PlanError: not of this form, an unknown GPU, or numbers without a meaning.
     """
+    if len(str(text)) > _MAX_CHARS or not str(text).isprintable():
+        # the expressions below take a time that grows with the square of the length
+        message = f"devices {_short(text)} are no words for devices; write them as 8xH100-80GB."
+        raise PlanError(message)
     first, *more = (part.strip() for part in str(text).split(","))
     if cpu := _CPU.fullmatch(first):
         _refuse_rest(text, more)

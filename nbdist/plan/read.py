@@ -7,12 +7,14 @@ Nothing is downloaded and no code of a model's author is run: a config is read a
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from nbdist.errors import PlanError
+from nbdist.paths import expanded
 from nbdist.plan import memory
 from nbdist.plan.models import closed, sizes, traced
 from nbdist.plan.spec import noted
@@ -74,7 +76,8 @@ def model_spec(
             kinds=(kind,),
         )
         return _measured(found, _module_config(given), _length_of_inputs(found, seq_len) or length)
-    if isinstance(given, str) and sizes.is_size(given) and not Path(given).exists():
+    # Path.exists() raises where a name is too long
+    if isinstance(given, str) and sizes.is_size(given) and not os.path.exists(given):  # noqa: PTH110
         return sizes.with_size(given), seq_len or DEFAULT_SEQ_LEN
     config = _config(given)
     length = seq_len or length_of(config)
@@ -161,7 +164,7 @@ def _config(given: object) -> Mapping[str, Any]:
         )
         raise PlanError(message)
     if isinstance(given, (str, Path)):
-        return _config_file(Path(given).expanduser())
+        return _config_file(expanded(given))
     message = (
         f"an object of class {type(given).__name__} cannot be planned; give a transformers"
         ' config, a folder with config.json, an nn.Module, or a size such as "7b".'
@@ -175,8 +178,9 @@ def _config_file(path: Path) -> Mapping[str, Any]:
     Raises:
         PlanError: there is none, or it holds no config.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path
     try:
+        file = path / "config.json" if path.is_dir() else path
         fields = json.loads(file.read_text())
     except FileNotFoundError:
         message = (
@@ -184,7 +188,7 @@ def _config_file(path: Path) -> Mapping[str, Any]:
             " machine; nbdist downloads nothing, so download the model's config.json first."
         )
         raise PlanError(message) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         message = f"{file} cannot be read as a config ({error}); give a transformers config.json."
         raise PlanError(message) from None
     if not isinstance(fields, dict):

@@ -76,6 +76,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
+def is_out_of_host_memory(error: BaseException | None) -> bool:
+    """Whether it is the host's memory that ran out, and so Python's own too."""
+    return is_out_of_memory(error) and not any(
+        isinstance(one, torch.OutOfMemoryError) for one in _chain(error)
+    )
+
+
 def asked_bytes(error: BaseException | None) -> int | None:
     """Bytes of the allocation that failed; None where the error does not say."""
     for one in _chain(error):

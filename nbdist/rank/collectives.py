@@ -174,6 +174,10 @@ def install(board: Board) -> Meeting:
     for name in _SAME_SIZE | _ANY_SIZE:
         if (original := getattr(ProcessGroup, name, None)) is not None:
             setattr(ProcessGroup, name, _meeting_first(name, original, meeting))
+    distributed_c10d._new_group_with_tag = _together(  # noqa: SLF001 - new_group calls it
+        distributed_c10d._new_group_with_tag,  # noqa: SLF001
+        meeting,
+    )
     setattr(Work, "wait", _interruptible(Work.wait))  # noqa: B010 - to mypy it cannot be assigned
     return meeting
 
@@ -187,6 +191,20 @@ def _meeting_first(name: str, original: Callable[..., Any], meeting: Meeting) ->
         return original(group, *args, **kwargs)
 
     return method
+
+
+def _together(original: Callable[..., Any], meeting: Meeting) -> Callable[..., Any]:
+    """Let all ranks come before a group is made: one that is alone waits in C for half an hour."""
+
+    @functools.wraps(original)
+    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("use_local_synchronization"):
+            words = "new_group" if ranks is None else f"new_group of {rank_names.words(ranks)}"
+            world = distributed_c10d._get_default_group()  # noqa: SLF001
+            meeting(world, Call.of(words, words), wait=True)
+        return original(ranks, *args, **kwargs)
+
+    return new_group
 
 
 def _call(name: str, args: Sequence[Any], options: object) -> Call:

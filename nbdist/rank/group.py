@@ -12,7 +12,8 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
+
+from nbdist.rank import store as stores
 
 _MEET = dt.timedelta(seconds=30)
 """For all ranks to come to a renewal: none of them has anything else to do."""
@@ -20,12 +21,12 @@ _NAMES_APART = 10_000
 """Between the first names of groups of two eras: a stuck rank may have named more than others."""
 
 
-def join(*, on_gpu: bool, store: Store | None = None) -> None:
+def join(store: Store, *, on_gpu: bool) -> None:
     """Make the default process group and choose this rank's device.
 
     Args:
+        store: where the ranks find one another.
         on_gpu: NCCL for tensors of the GPU, gloo for others.
-        store: where the ranks find one another. Default: torch elastic's, by the environment.
     """
     device = None
     if on_gpu:
@@ -34,8 +35,8 @@ def join(*, on_gpu: bool, store: Store | None = None) -> None:
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,
-        rank=int(os.environ["RANK"]) if store is not None else -1,  # -1: by the environment
-        world_size=int(os.environ["WORLD_SIZE"]) if store is not None else -1,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
         device_id=device,
     )
 
@@ -59,10 +60,10 @@ def join_anew(era: int, *, on_gpu: bool) -> list[distributed.ProcessGroup]:
     old = list(distributed_c10d._world.pg_map)  # noqa: SLF001
     distributed_c10d._update_default_pg(None)  # noqa: SLF001
     distributed_c10d._world.group_count = era * _NAMES_APART  # noqa: SLF001
-    store, _, _ = next(rendezvous("env://"))
-    usual = store.timeout
+    store: Store = stores.store()
+    usual = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(_MEET)
-    join(on_gpu=on_gpu, store=PrefixStore(f"era{era}", store))
+    join(PrefixStore(f"era{era}", store), on_gpu=on_gpu)
     prove(on_gpu=on_gpu)
     store.set_timeout(usual)
     return old

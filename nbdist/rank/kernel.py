@@ -11,15 +11,16 @@ import gc
 import logging
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import psutil
 from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
-from ipykernel.zmqshell import ZMQInteractiveShell
+from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
 from torch import distributed
 from traitlets import DottedObjectName, Float, Type
 from traitlets.config import Config
@@ -30,18 +31,20 @@ from nbdist.errors import (
     NbdistError,
     PayloadError,
     SessionError,
+    StartError,
     SwitchError,
 )
-from nbdist.rank import describe, measure, release, where
+from nbdist.rank import advice, describe, measure, release, stacks, where
 from nbdist.rank.gate import gate
+from nbdist.rank.long_text import LONGEST_ERROR, shortened
 from nbdist.rank.standing import Standing
+from nbdist.signed import KEY_BYTES, Briefly, Signer
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import zmq
-    from jupyter_client.session import Session as Signer
 
     from nbdist.rank.collectives import Meeting
     from nbdist.rank.handover import Report
@@ -60,22 +63,56 @@ class RankDisplayHook(ZMQShellDisplayHook):
     def compute_format_data(self, result: object) -> tuple[dict[str, Any], dict[str, Any]]:
         """Format as IPython does; note the value itself in the metadata."""
         bundle, metadata = super().compute_format_data(result)
+        _shorten(bundle)
         try:
             metadata[wire.NOTE] = payload.inline(result)
         except PayloadError:
             return bundle, metadata  # its text is what the kernel gets
         return bundle, metadata
 
+    def log_output(self, format_dict: dict[str, Any]) -> None:
+        """Keep nothing: IPython 9 would hold every cell's value, as text and page, for ever."""
+
 
 class RankShell(ZMQInteractiveShell):
     """A shell that a cell cannot end."""
 
     displayhook_class = Type(RankDisplayHook)
+    display_pub: ZMQDisplayPublisher
 
     def ask_exit(self) -> NoReturn:
         """Refuse `exit()`: one rank cannot leave alone."""
         msg = "exit() was called: a rank cannot leave alone. Use %nbdist stop to end all ranks."
         raise SessionError(msg)
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        """Show an error; one for lack of memory without the source around each frame.
+
+        For that IPython 9 builds syntax trees of whole modules, megabytes of small objects,
+        and CPython 3.11's ends by SIGSEGV where memory fails in the middle of one.
+        """
+        usual = self.InteractiveTB.mode
+        if advice.is_out_of_host_memory(sys.exc_info()[1]):
+            self.InteractiveTB.set_mode("Plain")
+        try:
+            super().showtraceback(*args, **kwargs)
+        finally:
+            self.InteractiveTB.set_mode(usual)
+
+    def init_display_pub(self) -> None:
+        """Have the text of displays cut where it is very long."""
+        super().init_display_pub()
+        self.display_pub.register_hook(_with_shorter_text)
+
+    @contextmanager
+    def _tee(self, channel: Literal["stdout", "stderr"]) -> Iterator[None]:  # noqa: ARG002 - IPython's
+        """Keep no copy of what a cell prints: IPython 9 would hold all of it for ever."""
+        yield
+
+    def _showtraceback(self, etype: type[BaseException], evalue: object, stb: list[str]) -> None:
+        """Send an error, its message cut where it is very long."""
+        parts = [shortened(part, longest=LONGEST_ERROR) for part in stb]
+        super()._showtraceback(etype, shortened(str(evalue), longest=LONGEST_ERROR), parts)
 
 
 class RankKernel(IPythonKernel):
@@ -127,6 +164,7 @@ class RankKernel(IPythonKernel):
             wire.WHERE: self.where_request,
             wire.RELEASE: self.release_request,
             wire.HOLD: self.hold_request,
+            wire.STACKS: self.stacks_request,
             wire.MODEL: self.prepared_request,
         }
 
@@ -159,6 +197,7 @@ class RankKernel(IPythonKernel):
             self.after_code()
         self.before_reply()
         if reply["status"] == "error":
+            reply["evalue"] = shortened(reply["evalue"], longest=LONGEST_ERROR)
             self.let_go()
         return reply
 
@@ -166,12 +205,10 @@ class RankKernel(IPythonKernel):
         """Release the frames of a failed cell; say what to do where it lacked memory."""
         try:
             # The error gets no name here: it would outlive its release, and its frames with it.
-            advice = self.advice_on(
-                getattr(self.shell.last_execution_result, "error_in_exec", None)
-            )
+            told = self.advice_on(getattr(self.shell.last_execution_result, "error_in_exec", None))
             release_frames(self.shell)
-            if advice is not None:
-                self.publish(wire.ADVICE, advice())
+            if told is not None:
+                self.publish(wire.ADVICE, told())
         except Exception:
             # With hardly any memory left all of this may fail, and the reply must be sent.
             log.exception("no advice on a failure")
@@ -412,7 +449,7 @@ class RankKernel(IPythonKernel):
     def release_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Free the main thread from a collective; on the control thread."""
         request: wire.ReleaseRequest = parent["content"]
-        closed = release.release(request["pids"], store=request["store"])
+        closed = release.release(request["pids"])
         self._answer(stream, ident, parent, wire.ReleaseReply(closed=closed))
 
     def renew_request(self, stream: Any, ident: Any, parent: Message) -> None:
@@ -427,6 +464,11 @@ class RankKernel(IPythonKernel):
         except (SwitchError, RuntimeError) as error:
             reply = wire.RenewReply(status="error", error=str(error))
         self._answer(stream, ident, parent, reply)
+
+    def stacks_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Tell what every thread is doing; on the control thread, while a cell runs."""
+        text = stacks.text(self.shell.compile.format_code_name)
+        self._answer(stream, ident, parent, wire.StacksReply(text=text))
 
     def _named(self, names: list[str]) -> dict[str, object]:
         missing = [name for name in names if name not in self.shell.user_ns]
@@ -467,10 +509,26 @@ class RankApp(IPKernelApp):
             log_level="ERROR",
             config=config,
         )
+        app.log.addFilter(Briefly())
         app.initialize([])
         app.kernel.meeting, app.kernel.standing = meeting, Standing(meeting)
         sys.breakpointhook = refuse_breakpoint  # after ipykernel's debugpy has set its own
         return app
+
+    def load_connection_file(self, connection_file: str | None = None) -> None:
+        """Read where to listen: nowhere but at Unix sockets, and under a key.
+
+        Raises:
+            StartError: the file says otherwise.
+        """
+        super().load_connection_file(connection_file)
+        if self.transport != "ipc" or len(self.session.key) < 2 * KEY_BYTES:
+            msg = f"{self.connection_file} is none of this session: it has to name ipc and a key."
+            raise StartError(msg)
+
+    def _session_default(self) -> Signer:
+        """Sign as the kernel does."""
+        return Signer(parent=self)
 
     def _ipython_dir_default(self) -> str:
         """Keep IPython's files out of the user's home; no start-up files run."""
@@ -513,6 +571,17 @@ def _handed_over(half: Callable[[], Report]) -> wire.HandoverReply:
 
 def _no_advice(_: BaseException | None) -> None:
     """Have nothing to say of an error."""
+
+
+def _shorten(bundle: dict[str, Any]) -> None:
+    """Cut the plain text of a display; pictures and pages cannot be cut."""
+    if isinstance(text := bundle.get("text/plain"), str):
+        bundle["text/plain"] = shortened(text)
+
+
+def _with_shorter_text(message: Message) -> Message:
+    _shorten(message["content"]["data"])
+    return message
 
 
 def _nothing() -> None:

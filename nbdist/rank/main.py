@@ -16,27 +16,31 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbdist import strategies, wire
-from nbdist.launcher import family
-from nbdist.rank import accelerator, collectives, group, namespace
+from nbdist.launcher import blackbox, family
+from nbdist.rank import accelerator, collectives, group, namespace, store, stream
 from nbdist.rank.board import Board
 from nbdist.rank.choose import Chooser
 from nbdist.rank.kernel import RankApp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from nbdist.launcher.link import Link
+    from nbdist.launcher.watch import Watch
 
 
-def rank_main(launch: wire.Launch, close_link: Callable[[], None]) -> None:
+def rank_main(launch: wire.Launch, link: Link, watch: Watch) -> None:
     """Serve cells until the launcher ends this process."""
     family.die_with_parent()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # torch elastic's handlers came with the fork
-    close_link()
-    tempfile.tempdir = None  # the launcher's own folder is not the user's temp folder
     rank = int(os.environ["RANK"])
+    watch.announce(rank)
+    blackbox.install(launch.run_dir, f"rank{rank}")
+    link.close_in_rank()
+    tempfile.tempdir = None  # the launcher's own folder is not the user's temp folder
     os.environ["NBDIST_RANK"] = str(rank)
     try:
         app = get_ready(launch, rank)
+        watch.share_pipes(rank, stream.pipes())
     except Exception:
         wire.death_note(launch.run_dir, rank).write_text(traceback.format_exc())
         raise
@@ -52,7 +56,7 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
         share_cores(launch)
         board = Board(Path(launch.run_dir), rank=rank, world_size=launch.world_size)
         meeting = collectives.install(board)
-    group.join(on_gpu=on_gpu)
+    group.join(store.open_in(launch.run_dir), on_gpu=on_gpu)
     options = strategies.Options.from_json(launch.options)
     hardware = strategies.Hardware.from_json(launch.hardware)
     chooser = None if launch.auto is None else Chooser(launch.auto, options, hardware)

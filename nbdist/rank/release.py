@@ -22,34 +22,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def release(pids: Iterable[int], *, store: bool) -> int:
+Address = tuple[str, int]
+
+
+def release(pids: Iterable[int]) -> int:
     """Close what connects this rank with others; returns how many connections.
 
     Args:
         pids: processes of all ranks.
-        store: also the connections to the store in which ranks find one another: a rank may
-            wait there for others that make no group.
     """
-    others = [pid for pid in pids if pid != os.getpid()]
-    theirs = {(one.laddr.ip, one.laddr.port) for pid in others for one in _connections(pid)}
-    if store:
-        theirs.add(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-    closed = sum(
-        _shut(one.fd)
-        for one in _connections(os.getpid())
-        if (one.raddr.ip, one.raddr.port) in theirs
-    )
+    theirs = {own for pid in pids if pid != os.getpid() for own, _, _ in _connections(pid)}
+    closed = sum(_shut(fd) for _, other, fd in _connections(os.getpid()) if other in theirs)
     if torch.cuda.is_initialized():
         distributed_c10d._abort_process_group()  # noqa: SLF001 - torch 2.13 has no public name
     return closed
 
 
-def _connections(pid: int) -> list[Any]:
-    """TCP connections of a process that have another end."""
+def _connections(pid: int) -> list[tuple[Address, Address, int]]:
+    """TCP connections of a process: own end, other end, descriptor."""
     with contextlib.suppress(psutil.NoSuchProcess):  # its connections went with it
         found: list[Any] = psutil.Process(pid).net_connections("tcp")
-        return [one for one in found if one.raddr]
+        return [(_address(one.laddr), _address(one.raddr), one.fd) for one in found if one.raddr]
     return []
+
+
+def _address(end: Any) -> Address:
+    """Address and port; IPv4 may come through sockets of IPv6."""
+    return end.ip.removeprefix("::ffff:"), end.port
 
 
 def _shut(fd: int) -> bool:

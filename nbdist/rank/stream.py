@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from ipykernel.iostream import OutStream
+
+from nbdist.rank.long_text import shortened
 
 
 class RankStream(OutStream):
@@ -24,10 +28,16 @@ class RankStream(OutStream):
             string.encode()
         except UnicodeEncodeError:
             string = string.encode(errors="backslashreplace").decode()
-        return super().write(string)
+        return super().write(shortened(string))
 
     def flush(self) -> None:
         """Send what was written and wait until it is sent."""
         if self._written:
             self._written = False  # before: what is written meanwhile needs a flush of its own
             super().flush()  # type: ignore[no-untyped-call]
+
+
+def pipes() -> list[int]:
+    """The ends that this process reads of what C code writes to stdout and stderr."""
+    watched = (vars(stream).get("_fid") for stream in (sys.stdout, sys.stderr))
+    return [fd for fd in watched if fd is not None]

@@ -45,9 +45,10 @@ def reply(
                 collective=collective,
                 standing=standing,
             )
-        called = code.co_name
+        if not code.co_name.startswith("_"):
+            called = code.co_name
         if _is_collective(frame):
-            collective = called  # the outermost is what was called
+            collective = code.co_name  # the outermost is what was called
     return wire.WhereReply(
         cell="", line=0, source="", called="", collective=collective, standing=standing
     )

@@ -5,6 +5,10 @@ Collectives of a group; None is all ranks, or this process alone where there is 
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import io
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,13 +39,65 @@ def device(group: Group = None) -> torch.device:
 def everyones(mine: Any, group: Group = None) -> list[Any]:
     """What each rank of a group gives, in their order; a collective.
 
-    For names and numbers; the ranks are our own processes, so pickles between them are safe.
+    For names, numbers, and dataclasses of nbdist with such in them. torch's own
+    `all_gather_object` would unpickle, and so run, whatever comes over gloo's or NCCL's
+    connections, which nobody signs.
+
+    Raises:
+        pickle.UnpicklingError: it holds something else.
     """
     if size(group) == 1:
         return [mine]
-    found: list[Any] = [None] * size(group)
-    distributed.all_gather_object(found, mine, group=group)
+    packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    lengths = _gathered(torch.tensor([packed.numel()], device=device(group)), group)
+    room = torch.zeros(max(map(int, lengths)), dtype=torch.uint8, device=device(group))
+    room[: packed.numel()] = packed
+    every = _gathered(room, group)
+    return [unpacked(one[:length]) for one, length in zip(every, lengths, strict=True)]
+
+
+def _gathered(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """The tensors of all ranks, which are of one shape."""
+    found = [torch.empty_like(tensor) for _ in range(size(group))]
+    distributed.all_gather(found, tensor, group=group)
     return found
+
+
+def unpacked(packed: torch.Tensor) -> Any:
+    """Read what another rank has packed; nothing in it is called but what is plainly data.
+
+    Raises:
+        pickle.UnpicklingError: it asks for anything else.
+    """
+    return _DataOnly(io.BytesIO(packed.cpu().numpy().tobytes())).load()
+
+
+class _DataOnly(pickle.Unpickler):
+    """Makes plain values, dtypes, paths, and the dataclasses and named tuples of nbdist."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Give a type that holds values and does nothing."""
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if module.startswith("nbdist.") and name.isidentifier():
+            made = super().find_class(module, name)
+            if isinstance(made, type) and made.__module__ == module and _holds_values(made):
+                return made
+        message = f"another rank sent a {module}.{name}, which is no plain value"
+        raise pickle.UnpicklingError(message)
+
+
+def _holds_values(made: type) -> bool:
+    return dataclasses.is_dataclass(made) or issubclass(made, tuple | enum.Enum)
+
+
+_PLAIN = {
+    *(("builtins", "set"), ("builtins", "frozenset"), ("builtins", "complex")),
+    *(("collections", "OrderedDict"), ("torch", "Size")),
+    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
+}
 
 
 def sums(numbers: Sequence[int], group: Group = None) -> list[int]:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import OptionError
+from nbdist.paths import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from nbdist.strategies.table import Options
 
 Plain = dict[str, Any]
+_SHOWN = 200
+"""Characters of what was given, in a message."""
 
 FSDP_KEYS = frozenset(
     {
@@ -70,15 +73,15 @@ def _inline(text: str) -> Plain:
     """Parse JSON that stands in the line."""
     try:
         content: Plain = json.loads(text)
-    except ValueError as error:
-        message = f"{text} is not JSON ({error}); put it in single quotes, or name a file."
+    except (ValueError, RecursionError) as error:
+        message = f"{text[:_SHOWN]} is not JSON ({error}); put it in single quotes, or name a file."
         raise OptionError(message) from error
     return content
 
 
 def _load_file(path: str | Path) -> Plain:
     """Read a file."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -97,7 +100,7 @@ def _parsed(text: str, file: Path) -> object:
     if file.suffix not in {".yaml", ".yml"}:
         try:
             parsed: object = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             message = f"{str(file)!r} is not JSON ({error}); name it .yaml if it is YAML."
             raise OptionError(message) from error
         return parsed
@@ -105,7 +108,7 @@ def _parsed(text: str, file: Path) -> object:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         message = f"{str(file)!r} is not YAML: {' '.join(str(error).split())}."
         raise OptionError(message) from error
 
@@ -129,15 +132,16 @@ def with_fsdp_file(options: Options, content: Mapping[str, Any]) -> Options:
     unknown = sorted(plain.keys() - FSDP_KEYS)
     if unknown:
         message = (
-            f"the fsdp_config has unknown keys: {', '.join(unknown)}; "
+            f"the fsdp_config has unknown keys: {', '.join(unknown)[:_SHOWN]}; "
             f"known are {', '.join(sorted(FSDP_KEYS))}."
         )
         raise OptionError(message)
     version = plain.pop("fsdp_version", None)
-    if version is not None and int(version) != options.strategy.level:
+    if version is not None and str(version) != str(options.strategy.level):
+        named = str(version)[:_SHOWN]
         message = (
-            f"the fsdp_config is for version {version} but the backend is {options.backend}; "
-            f"use backend fsdp{version}."
+            f"the fsdp_config is for version {named} but the backend is {options.backend}; "
+            f"use backend fsdp{named}."
         )
         raise OptionError(message)
     if "reshard_after_forward" in plain:
@@ -171,9 +175,10 @@ def _resharding(value: object, version: int) -> object:
 def with_deepspeed_file(options: Options, content: Mapping[str, Any]) -> Options:
     """Take over what a DeepSpeed config file says."""
     zero = content.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        message = "zero_optimization of the deepspeed_config is not a mapping."
-        raise OptionError(message)
+    for name, section in {"zero_optimization": zero, **_sections(zero)}.items():
+        if not isinstance(section, dict):
+            message = f"{name} of the deepspeed_config is not a mapping."
+            raise OptionError(message)
     stage = zero.get("stage", "auto")
     if stage not in ("auto", options.strategy.level):
         message = (
@@ -212,16 +217,26 @@ def _without_ours(content: Mapping[str, Any], stage: int) -> Plain:
         if key not in {"gradient_clipping", "gradient_accumulation_steps"}
     }
     zero = dict(content.get("zero_optimization", {})) | {"stage": stage}
-    for section in ("offload_optimizer", "offload_param"):
+    sections = _sections(zero)
+    zero = {name: value for name, value in zero.items() if name not in _SECTIONS}
+    for name, section in sections.items():
         # Where to offload is an option by now; what is left tunes it.
-        tuning = {k: v for k, v in (zero.pop(section, None) or {}).items() if k not in _PLACE}
+        tuning = {k: v for k, v in section.items() if k not in _PLACE}
         if tuning:
-            zero[section] = tuning
+            zero[name] = tuning
     plain["zero_optimization"] = zero
     return plain
 
 
 _PLACE = ("device", "nvme_path")
+_SECTIONS = ("offload_optimizer", "offload_param")
+
+
+def _sections(zero: object) -> Plain:
+    """ZeRO's offload sections, those that say something."""
+    if not isinstance(zero, dict):
+        return {}
+    return {name: zero[name] for name in _SECTIONS if zero.get(name) is not None}
 
 
 def _filed_precision(content: Mapping[str, Any]) -> str | None:

@@ -64,6 +64,7 @@ def test_output_of_one_rank(session: Session, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.fault("D8")
 def test_error_names_the_line_and_all_ranks(session: Session) -> None:
     with pytest.raises(CellError, match="ZeroDivisionError") as raised:
         session.run("x = 1\n\nx / 0")
@@ -74,12 +75,14 @@ def test_error_names_the_line_and_all_ranks(session: Session) -> None:
     assert text.count("ZeroDivisionError") <= 2
 
 
+@pytest.mark.fault("D12")
 def test_error_on_one_rank(session: Session) -> None:
     with pytest.raises(CellError, match="bad batch") as raised:
         session.run("if rank == 1: raise ValueError('bad batch')")
     assert set(raised.value.errors) == {1}
 
 
+@pytest.mark.fault("F3")
 def test_failed_cell_frees_its_tensors(session: Session) -> None:
     session.run(
         "import weakref\n"
@@ -94,6 +97,7 @@ def test_failed_cell_frees_its_tensors(session: Session) -> None:
     assert session.run("seen() is None").values == {0: True, 1: True}
 
 
+@pytest.mark.fault("B8")
 @pytest.mark.parametrize(
     ("code", "says"),
     [
@@ -103,28 +107,33 @@ def test_failed_cell_frees_its_tensors(session: Session) -> None:
         ("breakpoint()", "no keyboard"),
     ],
 )
+@pytest.mark.fault("D4")
 def test_what_a_rank_cannot_do(session: Session, code: str, says: str) -> None:
     with pytest.raises(CellError, match=says):
         session.run(code)
     assert session.run("rank").values == {0: 0, 1: 1}
 
 
+@pytest.mark.fault("D6")
 def test_syntax_error_is_raised_here(session: Session) -> None:
     with pytest.raises(SyntaxError):
         session.run("x = = 1")
 
 
 @pytest.mark.parametrize("code", ["", "  \n", "# only words\n"])
+@pytest.mark.fault("D6")
 def test_empty_cell(session: Session, code: str) -> None:
     with pytest.raises(OptionError, match="empty"):
         session.run(code)
 
 
+@pytest.mark.fault("D7")
 def test_rank_outside_the_session(session: Session) -> None:
     with pytest.raises(OptionError, match="world_size 2"):
         session.run("1", ranks="0,5")
 
 
+@pytest.mark.fault("D10")
 def test_background_cell(session: Session) -> None:
     result = session.run(
         "import time\nwhile not globals().get('go'): time.sleep(0.01)", background=True
@@ -185,6 +194,7 @@ def test_send_arrives_while_the_cell_runs(session: Session) -> None:
 
 
 @pytest.mark.parametrize("value", [lambda: 0, object(), open])
+@pytest.mark.fault("D9")
 def test_what_cannot_be_pushed(session: Session, value: object) -> None:
     from nbdist import PayloadError
 
@@ -193,6 +203,7 @@ def test_what_cannot_be_pushed(session: Session, value: object) -> None:
     assert session.run("rank").ok
 
 
+@pytest.mark.fault("D9")
 def test_what_cannot_be_pulled(session: Session) -> None:
     from nbdist import PayloadError
 
@@ -214,6 +225,7 @@ def test_flood_ends_and_is_counted(session: Session, capsys: pytest.CaptureFixtu
     assert psutil.Process().memory_info().rss - before < 50e6
 
 
+@pytest.mark.fault("D5")
 def test_output_after_the_end_is_labelled(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:

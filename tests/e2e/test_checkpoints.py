@@ -122,6 +122,7 @@ def test_another_number_of_ranks(
         assert apart(found, expected) <= 1e-4
 
 
+@pytest.mark.fault("E16")
 def test_an_epoch_that_is_just_over(trained: Session) -> None:
     trained.run(START.format(DROPOUT))
     trained.run("steps = train(28)")  # 32 batches a rank: the last one is out, the loop not over
@@ -144,6 +145,7 @@ def test_other_optimizers_and_models(trained: Session, build: str) -> None:
     assert one(trained, "train(3)") == expected
 
 
+@pytest.mark.fault("E16")
 def test_a_new_kernel_loads_before_the_first_step(trained: Session) -> None:
     trained.run(START.format(DROPOUT))
     trained.save("fresh", overwrite=True).wait(60)
@@ -206,6 +208,7 @@ WAITING = textwrap.dedent(
 )
 
 
+@pytest.mark.fault("E13")
 def test_training_goes_on_and_the_moment_is_saved(trained: Session) -> None:
     trained.run(START.format(DROPOUT))
     trained.run(WAITING)
@@ -220,6 +223,7 @@ def test_training_goes_on_and_the_moment_is_saved(trained: Session) -> None:
     assert one(trained, "train(4)") == later
 
 
+@pytest.mark.fault("E13")
 def test_save_in_a_cell_and_a_second_one_waits(trained: Session) -> None:
     trained.run(START.format(DROPOUT))
     trained.run(WAITING)
@@ -322,6 +326,7 @@ def test_torch_alone_reads_the_folder(trained: Session, folder: Path) -> None:
 # -- faults
 
 
+@pytest.mark.fault("E3")
 def test_one_rank_that_cannot_write_stops_all(trained: Session, folder: Path) -> None:
     trained.run(START.format(""))
     trained.run(
@@ -387,6 +392,7 @@ def refuse(session: Session, name: str, match: str, **options: Any) -> None:
     assert session.run("fingerprint()").values[0] == before
 
 
+@pytest.mark.fault("E12")
 def test_what_does_not_fit_is_refused_before_anything_is_read(trained: Session) -> None:
     trained.run(START.format(""))
     trained.save("fits", overwrite=True, wait=True)
@@ -407,6 +413,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(trained: Session) 
     trained.run("train(1)")
 
 
+@pytest.mark.fault("E7")
 def test_a_bit_that_changed_is_found(trained: Session, folder: Path) -> None:
     trained.run(START.format(""))
     path = trained.save("damaged", overwrite=True).wait(60).path

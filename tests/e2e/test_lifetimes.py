@@ -60,6 +60,9 @@ def restart(kernel: LiveKernel) -> None:
     kernel.manager.restart_kernel(now=False)
 
 
+@pytest.mark.fault("B5")
+@pytest.mark.fault("B6")
+@pytest.mark.fault("B12")
 @pytest.mark.parametrize("end", [kill, shut_down, restart])
 def test_nothing_outlives_the_kernel(kernel: LiveKernel, end: Callable[[LiveKernel], None]) -> None:
     started = family(kernel)
@@ -68,6 +71,7 @@ def test_nothing_outlives_the_kernel(kernel: LiveKernel, end: Callable[[LiveKern
     eventually(lambda: gone(started), within_s=5)
 
 
+@pytest.mark.fault("B2")
 def test_a_killed_rank_is_told_and_restarts() -> None:
     with nbdist.Session(nproc=2) as session:
         victim = session.status()["ranks"][1]["pid"]
@@ -84,11 +88,13 @@ def test_a_killed_rank_is_told_and_restarts() -> None:
         assert session.run("rank").values == {0: 0, 1: 1}
 
 
+@pytest.mark.fault("B9")
 def test_an_exit_without_a_word_is_told() -> None:
     with nbdist.Session(nproc=2) as session, pytest.raises(RankDied, match="rank 0"):
         session.run("import os, time\nif rank == 0: os._exit(0)\nwhile True: time.sleep(0.01)")
 
 
+@pytest.mark.fault("B3")
 def test_a_killed_launcher_takes_the_ranks_and_is_told() -> None:
     with nbdist.Session(nproc=2) as session:
         ranks = {psutil.Process(rank["pid"]) for rank in session.status()["ranks"]}
@@ -107,6 +113,7 @@ def test_one_rank_is_a_process_of_its_own() -> None:
         assert pid == session.status()["ranks"][0]["pid"]
 
 
+@pytest.mark.fault("S1")
 def test_listeners_stay_on_loopback() -> None:
     with nbdist.Session(nproc=2) as session:
         session.run("torch.distributed.barrier()")
@@ -122,6 +129,8 @@ def test_listeners_stay_on_loopback() -> None:
         assert listening <= {"127.0.0.1"}
 
 
+@pytest.mark.fault("A1")
+@pytest.mark.fault("A6")
 def test_stale_environment_and_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "RANK": "3",
@@ -136,6 +145,7 @@ def test_stale_environment_and_busy_port(monkeypatch: pytest.MonkeyPatch) -> Non
             assert session.run("(rank, world_size)").values == {0: (0, 2), 1: (1, 2)}
 
 
+@pytest.mark.fault("A7")
 def test_a_kernel_that_used_accelerate_and_openmp(tmp_path: Path) -> None:
     with LiveKernel(tmp_path, ACCELERATE_USE_FSDP="true") as kernel:
         kernel.run(
@@ -147,6 +157,7 @@ def test_a_kernel_that_used_accelerate_and_openmp(tmp_path: Path) -> None:
         assert "[0-1] DistributedDataParallel" in shown.text
 
 
+@pytest.mark.fault("A8")
 def test_long_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
@@ -156,6 +167,8 @@ def test_long_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         assert session.run("rank").ok
 
 
+@pytest.mark.fault("S14")
+@pytest.mark.fault("S2")
 def test_private_folder() -> None:
     with nbdist.Session(nproc=1) as session:
         folder = session._gang.run_dir

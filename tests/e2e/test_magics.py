@@ -223,6 +223,8 @@ def test_commands(notebook: LiveKernel) -> None:
     assert "no face" in notebook.run("import nbdist; nbdist.session().panel('video')").text
     assert "--reset-optimizer" in notebook.run("%nbdist switch -h").text
     assert "torch" in notebook.run("%nbdist doctor").text
+    assert '"findings"' in notebook.run("%nbdist doctor --json").text
+    assert "--json" in notebook.run("%nbdist doctor -h").text
     wrong = notebook.run("%nbdist fly")
     assert wrong.status == "error"
     assert "status" in wrong.text
@@ -284,3 +286,10 @@ def test_unload_removes_everything(notebook: LiveKernel) -> None:
     assert "not found" in shown.text
     reply = notebook.client.complete("%%distribute --back", reply=True, timeout=10)
     assert "--backend" not in reply["content"]["matches"]
+
+
+def test_stacks_of_all_ranks_on_request(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute -n 2\nrank")
+    shown = notebook.run("%nbdist log --stacks").text
+    assert "-- rank 0 --\nThread MainThread:" in shown
+    assert "-- rank 1 --\nThread MainThread:" in shown

@@ -176,6 +176,7 @@ def test_variables_go_on_and_stale_references_say_so(trained: Session) -> None:
     trained.run("train(1)")
 
 
+@pytest.mark.fault("E15")
 def test_a_failed_phase_brings_the_old_engine_back(trained: Session) -> None:
     expected = straight(trained, "", 8)
     trained.run(START.format(""))

@@ -1,4 +1,4 @@
-"""A cell of several ranks in the kernel: when a failure is told."""
+"""A cell of several ranks in the kernel: when a failure is told, and what still belongs to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from nbdist import CellError, wire
+from nbdist import CellError, RankDied, wire
+from nbdist.kernel import cell as cells
 from nbdist.kernel.cell import Cell
 
 
@@ -51,3 +52,74 @@ def test_ranks_that_all_failed_are_told_of_once_at_the_end() -> None:
         cell.raise_errors()
     assert "rank 1 (as 1 more): out of memory" in "\n".join(caught.value._render_traceback_())
     assert caught.value.__notes__ == ["rank 1 (as 1 more): out of memory"]
+
+
+def end_of(cell: Cell, ename: str, evalue: str) -> None:
+    """Rank 0 fails, rank 1 dies."""
+    error = message("error", ename=ename, evalue=evalue, traceback=[f"{ename}: {evalue}"])
+    error["header"]["date"] = datetime.now(UTC)
+    cell.deliver(0, "iopub", error)
+    cell.die(RankDied("rank 1 ended"))
+    cell.pump(0.0)
+    assert cell.finished.is_set()
+    with pytest.raises(RankDied, match="rank 1 ended"):
+        cell.raise_errors()
+
+
+@pytest.mark.fault("B2")
+def test_what_follows_from_a_death_is_not_shown_as_an_error() -> None:
+    cell, renderer = cell_of(0, 1)
+    cell.detach(Mock())
+    end_of(cell, "RuntimeError", "[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    renderer.failure.assert_not_called()
+
+
+def test_an_error_of_its_own_is_shown_though_another_rank_died() -> None:
+    cell, renderer = cell_of(0, 1)
+    end_of(cell, "ValueError", "bad batch")
+    renderer.failure.assert_called_once()
+
+
+@pytest.mark.fault("B7")
+def test_a_line_of_the_session_stands_below_the_cell() -> None:
+    cell, renderer = cell_of(0)
+    cell.tell("nbdist: rank 0 is unresponsive (stopped, state T)")
+    cell.pump(0.0)
+    renderer.note.assert_called_once_with(["nbdist: rank 0 is unresponsive (stopped, state T)"])
+
+
+def reply(cell: Cell, rank: int) -> None:
+    cell.deliver(rank, "shell", message("execute_reply", status="ok"))
+
+
+def line(cell: Cell, rank: int, text: str) -> None:
+    cell.deliver(rank, "iopub", message("stream", name="stdout", text=text))
+
+
+def test_output_that_is_long_on_its_way_after_the_reply_belongs_to_the_cell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell, _ = cell_of(0)
+    now = 0.0
+    monkeypatch.setattr(cells.time, "monotonic", lambda: now)
+    reply(cell, 0)
+    for _ in range(5):
+        now += cells.IDLE_DEADLINE_S / 2
+        line(cell, 0, "more\n")
+        cell.pump(0.0)
+        assert not cell.finished.is_set()
+    now += cells.IDLE_DEADLINE_S + 1  # its `idle` is lost
+    cell.pump(0.0)
+    assert cell.finished.is_set()
+
+
+def test_all_late_output_is_shown_at_once() -> None:
+    cell, renderer = cell_of(0)
+    reply(cell, 0)
+    cell.deliver(0, "iopub", message("status", execution_state="idle"))
+    cell.pump(0.0)
+    assert cell.finished.is_set()
+    for number in range(100):
+        line(cell, 0, f"late {number}\n")
+    cell.pump(0.0)
+    assert renderer.stream.call_count == 100

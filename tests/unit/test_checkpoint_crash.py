@@ -36,6 +36,8 @@ def files_at_most(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.fault("E1")
+@pytest.mark.fault("E2")
 def test_kill_at_any_moment(tmp_path: Path) -> None:
     script = Path(__file__).with_name("kill_savers.py")
     command = [sys.executable, str(script), str(tmp_path / "root"), str(KILLS)]
@@ -48,6 +50,7 @@ def test_kill_at_any_moment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 100, 1 << 20, (4 << 20) - 1])
+@pytest.mark.fault("E4")
 def test_a_full_disk_leaves_no_stump(tmp_path: Path, limit: int) -> None:
     stored = [Stored(name="w", dtype="U8", shape=(4 << 20,), offsets=(0,))]
     with (
@@ -60,6 +63,7 @@ def test_a_full_disk_leaves_no_stump(tmp_path: Path, limit: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.fault("E3")
 def test_one_rank_without_room_means_no_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
     saved.save(root, "a", seed=1)
@@ -75,6 +79,7 @@ def test_one_rank_without_room_means_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.verify(root / "a").files[0].crc32 != part.crc32
 
 
+@pytest.mark.fault("E4")
 def test_a_manifest_without_room_means_no_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
     saved.save(root, "a", seed=1)

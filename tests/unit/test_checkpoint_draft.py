@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import saved
 
-from nbdist import checkpoint
-from nbdist.checkpoint import disk, draft, leftovers, owner
+from nbdist import checkpoint, owner
+from nbdist.checkpoint import disk, draft, leftovers
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def short(path: str | Path) -> str:
     return f"{name[:4]}{name[37:]}" if name.startswith((".tmp", ".old")) else name
 
 
+@pytest.mark.fault("E5")
 def test_the_order_survives_a_power_cut(root: Path, calls: list[str]) -> None:
     saved.save(root, "a")
     order = [
@@ -197,6 +198,7 @@ def test_a_name_that_was_taken_meanwhile_is_refused(root: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "foreign", "damaged", "with a note"])
+@pytest.mark.fault("E18")
 def test_only_checkpoints_are_replaced(root: Path, kind: str) -> None:
     root.mkdir()
     path = root / "a"
@@ -217,6 +219,7 @@ def test_only_checkpoints_are_replaced(root: Path, kind: str) -> None:
     ]
 
 
+@pytest.mark.fault("E17")
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "under"):
@@ -226,6 +229,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         checkpoint.begin(tmp_path / "root", "a", size_bytes=1 << 40)
 
 
+@pytest.mark.fault("E17")
 def test_a_read_only_folder_is_said_and_listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved.save(root, "a")
 
@@ -260,6 +264,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, at: int) -> list[str]:
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["new name", "existing name"])
+@pytest.mark.fault("E5")
 def test_a_crash_at_every_step(root: Path, monkeypatch: pytest.MonkeyPatch, *, taken: bool) -> None:
     before = saved.save(root, "first", seed=1)
     old = digest_of(root, "first")
@@ -446,6 +451,7 @@ def test_what_was_just_written_stays_whatever_the_clock_says(root: Path) -> None
     assert names(root) == ["now"]
 
 
+@pytest.mark.fault("E18")
 def test_what_is_foreign_or_damaged_stays_and_does_not_count(root: Path) -> None:
     for day, name in enumerate(["damaged", "noted", "old", "new"], 1):
         aged(root, name, day)
@@ -466,6 +472,7 @@ def test_what_is_foreign_or_damaged_stays_and_does_not_count(root: Path) -> None
     ]
 
 
+@pytest.mark.fault("E18")
 def test_what_is_in_use_stays(root: Path) -> None:
     for day, name in enumerate(["a", "b", "c"], 1):
         aged(root, name, day)

@@ -53,6 +53,8 @@ def read(content: object) -> Manifest:
     return Manifest.from_json(text)
 
 
+@pytest.mark.fault("E10")
+@pytest.mark.fault("S15")
 @pytest.mark.parametrize("name", TRICKS, ids=ascii)
 def test_tricky_names_are_refused(tmp_path: Path, name: str) -> None:
     for use in (names.checked, lambda it: checkpoint.begin(tmp_path / "root", it)):
@@ -71,6 +73,7 @@ def test_a_name_is_text(name: object) -> None:
         names.checked(name)
 
 
+@pytest.mark.fault("S15")
 def test_random_names_stay_inside(tmp_path: Path) -> None:
     dice = random.Random(0)  # noqa: S311 - cases of a test
     letters = string.printable + "\0é\u202e🙂" + "./.." * 10
@@ -92,6 +95,8 @@ def test_good_names_are_taken(name: str) -> None:
     assert names.checked(name) == name
 
 
+@pytest.mark.fault("E10")
+@pytest.mark.fault("S15")
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     elsewhere = saved.save(tmp_path / "elsewhere", "good")
     root = tmp_path / "root"
@@ -137,6 +142,7 @@ def test_a_file_that_cannot_be_read_again_is_not_written() -> None:
         saved.manifest((bad,)).to_json()
 
 
+@pytest.mark.fault("E8")
 def test_a_newer_format_says_so() -> None:
     newer = {"format": 2, "versions": {"nbdist": "9.1"}, "all": "new"}
     with pytest.raises(CheckpointError, match=r"newer nbdist \(9\.1\) in format 2"):

@@ -33,6 +33,7 @@ def test_what_was_written_is_good(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", saved.DAMAGE.values(), ids=saved.DAMAGE.keys())
+@pytest.mark.fault("E6")
 def test_damage_is_found_and_named(path: Path, damage: Callable[[bytes], bytes]) -> None:
     content = (path / FILE).read_bytes()
     (path / FILE).write_bytes(damage(content))
@@ -40,6 +41,7 @@ def test_damage_is_found_and_named(path: Path, damage: Callable[[bytes], bytes])
         checkpoint.verify(path)
 
 
+@pytest.mark.fault("E7")
 def test_every_byte_counts(path: Path) -> None:
     content = (path / FILE).read_bytes()
     for at in range(0, len(content), 97):
@@ -72,6 +74,7 @@ def test_ranks_share_the_work() -> None:
 
 
 @pytest.mark.parametrize("kind", ["missing", "link", "fifo", "folder"])
+@pytest.mark.fault("E8")
 def test_a_file_that_is_none_is_named(path: Path, kind: str) -> None:
     file = path / FILE
     file.rename(path.parent / "aside")
@@ -86,6 +89,7 @@ def test_a_file_that_is_none_is_named(path: Path, kind: str) -> None:
     assert checkpoint.entries(path.parent) == []
 
 
+@pytest.mark.fault("E8")
 def test_a_file_too_many_is_named(path: Path) -> None:
     (path / "<img src=x>.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/x'\ntR.")
     with pytest.raises(CheckpointError, match=r"holds '<img src=x>\.pkl', which no save"):

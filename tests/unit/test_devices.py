@@ -134,6 +134,7 @@ def test_the_driver_is_asked_once() -> None:
     assert nvml.calls == ["init", "shutdown"] * 2
 
 
+@pytest.mark.fault("A4")
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
@@ -228,6 +229,7 @@ def test_ranks_take_gpus(nproc: Any, gpus: Any, count: int, expected: tuple[int,
     assert placed.kind == "cuda"
 
 
+@pytest.mark.fault("A4")
 @pytest.mark.parametrize(
     ("nproc", "gpus", "count", "expected"),
     [
@@ -246,6 +248,7 @@ def test_without_gpus_ranks_take_the_cpu(nproc: Any, gpus: Any, count: int, expe
     assert placed.kind == "cpu"
 
 
+@pytest.mark.fault("A4")
 @pytest.mark.parametrize(
     ("nproc", "gpus", "count", "message"),
     [

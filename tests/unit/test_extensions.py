@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from nbdist.errors import StartError
 from nbdist.launcher import extensions, offload
+from nbdist.owner import Owner
 from nbdist.strategies import Options
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -86,13 +85,43 @@ def test_a_swap_folder_is_the_sessions_own_and_goes_with_it(tmp_path: Path) -> N
 
 
 def test_a_killed_sessions_swap_folder_is_removed(tmp_path: Path) -> None:
-    with offload.folder(Options(backend="zero3", offload=f"nvme:{tmp_path}")) as options:
+    wanted = Options(backend="zero3", offload=f"nvme:{tmp_path}")
+    with offload.folder(wanted) as options:
         name = str(options.offload_path).rpartition("/")[2]
-        dead = tmp_path / f"{name.rpartition('-')[0]}-99999999"
-    dead.mkdir()
-    with offload.folder(Options(backend="zero3", offload=f"nvme:{tmp_path}")):
+        host = name.rsplit("-", 2)[0]
+        dead, another = tmp_path / f"{host}-99999999-aaaaaaaa", tmp_path / f"{host}-99999999-b"
+    for folder in (dead, another):
+        folder.mkdir(mode=0o700)
+        (folder / "x.swp").write_text("")
+    # the first launcher is gone, though its number was given again; of the other nothing is known
+    dataclasses.replace(Owner.me(), started=1).write(dead)
+    with offload.folder(wanted):
         assert not dead.exists()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [another]
+
+
+@pytest.mark.fault("A9")
+@pytest.mark.fault("S14")
+def test_a_swap_folder_is_private_and_a_planted_link_is_left_alone(tmp_path: Path) -> None:
+    wanted = Options(backend="zero3", offload=f"nvme:{tmp_path / 'shared'}")
+    with offload.folder(wanted) as options:
+        own = Path(str(options.offload_path))
+        assert own.stat().st_mode & 0o777 == 0o700
+        planted = own.parent / own.name.replace(f"-{os.getpid()}-", "-99999999-")
+    (tmp_path / "precious").mkdir()
+    planted.symlink_to(tmp_path / "precious")
+    with offload.folder(wanted):
+        assert planted.is_symlink()
+        assert (tmp_path / "precious").is_dir()
+
+
+@pytest.mark.fault("S14")
+def test_a_cache_that_others_can_write_to_is_not_used(cache: Path) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(StartError, match="can be written to by others, and what is built there"):
+        extensions.ensure(("cpu_adam",), progress=pytest.fail)
+    assert list(cache.iterdir()) == []
 
 
 def test_a_swap_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -134,6 +134,8 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.fault("E9")
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize("write", HOSTILE, ids=lambda write: write.__name__)
 def test_nothing_runs_without_trust(write: Callable[[Path, Any], None], tmp_path: Path) -> None:
     folder, marker = tmp_path / "folder", tmp_path / "marker"
@@ -157,6 +159,17 @@ def test_trust_runs_what_is_there(write: Callable[[Path, Any], None], tmp_path: 
     found = foreign.opened(folder, trust=True)
     assert marker.exists()
     assert read(found)["model.w"].tolist() == [1, 1]
+
+
+@pytest.mark.fault("S8")
+def test_an_old_torch_does_not_read_what_others_pickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.raises(CheckpointError, match=r"install torch 2\.10 or newer"):
+        foreign.opened(tmp_path)
+    assert "model.w" in foreign.opened(tmp_path, trust=True).keys
 
 
 def test_no_class_of_torch_is_made_or_changed(tmp_path: Path) -> None:
@@ -198,6 +211,7 @@ def test_safetensors_by_file_and_index(tmp_path: Path) -> None:
         foreign.opened(tmp_path, names=half)
 
 
+@pytest.mark.fault("E10")
 @pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "a", 5, ".x.safetensors"])
 def test_an_index_names_files_beside_it_only(name: object, tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"

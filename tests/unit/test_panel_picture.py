@@ -18,6 +18,7 @@ import nbdist
 from nbdist import panel
 from nbdist.errors import OptionError, RankDied
 from nbdist.kernel import planning
+from nbdist.kernel.causes import Death
 from nbdist.kernel.cell import Cell
 from nbdist.kernel.devices import Placement
 from nbdist.kernel.marks import Mark
@@ -110,7 +111,7 @@ def test_long_work_is_the_state_and_the_progress(session: Session) -> None:
 
 
 def test_dead_ranks_say_how_they_died(session: Session) -> None:
-    session._die(RankDied("rank 1 ended with signal 9 (SIGKILL)"))
+    session._die(Death("rank 1", "ended with signal 9 (SIGKILL)"))
     found = drawn(session)
     assert found["header"]["state"] == "dead"
     assert "SIGKILL" in found["header"]["words"]

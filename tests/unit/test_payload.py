@@ -433,6 +433,7 @@ class WithFullTensor(torch.Tensor):
         ({"s": {Colour.RED}}, r"^s has a Colour as a key or member"),
     ],
 )
+@pytest.mark.fault("D9")
 def test_the_type_the_place_and_what_to_do_are_named(
     value: object, message: str, path: Path
 ) -> None:
@@ -476,6 +477,7 @@ def test_large_values_tensors_and_arrays_do_not_go_inline(value: object) -> None
         payload.inline(value)
 
 
+@pytest.mark.fault("D9")
 @pytest.mark.parametrize("node", [{"raw": 0}, {"tensor": [0, "float32", [1]]}, {"x": 1}, {}])
 def test_a_hostile_message_is_refused(node: object) -> None:
     with pytest.raises(PayloadError):
@@ -494,6 +496,7 @@ def forged(tree: object, buffers: bytes = b"", *, length: int | None = None) -> 
 HUGE = 1 << 40
 
 
+@pytest.mark.fault("D9")
 @pytest.mark.parametrize(
     "content",
     [
@@ -605,6 +608,7 @@ def test_a_missing_file_is_an_os_error(path: Path) -> None:
         payload.read(path)
 
 
+@pytest.mark.fault("S6")
 def test_no_module_of_the_payload_can_run_code() -> None:
     for module in Path(payload.__file__).parent.glob("*.py"):
         text = module.read_text()

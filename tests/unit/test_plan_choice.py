@@ -322,6 +322,7 @@ def test_where_nothing_helps_it_says_so() -> None:
         ({"backend": "horovod"}, "horovod"),
     ],
 )
+@pytest.mark.fault("F6")
 def test_bad_arguments_are_one_sentence(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises((PlanError, OptionError), match=words) as caught:
         nbdist.plan(SMALL, **{"devices": "2x24GB", **arguments})
@@ -342,6 +343,7 @@ def test_bad_arguments_are_one_sentence(arguments: dict[str, Any], words: str) -
         (SMALL | {"vocab_size": 10**30}, "from 1 to 10,000,000:"),
     ],
 )
+@pytest.mark.fault("F6")
 def test_a_model_that_cannot_be_read_is_one_sentence(model: object, words: str) -> None:
     with pytest.raises(PlanError, match=words) as caught:
         nbdist.plan(model, devices="2x24GB")

@@ -126,6 +126,7 @@ def test_cpu_ranks(text: str, count: int) -> None:
         ("2xcpu,nvlink", "CPU ranks take no 'nvlink'"),
     ],
 )
+@pytest.mark.fault("F6")
 def test_bad_words_are_answered_in_a_sentence(text: str, says: str) -> None:
     with pytest.raises(PlanError) as caught:
         parse(text)

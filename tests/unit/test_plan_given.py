@@ -119,6 +119,7 @@ def test_an_unknown_optimizer_gets_the_nearest_ones(given: str, hint: str) -> No
         ({"model_type": "x9", "auto_map": {"AutoModel": "x.X"}}, "code of its author, which is"),
     ],
 )
+@pytest.mark.fault("F6")
 def test_a_config_that_nobody_can_build_is_refused_at_once(
     config: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

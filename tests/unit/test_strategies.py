@@ -68,7 +68,12 @@ def test_precision_defaults_to_what_the_hardware_is_best_at(
         ({"clip": 0.0}, CPU, "above 0"),
         ({"clip": -1.0}, CPU, "above 0"),
         ({"clip": float("nan")}, CPU, "above 0"),
-        ({"backend": "zero1"}, Hardware(deepspeed=False), "pip install deepspeed"),
+        pytest.param(
+            {"backend": "zero1"},
+            Hardware(deepspeed=False),
+            "pip install deepspeed",
+            marks=pytest.mark.fault("A11"),
+        ),
         ({"fsdp_config": {}}, CPU, "it is for fsdp2, fsdp1"),
         ({"backend": "fsdp", "deepspeed_config": {}}, CPU, "it is for zero1, zero2, zero3"),
     ],
@@ -237,7 +242,12 @@ def test_config_files_are_json_or_yaml(tmp_path: Path) -> None:
         ("a.json", "{", "not JSON"),
         ("a.yaml", "a: [", "not YAML"),
         ("a.json", "[1]", "not a mapping"),
-        ("a.yaml", "!!python/object/apply:os.getcwd []", "not YAML"),
+        pytest.param(
+            "a.yaml",
+            "!!python/object/apply:os.getcwd []",
+            "not YAML",
+            marks=pytest.mark.fault("A12"),
+        ),
     ],
 )
 def test_an_unreadable_config_file_is_refused(

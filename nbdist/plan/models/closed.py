@@ -87,7 +87,8 @@ def _type_of(config: Mapping[str, Any]) -> str:
 
 def _named(config: Mapping[str, Any]) -> str | None:
     """The class that a config names."""
-    named = next(iter(config.get("architectures") or ()), None)
+    given = config.get("architectures")
+    named = given[0] if isinstance(given, (list, tuple)) and given else None
     return None if named is None else str(named)
 
 

@@ -37,7 +37,7 @@ def check(config: Mapping[str, Any]) -> None:
             raise PlanError(_nameless(config))
         return
     types = model_types()
-    if types and model_type not in types:
+    if types and str(model_type) not in types:
         raise PlanError(unknown(str(model_type), remote="auto_map" in config))
 
 

@@ -55,7 +55,7 @@ def with_size(text: str) -> ModelSpec:
     count = _parameters(text.strip().lower())
     if not _SMALLEST <= count <= _LARGEST:
         message = (
-            f'size {text!r} is not known; write one between "1m" and "10000b", such as "7b",'
+            f'size {text[:60]!r} is not known; write one between "1m" and "10000b", such as "7b",'
             ' "350m" or "7e9".'
         )
         raise PlanError(message)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.torch_version import TorchVersion
 
 from nbdist.checkpoint.headers import TORCH_NAMES
 from nbdist.errors import CheckpointError
@@ -37,6 +38,8 @@ _STAND_INS = (
 )
 """Classes in DeepSpeed's files (0.9 to 0.19), none of which is needed."""
 _MAX_METADATA_BYTES = 1 << 30
+_SAFE_TORCH = TorchVersion("2.10")
+"""First release whose reader of hostile files is not known to corrupt memory (CVE-2026-24747)."""
 
 
 class Record:
@@ -113,9 +116,16 @@ def torch_file(path: Path | IO[bytes], *, trust: bool, name: Path | None = None)
         name: for messages, of an open one.
 
     Raises:
-        CheckpointError: it holds more than tensors and plain values, or is damaged.
+        CheckpointError: it holds more than tensors and plain values, or is damaged, or this
+            torch is too old to read it safely.
     """
     shown = path if isinstance(path, Path) else name or Path("file")
+    if not trust and TorchVersion(torch.__version__) < _SAFE_TORCH:
+        message = (
+            f"{shown} is not read with torch {torch.__version__}: a hostile file could run code in"
+            " it even so (CVE-2026-24747); install torch 2.10 or newer."
+        )
+        raise CheckpointError(message)
     allowed = [(type(one.rpartition(".")[2], (_StandIn,), {}), one) for one in _STAND_INS]
     mapped: Sequence[bool] = (True, False) if isinstance(path, Path) else (False,)
     for number, mmap in enumerate(mapped):

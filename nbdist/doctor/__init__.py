@@ -1,0 +1,23 @@
+"""`%nbdist doctor`: is this machine fit, what disturbs, and what to do about it.
+
+Runs in the kernel, with or without a session; imports no torch, starts no rank, changes
+nothing. Each module looks at one thing and gives findings; `diagnosis` puts them together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nbdist.doctor.diagnosis import Diagnosis
+
+
+def doctor() -> Diagnosis:
+    """Look at this machine, this kernel and what runs, and say what is wrong.
+
+    Takes less than a second, changes nothing, and works without a session too. The answer
+    displays itself; `.findings` are its parts, `.to_json()` gives them to programs.
+    """
+    from nbdist.doctor.diagnosis import diagnose
+
+    return diagnose()

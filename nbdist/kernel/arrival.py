@@ -1,0 +1,125 @@
+"""The wait for ranks that start: who is there, who is missing, why they never came.
+
+Runs in the notebook's kernel, on the thread that starts the session.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from queue import Empty
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from nbdist import ranks as ranks_of
+from nbdist import wire
+from nbdist.engines import local
+from nbdist.errors import StartError
+from nbdist.kernel import causes, stacks
+from nbdist.redacted import redacted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.kernel.gang import Gang
+
+START_S = 120.0
+"""Without any sign of launcher or ranks for this long, a start has failed."""
+STILL_S = 5.0
+"""How often a start that takes long says who is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank's process."""
+
+    pid: int
+    created: float
+    device: str
+
+    def alive(self) -> bool:
+        """Whether that very process runs; a zombie or a reused pid does not count."""
+        try:
+            process = psutil.Process(self.pid)
+            return (
+                process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
+            )
+        except psutil.NoSuchProcess:
+            return False
+
+
+class Arrival:
+    """One start of ranks.
+
+    Args:
+        gang: that starts them; its channels are open.
+        world_size: how many.
+        progress: gets what is waited for, as text.
+    """
+
+    def __init__(self, gang: Gang, world_size: int, progress: Callable[[str], None]) -> None:
+        """Wait for nothing yet."""
+        self._gang, self._world_size, self._progress = gang, world_size, progress
+        self._joined: dict[int, Member] = {}
+
+    def wait(self) -> list[Member]:
+        """Return once each rank's output is heard and each rank has passed the barrier.
+
+        Raises:
+            StartError: who ended and how, or that nothing was heard; with what it said.
+        """
+        gang, world = self._gang, range(self._world_size)
+        for rank in world:
+            gang.post(rank, "shell", wire.JOIN, {}, lambda *sign: gang.signs.put(sign))
+        gang.wake()
+        heard: set[int] = set()
+        while not (heard >= set(world) and self._joined.keys() >= set(world)):
+            match self._next_sign():
+                case wire.Progress(text=text):
+                    self._progress(text)
+                case wire.Warm():
+                    self._progress("starting the ranks")
+                case wire.Ended(generation=gang.generation | local.LAUNCHER_GONE) as ended:
+                    raise StartError(self._why(ended))
+                case wire.RankEnded(generation=gang.generation, code=int()):
+                    raise StartError(self._why(None))
+                case int(rank):
+                    heard.add(rank)
+                case (int(rank), "shell", message):
+                    self._joined[rank] = Member(**message["content"])
+        return [self._joined[rank] for rank in world]
+
+    def _next_sign(self) -> Any:
+        """Wait for a sign of launcher or ranks; say what is missing if that takes long."""
+        waited = 0.0
+        while waited < START_S:
+            try:
+                return self._gang.signs.get(timeout=STILL_S)
+            except Empty:
+                waited += STILL_S
+            if self._gang.ends:  # torch elastic was quicker, and is silent about code 0
+                raise StartError(self._why(None))
+            self._progress(f"{self._missing()} for {waited:.0f} s")
+        msg = (
+            f"The ranks gave no sign for {START_S:.0f} s. {self._gang.log_words()}\n"
+            f"What the processes are doing:\n{stacks.of_start(self._gang)}"
+        )
+        raise StartError(msg)
+
+    def _missing(self) -> str:
+        """What a start waits for."""
+        if not self._gang.warm:
+            return "the launcher warms up"
+        missing = set(range(self._world_size)) - self._joined.keys()
+        return f"starting the ranks; nothing heard of {ranks_of.words(sorted(missing))}"
+
+    def _why(self, ended: wire.Ended | None) -> str:
+        death = self._gang.death(ended)
+        notes = sorted(self._gang.folder.glob("*.died"), key=lambda note: note.stat().st_mtime)
+        if death.rank is not None:  # what it wrote itself says more than a peer's
+            notes.sort(key=lambda note: note.stem != f"rank{death.rank}")
+        said = redacted(notes[0].read_text()) if notes else ""
+        detail = f"It said:\n{said}" if said else self._gang.log_words()
+        stack = causes.stack_words(death.stack, {})
+        stack = f" It was at (innermost first):\n{stack}\n" if stack else " "
+        return f"The ranks did not start: {death.said}.{stack}{detail}"

@@ -1,0 +1,32 @@
+"""Stacks that survive their process: written by faulthandler, from signals alone.
+
+Called first thing in the launcher and in each rank. The files are read by the kernel: one
+when the process has crashed, the other when it does not answer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+from typing import TYPE_CHECKING, TextIO
+
+from nbdist import wire
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_files: list[TextIO] = []
+"""faulthandler keeps the number of a file only: these hold the files open."""
+
+
+def install(folder: str | Path, name: str) -> None:
+    """Write stacks into `folder`, on a crash and on `wire.STACKS_SIGNAL`.
+
+    A rank calls it again after the fork: its stacks are its own.
+    """
+    crash = wire.crash_file(folder, name).open("w")
+    stacks = wire.stacks_file(folder, name).open("w")
+    faulthandler.enable(crash)
+    faulthandler.register(wire.STACKS_SIGNAL, stacks, all_threads=True, chain=False)
+    for file in _files:
+        file.close()
+    _files[:] = [crash, stacks]

@@ -1,0 +1,30 @@
+"""Every fault has a test or a reason, and the page says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults import table
+from tests.faults.rows import GROUPS, ROWS, WHY_NOT
+
+KNOWN = {row.id for row in ROWS}
+
+
+@pytest.mark.parametrize("row", sorted(KNOWN))
+def test_a_row_has_a_test_or_a_reason(row: str) -> None:
+    assert bool(table.marked().get(row)) != bool(WHY_NOT.get(row))
+
+
+def test_no_mark_or_reason_names_an_unknown_row() -> None:
+    assert table.marked().keys() | WHY_NOT.keys() <= KNOWN
+
+
+def test_each_row_is_there_once() -> None:
+    assert len(KNOWN) == len(ROWS)
+    assert {row.id[0] for row in ROWS} == set(GROUPS)
+    counts = {letter: sum(row.id[0] == letter for row in ROWS) for letter in GROUPS}
+    assert counts == {"A": 12, "B": 16, "C": 14, "D": 13, "E": 18, "F": 8, "G": 5, "S": 22}
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert table.PAGE.read_text() == table.page(), "run `python tests/faults/table.py`"

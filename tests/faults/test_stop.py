@@ -1,0 +1,335 @@
+"""Stop, and ranks that wait for one another: the model is kept, and the truth is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+import nbdist
+from nbdist import CellError, CellInterrupted, Session
+from tests.conftest import eventually
+from tests.live_kernel import LiveKernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+PREPARE = """
+import torch.distributed as dist
+torch.manual_seed(0)
+layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model, optimizer = accelerator.prepare(model, optimizer)
+batch = torch.ones(4, 8) * (rank + 1)
+made = 0
+
+def step():
+    global made
+    loss = model(batch).pow(2).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    made += 1
+    return loss.item()
+
+step()
+"""
+IN_STEP = """
+if rank == 0:
+    step()
+else:
+    import time
+    while True: time.sleep(0.05)
+"""
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp2", "zero3"])
+def session(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """Two CPU ranks with a model in training."""
+    with nbdist.Session(nproc=2, backend=request.param) as running:
+        running.run(PREPARE)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Session]:
+    """Two CPU ranks."""
+    with nbdist.Session(nproc=2) as running:
+        running.run("import time\nimport torch.distributed as dist\nkept = 'mine'")
+        yield running
+
+
+def press() -> None:
+    """Press Stop: a notebook's front end sends this signal to its kernel."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def stopped(
+    session: Session,
+    code: str,
+    *,
+    when: Callable[[], object],
+    more: Callable[[], object] | None = None,
+) -> tuple[str, float]:
+    """Run a cell, press Stop when something is so; what the cell said, and how long it took."""
+    pressed: list[float] = []
+
+    def wait_and_press() -> None:
+        eventually(when, within_s=30)
+        pressed.append(time.monotonic())
+        press()
+        if more is not None:
+            eventually(more, within_s=30)
+            press()
+
+    thread = threading.Thread(target=wait_and_press)
+    thread.start()
+    try:
+        with pytest.raises(CellInterrupted) as told:
+            session.run(code)
+    finally:
+        thread.join()
+    return str(told.value), time.monotonic() - pressed[0]
+
+
+def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
+    """Whether a cell has been running for so long."""
+    return lambda: session.running is not None and time.time() - session.running.began > seconds
+
+
+def can_add(session: Session) -> bool:
+    code = "t = torch.ones(3)\ndist.all_reduce(t)\nt.tolist()"
+    return list(session.run(code).values.values()) == [[2.0] * 3] * 2
+
+
+def trains_on(session: Session) -> bool:
+    """Whether all ranks make further steps with the same weights."""
+    losses = session.run("[step() for _ in range(3)][-1]").values
+    gathered = "accelerator.gather(torch.tensor([float(made)])).tolist()"
+    steps = session.run(gathered).values
+    return all(isinstance(one, float) for one in losses.values()) and len(set(steps[0])) == 1
+
+
+@pytest.mark.fault("C2")
+def test_stop_in_python_ends_all_ranks_and_keeps_everything(plain: Session) -> None:
+    said, seconds = stopped(plain, "while True: pass", when=runs_for(plain, 0.5))
+    assert "every variable is kept" in said
+    assert seconds < 5  # 1 s on a machine of our own
+    assert plain.run("kept").values == {0: "mine", 1: "mine"}
+    assert can_add(plain)
+
+
+@pytest.mark.fault("C1")
+@pytest.mark.fault("C3")
+def test_a_rank_alone_in_a_collective_is_told_and_stopped(plain: Session) -> None:
+    code = "dist.all_reduce(torch.ones(2))"
+    _, seconds = stopped_with(plain, code, says="rank 0 has waited", ranks="0")
+    assert seconds < 10
+    assert can_add(plain)
+
+
+def stopped_with(
+    session: Session, code: str, *, says: str, ranks: str | None = None
+) -> tuple[str, float]:
+    """Run a cell on some ranks and press Stop once its standstill is told."""
+    pressed: list[float] = []
+
+    def wait_and_press() -> None:
+        eventually(lambda: says in session.standstill, within_s=30)
+        assert says in session.status()["standstill"]
+        pressed.append(time.monotonic())
+        press()
+
+    thread = threading.Thread(target=wait_and_press)
+    thread.start()
+    try:
+        with pytest.raises(CellInterrupted) as told:
+            session.run(code, ranks=ranks)
+    finally:
+        thread.join()
+    return str(told.value), time.monotonic() - pressed[0]
+
+
+@pytest.mark.fault("C3")
+def test_a_rank_that_is_stuck_in_a_step_is_freed_and_its_model_trains_on(session: Session) -> None:
+    before = session.run("made").values
+    said, seconds = stopped_with(session, IN_STEP, says="rank 0 has waited")
+    assert seconds < 30  # with the models made ready again
+    assert "every variable is kept" in said
+    assert session.run("made").values == before
+    assert trains_on(session)
+
+
+@pytest.mark.fault("C4")
+def test_stop_leaves_all_ranks_after_the_same_step(session: Session) -> None:
+    for seconds in (0.31, 0.47, 0.63):
+        stopped(session, "while True: step()", when=runs_for(session, seconds))
+        counts = session.run("optimizer.optimizer.state and made").values
+        assert len(set(counts.values())) == 1
+    assert trains_on(session)
+
+
+@pytest.mark.fault("C5")
+def test_a_rank_that_raises_ends_the_cell_of_those_that_wait_for_it(session: Session) -> None:
+    fails = "if rank == 1 and i == 2: raise ValueError('bad batch')"
+    code = f"for i in range(50):\n    {fails}\n    step()"
+    with pytest.raises(CellError, match="bad batch") as told:
+        session.run(code)
+    assert set(told.value.errors) == {0, 1}
+    assert told.value.errors[0].ename in {"KeyboardInterrupt", "RuntimeError"}
+    assert trains_on(session)
+
+
+@pytest.mark.fault("C11")
+def test_what_was_prepared_before_says_so(session: Session) -> None:
+    session.run("kept_apart = [model]\nsame = model")
+    stopped_with(session, IN_STEP, says="rank 0 has waited")
+    said = session.run(
+        "before, now = kept_apart[0], model\n"
+        "try:\n    before(batch) if before is not now else None\n    said = ''\n"
+        "except Exception as error:\n    said = str(error)\n(before is now, said)"
+    ).values[0]
+    assert isinstance(said, tuple)
+    assert said[0] or "made ready again" in str(said[1])
+    assert trains_on(session)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        pytest.param(
+            "dist.all_reduce(torch.ones(4 + 4 * rank))",
+            r"rank 0 called all_reduce \(SUM\) of float32\[4\], rank 1 .* of float32\[8\]",
+            marks=pytest.mark.fault("C6"),
+        ),
+        pytest.param(
+            "dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int64][rank]))",
+            r"of float32\[4\], rank 1 called all_reduce \(SUM\) of int64\[4\]",
+            marks=pytest.mark.fault("C7"),
+        ),
+        pytest.param(
+            "t = torch.ones(4)\ndist.all_reduce(t) if rank else dist.broadcast(t, 0)",
+            r"rank 0 called broadcast .*, rank 1 called all_reduce",
+            marks=pytest.mark.fault("C8"),
+        ),
+        pytest.param(
+            "dist.barrier() if rank == 0 else accelerator.gather(torch.ones(2))",
+            "rank 0 called barrier, rank 1 called all_gather",
+            marks=pytest.mark.fault("C8"),
+        ),
+    ],
+)
+def test_calls_that_do_not_fit_name_both_sides_and_break_nothing(
+    plain: Session, code: str, says: str
+) -> None:
+    with pytest.raises(CellError, match=says) as told:
+        plain.run(code)
+    assert {error.ename for error in told.value.errors.values()} == {"CollectiveMismatch"}
+    assert "line" in "\n".join(told.value._render_traceback_())  # the cell's own line is shown
+    assert can_add(plain)
+
+
+@pytest.mark.fault("C10")
+def test_ranks_that_wait_in_different_groups_are_stopped(plain: Session) -> None:
+    code = (
+        "other = dist.new_group([0, 1])\ndist.all_reduce(torch.ones(1), group=[None, other][rank])"
+    )
+    stopped_with(plain, code, says="ranks 0-1 have waited")
+    assert can_add(plain)
+
+
+@pytest.mark.fault("C9")
+def test_a_group_that_timed_out_is_made_anew(plain: Session) -> None:
+    code = (
+        "import datetime\n"
+        "dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))\n"
+        "if rank == 0: dist.all_reduce(torch.ones(1), async_op=True).wait()\n"
+        "else: time.sleep(3)"
+    )
+    with pytest.raises(CellError):
+        plain.run(code)
+    assert can_add(plain)
+
+
+@pytest.mark.fault("C3")
+def test_a_rank_that_makes_a_group_alone_is_freed(plain: Session) -> None:
+    code = "if rank == 0: dist.new_group([0, 1])\nelse:\n    while True: time.sleep(0.05)"
+    said, seconds = stopped(plain, code, when=runs_for(plain, 2.0))
+    assert seconds < 20
+    assert "every variable is kept" in said
+    assert can_add(plain)
+
+
+@pytest.mark.fault("C13")
+def test_a_slow_rank_is_told_and_never_stopped(plain: Session) -> None:
+    told: list[str] = []
+
+    def listen() -> None:
+        eventually(lambda: "rank 1 is in" in plain.standstill, within_s=30)
+        told.append(plain.standstill)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    code = "if rank == 1: time.sleep(7)\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+    assert plain.run(code).values == {0: 2.0, 1: 2.0}
+    thread.join()
+    assert "rank 0 has waited" in told[0]
+    assert "line 1" in told[0]
+    assert plain.standstill == ""
+
+
+@pytest.mark.fault("C12")
+def test_a_second_stop_goes_one_rung_up(session: Session) -> None:
+    def asked() -> bool:
+        return session._ladder is not None and session._ladder.rung == "asked"
+
+    said, _ = stopped(session, IN_STEP, when=runs_for(session, 2.5), more=asked)
+    assert "every variable is kept" in said
+    assert trains_on(session)
+
+
+def test_a_background_cell_is_stopped_in_the_same_way(plain: Session) -> None:
+    result = plain.run("dist.all_reduce(torch.ones(1))", ranks=[1], background=True)
+    eventually(lambda: "rank 1 has waited" in plain.standstill, within_s=30)
+    plain.interrupt()
+    with pytest.raises(CellError, match="KeyboardInterrupt"):
+        result.wait(30)
+    assert can_add(plain)
+
+
+@pytest.mark.fault("C14")
+def test_a_kernel_that_was_suspended_declares_nobody_dead(tmp_path: Path) -> None:
+    with LiveKernel(tmp_path) as kernel:
+        kernel.run("%load_ext nbdist")
+        assert kernel.run("%%distribute -n 2\nkept = rank").status == "ok"
+        pid = kernel.manager.provisioner.pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Event().wait(6)  # the fault itself: as long as the machine sleeps
+        os.kill(pid, signal.SIGCONT)
+        assert "[1] 1" in kernel.run("%%distribute\nkept").text
+        assert "ended" not in kernel.run("%nbdist status").text
+
+
+def test_ranks_that_nothing_stops_are_ended_by_a_further_stop() -> None:
+    held = "import ctypes, time\nctypes.PyDLL(None).sleep(120)"  # holds the interpreter in C
+    with nbdist.Session(nproc=2) as session:
+        session.run(PREPARE)
+
+        def press_on() -> None:
+            eventually(runs_for(session, 1.5), within_s=30)
+            press()
+            eventually(lambda: "Stop again" in session.standstill, within_s=30)
+            press()
+
+        thread = threading.Thread(target=press_on)
+        thread.start()
+        with pytest.raises(CellInterrupted, match="new ones started"):
+            session.run(f"if rank == 0: step()\nelse:\n    exec({held!r})")
+        thread.join()
+        assert session.run("rank").values == {0: 0, 1: 1}

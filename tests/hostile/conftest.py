@@ -1,0 +1,21 @@
+"""Tests of docs/security.md: strangers' files, frames and hands on a session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import nbdist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbdist import Session
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """Two CPU ranks under DDP."""
+    with nbdist.Session(nproc=2) as running:
+        yield running

@@ -1,0 +1,137 @@
+"""Files of a stranger, each of which tries to make a folder `marker`; made where they are needed.
+
+None is committed: what a scanner or a person finds in the repository is this script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.unit import saved
+from tests.unit import test_foreign_files as foreign
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Writer = Callable[[Path, Path], None]
+
+
+class Bomb:
+    """Makes a folder wherever it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+# -- checkpoints of others: folder, marker -> None
+
+
+def bare_pickle(folder: Path, marker: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
+
+
+def pt_alone(folder: Path, marker: Path) -> None:
+    torch.save(Bomb(marker), folder / "model.pt")
+
+
+def custom_checkpoint(folder: Path, marker: Path) -> None:
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    (folder / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Bomb(marker)))
+    (folder / "scheduler.bin").write_bytes(pickle.dumps(Bomb(marker)))
+    (folder / "random_states_0.pkl").write_bytes(pickle.dumps(Bomb(marker)))
+
+
+def safetensors(header: bytes, length: int | None = None) -> Writer:
+    """A file of safetensors that begins with this header."""
+
+    def write(folder: Path, _: Path) -> None:
+        size = len(header) if length is None else length
+        content = size.to_bytes(8, "little") + header + bytes(8)
+        (folder / "model.safetensors").write_bytes(content)
+
+    return write
+
+
+def _entry(**given: Any) -> bytes:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | given
+    return json.dumps({"w": entry}).encode()
+
+
+def from_tests(write: Callable[[Path, Any], None]) -> Writer:
+    """One of tests/unit/test_foreign_files.py."""
+    return lambda folder, marker: write(folder, foreign.Bomb(marker))
+
+
+FOREIGN: dict[str, Writer] = {
+    "a bare pickle": bare_pickle,
+    "an object in a .pt": pt_alone,
+    **{write.__name__: from_tests(write) for write in foreign.HOSTILE},
+    "a header of 2**63 bytes": safetensors(b"{}", 2**63),
+    "a header beyond the file": safetensors(b"{}", 10**6),
+    "a header of no JSON": safetensors(b"\xff" * 64),
+    "a header of many brackets": safetensors(b"[" * 100_000),
+    "a tensor of 2**62 elements": safetensors(_entry(shape=[2**62], data_offsets=[0, 2**64])),
+    "negative offsets": safetensors(_entry(data_offsets=[-8, 0])),
+    "offsets beyond the file": safetensors(_entry(data_offsets=[0, 10**9])),
+    "a negative shape": safetensors(_entry(shape=[-1, -2])),
+    "an unknown dtype": safetensors(_entry(dtype="__import__('os')")),
+}
+
+# -- our own kind of checkpoint, with one thing wrong: manifest -> manifest
+
+PATHS = (
+    *("../../x", "/etc/passwd", "a/../../x", "..", "x\0y", "a" * 300, "<img src=x onerror=f()>"),
+    *("~/x", "C:\\x", "model.safetensors/../../x", "\u202ex", "custom_checkpoint_0.pkl"),
+)
+
+
+def checkpoint(root: Path, name: str) -> Path:
+    """Write a checkpoint of ours whose manifest names `name` as a file."""
+    path = saved.save(root, "good")
+    tree = json.loads((path / "manifest.json").read_text())
+    tree["files"][0]["name"] = name
+    (path / "manifest.json").write_text(json.dumps(tree))
+    return path
+
+
+# -- configs
+
+YAML = """
+fsdp_config: !!python/object/apply:os.mkdir ["{marker}"]
+"""
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join(['*' + old] * 9)}]\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+MODELING = """
+import os
+os.mkdir({marker!r})
+class Config: pass
+class Model: pass
+"""
+
+
+def remote_code(folder: Path, marker: Path, model_type: str) -> None:
+    """Write a model's folder whose config names code beside it."""
+    config = {
+        "model_type": model_type,
+        "architectures": ["EvilForCausalLM"],
+        "auto_map": {"AutoConfig": "modeling_evil.Config", "AutoModel": "modeling_evil.Model"},
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("modeling_evil.py", "configuration_evil.py"):
+        (folder / name).write_text(MODELING.format(marker=str(marker)))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))

@@ -1,0 +1,398 @@
+"""Thousands of inputs that nobody would type: each is taken, or refused in a sentence.
+
+300 inputs each with every test run, 10,000 with `make chaos`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import strategies as st
+from IPython.core.error import UsageError
+from IPython.core.magic_arguments import parse_argstring
+
+from nbdist import machine, magics, plan_magic, ranks, strategies, wire
+from nbdist.checkpoint import FilePart, names
+from nbdist.checkpoint.manifest import Manifest
+from nbdist.errors import NbdistError, OptionError, PlanError
+from nbdist.kernel import asked, devices
+from nbdist.kernel.cell import _TAKERS, Cell
+from nbdist.kernel.metrics import Metrics
+from nbdist.panel import commands
+from nbdist.plan import calibration
+from nbdist.plan import devices as cluster
+from nbdist.plan.models import closed, known
+from tests.hostile.fuzzing import NESTED, hold, mutated, often, plain, texts, trees
+from tests.unit import saved
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_SENTENCE = 2000
+MANIFEST = json.loads(
+    saved.manifest((FilePart(name="model-00000-0.safetensors", size_bytes=10, crc32=1),)).to_json()
+)
+
+
+def short(error: Exception) -> None:
+    """Refusals are for people; argparse repeats what was typed."""
+    assert len(str(error)) > 0
+    assert len(str(error)) < MAX_SENTENCE or isinstance(error, UsageError)
+
+
+# ------------------------------------------------------------------------- what a user types
+
+rank_texts = st.one_of(texts, st.text(alphabet="0123456789,- ", max_size=30))
+
+
+@often
+@pytest.mark.fault("D7")
+def test_sets_of_ranks(examples: int) -> None:
+    def check(text: str) -> None:
+        try:
+            found = ranks.chosen(text, 8)
+        except OptionError as error:
+            short(error)
+        else:
+            assert found == tuple(sorted(set(found)))
+            assert found
+            assert set(found) <= set(range(8))
+
+    hold(check, rank_texts, examples)
+
+
+@often
+@pytest.mark.fault("D7")
+def test_ranks_that_are_no_text(examples: int) -> None:
+    def check(given: Any) -> None:
+        with contextlib.suppress(OptionError):
+            assert set(ranks.chosen(given, 8)) <= set(range(8))
+
+    hold(check, st.one_of(st.lists(plain, max_size=5), st.integers(), st.booleans()), examples)
+
+
+def lines(flags: list[str]) -> st.SearchStrategy[str]:
+    """Lines of a magic: real options, real values, and nonsense among them."""
+    values = st.sampled_from(
+        [
+            *("zero3", "ddp", "fsdp2", "2", "0,1", "bf16", "cpu", "nvme:/nowhere", "a,b", "'x y'"),
+            *(
+                "{}",
+                '{"a": 1}',
+                '\'{"zero_optimization": {"stage": 3}}\'',
+                "none",
+                "0.5",
+                "--",
+                "-",
+            ),
+        ]
+    )
+    word = st.one_of(st.sampled_from([*flags, "-n", "-b"]), values, texts)
+    return st.lists(word, max_size=6).map(" ".join)
+
+
+def quietly(call: Any) -> Any:
+    """Call; a refusal is as good as a result."""
+    try:
+        return call()
+    except (NbdistError, UsageError) as error:
+        short(error)
+        return None
+
+
+@often
+@pytest.mark.fault("S6")
+def test_the_line_of_a_distribute_cell(examples: int) -> None:
+    def check(line: str) -> None:
+        def read() -> None:
+            given = parse_argstring(magics.NbDist.distribute, line)
+            magics.refuse_contradictions(given)
+            options = magics.session_options(given)
+            quietly(lambda: ranks.chosen(given.ranks, 4))
+            quietly(lambda: magics.name_list(given.push or ""))
+            asked.Choice.of({"nproc": 2, **options})
+
+        quietly(read)
+
+    hold(check, lines(magics.flags(magics.NbDist.distribute.parser)), examples)
+
+
+PARSERS = {
+    "switch": magics.switch_parser,
+    "export": magics.export_parser,
+    "save": magics.save_parser,
+    "load": magics.load_parser,
+    "checkpoints": magics.checkpoints_parser,
+    "panel": magics.panel_parser,
+}
+
+
+@often
+@pytest.mark.parametrize("command", PARSERS)
+def test_the_line_of_a_command(command: str, examples: int) -> None:
+    parser = PARSERS[command]()
+
+    def check(line: str) -> None:
+        quietly(lambda: parser.parse_args(magics.words(line, command)))
+
+    hold(check, lines(magics.flags(parser)), examples)
+
+
+@often
+@pytest.mark.fault("F6")
+def test_the_line_of_plan(examples: int) -> None:
+    def check(line: str) -> None:
+        quietly(lambda: plan_magic.run(line, {}, None))
+
+    # sizes and nonsense alone: a plan of a good model takes a while
+    hold(check, lines(["--devices", "--batch-size", "--seq-len", "--check"]), examples)
+
+
+@often
+@pytest.mark.fault("A4")
+def test_lists_of_gpus_and_numbers_of_ranks(examples: int) -> None:
+    def check(given: Any) -> None:
+        quietly(lambda: devices.parse_nproc(given))
+        quietly(lambda: devices.placement(2, given, machine.found()))
+        quietly(lambda: devices.placement(given, "none", machine.found()))
+
+    hold(check, st.one_of(rank_texts, plain, st.lists(plain, max_size=4)), examples)
+
+
+# ---------------------------------------------------------------------------- what files hold
+
+
+@often
+@pytest.mark.fault("E10")
+@pytest.mark.fault("S15")
+def test_names_of_checkpoints_stay_in_their_folder(examples: int, tmp_path: Path) -> None:
+    def check(name: Any) -> None:
+        try:
+            path = names.path_of(tmp_path, name)
+        except NbdistError as error:
+            short(error)
+        else:
+            assert path.parent == tmp_path
+            assert path.resolve().parent == tmp_path.resolve()
+
+    hold(check, st.one_of(texts, plain, st.text("./a\0", max_size=8)), examples)
+
+
+@often
+@pytest.mark.fault("E9")
+@pytest.mark.fault("S7")
+def test_manifests(examples: int) -> None:
+    def check(tree: Any) -> None:
+        text = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
+        found = quietly(lambda: Manifest.from_json(text))
+        for part in found.files if found else ():
+            assert names.is_name(part.name.split(".")[0])
+            assert "/" not in part.name
+
+    anything = st.one_of(mutated(MANIFEST), trees, st.binary(max_size=200))
+    hold(check, anything, examples)
+
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "auto_map": {"AutoModelForCausalLM": "evil.Model"},
+}
+
+
+@often
+@pytest.mark.fault("F6")
+@pytest.mark.fault("F8")
+def test_configs_of_models(examples: int) -> None:
+    def check(config: Any) -> None:
+        def read() -> None:
+            known.check(config)
+            closed.from_config(config)
+
+        with contextlib.suppress(PlanError):
+            read()
+
+    hold(check, mutated(CONFIG), examples)
+
+
+@often
+@pytest.mark.fault("F6")
+def test_devices_in_words(examples: int) -> None:
+    parts = st.sampled_from(["8x", "H100", "-80GB", ",nvlink", "24GB", " cpu", "2*", "1e9x", "nan"])
+    words = st.one_of(texts, st.lists(parts, max_size=5).map("".join))
+
+    def check(text: str) -> None:
+        quietly(lambda: cluster.parse(text))
+
+    hold(check, words, examples)
+
+
+ZERO = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "gradient_accumulation_steps": 2,
+}
+FSDP = {
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_offload_params": False,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_activation_checkpointing": True,
+        "fsdp_cpu_ram_efficient_loading": False,
+    }
+}
+
+
+@often
+@pytest.mark.fault("A12")
+@pytest.mark.parametrize(
+    ("backend", "name", "good"),
+    [("zero3", "deepspeed_config", ZERO), ("fsdp2", "fsdp_config", FSDP)],
+)
+def test_config_files_of_engines(
+    backend: str, name: str, good: dict[str, Any], examples: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+
+    def check(tree: Any) -> None:
+        file.write_text(json.dumps(tree))
+
+        def read() -> None:
+            content = strategies.load_config(file)
+            asked.Choice.of({"nproc": 2, "backend": backend, name: content})
+
+        quietly(read)
+
+    hold(check, st.one_of(mutated(good), trees), examples)
+
+
+@often
+def test_what_was_learned_of_devices(examples: int, tmp_path: Path) -> None:
+    file = tmp_path / "learned.json"
+    good = {"A | ddp | none": {"factor": 1.2, "context_bytes": 10**9, "runs": 3}}
+
+    def check(tree: Any) -> None:
+        file.write_text(json.dumps(tree))
+        found = calibration.Learned(file).known("A", "ddp", "none", kind="cuda", world_size=2)
+        assert found.factor > 0
+        assert found.context_bytes >= 0
+
+    hold(check, st.one_of(mutated(good), trees), examples)
+
+
+@pytest.mark.parametrize("text", [NESTED, '{"a":' * 100_000, "[1e999, NaN, -Infinity]", "\ufeff{}"])
+def test_json_that_is_too_deep_or_odd_is_refused_everywhere(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    quietly(lambda: strategies.load_config(file))
+    quietly(lambda: strategies.load_config("{" + text))
+    quietly(lambda: Manifest.from_json(text.encode()))
+    quietly(lambda: plan_magic.run(f"{tmp_path}", {}, None))
+    calibration.Learned(file)
+    with pytest.raises(ValueError, match="message of the link"):
+        wire.from_line(text.encode())
+
+
+# --------------------------------------------------------------------------- what others send
+
+
+@often
+@pytest.mark.fault("S6")
+def test_lines_of_the_link(examples: int) -> None:
+    good = json.loads(wire.to_line(wire.Ended(3, {"0": -9}, error="x")))
+
+    def check(line: Any) -> None:
+        data = line if isinstance(line, bytes) else json.dumps(line).encode()
+        with contextlib.suppress(ValueError):
+            assert type(wire.from_line(data)).__name__ in wire._TYPES
+
+    hold(check, st.one_of(mutated(good), trees, st.binary(max_size=200)), examples)
+
+
+CONTENTS: dict[str, Any] = {
+    "execute_reply": {"status": "error", "ename": "E", "evalue": "", "traceback": ["E"]},
+    "status": {"execution_state": "idle"},
+    "stream": {"name": "stdout", "text": "x"},
+    "display_data": {"data": {"text/plain": "x"}, "metadata": {}, "transient": {"display_id": "1"}},
+    "update_display_data": {"data": {"text/plain": "x"}, "metadata": {}, "transient": {}},
+    "execute_result": {
+        "data": {"text/plain": "x"},
+        "metadata": {wire.NOTE: {"$": "tuple", "items": [1]}},
+        "execution_count": 1,
+    },
+    "error": {"ename": "E", "evalue": "", "traceback": ["E"]},
+    "clear_output": {"wait": True},
+    wire.SEND: {"name": "x", "path": "/dev/shm/x"},  # noqa: S108 - nothing is there
+    wire.ADVICE: {"lines": ["x"], "held_bytes": 3},
+}
+
+
+@often
+@pytest.mark.fault("D13")
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_contents_of_messages_of_a_rank(kind: str, examples: int) -> None:
+    channel = "shell" if kind == "execute_reply" else "iopub"
+    assert (channel, kind) in _TAKERS
+
+    def check(content: Any) -> None:
+        cell = Cell((0, 1), Mock(), on_send=lambda *_: None, on_done=lambda _: None)
+        header = {"msg_type": kind, "date": datetime.now(tz=UTC)}
+        message = {"header": header, "content": content, "metadata": {}, "buffers": []}
+        cell.deliver(0, channel, message)  # type: ignore[arg-type]
+        cell.pump(0.0)
+
+    hold(check, mutated(CONTENTS[kind]), examples)
+
+
+@often
+def test_rows_of_report(examples: int) -> None:
+    good = [{"step": 1, "time": 2.0, "loss": 3.0}, {"step": 2, "time": 2.0, "loss": "nan"}]
+
+    def check(rows: Any) -> None:
+        with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
+            # the reader thread logs these and goes on
+            Metrics(2).add(0, rows)
+
+    hold(check, st.one_of(mutated(good), trees), examples)
+
+
+COMMAND = {
+    "kind": "command",
+    "id": "7",
+    "name": "switch",
+    "arguments": {"backend": "zero3", "nproc": 2, "offload_params": True},
+}
+
+
+@often
+@pytest.mark.fault("G2")
+def test_messages_of_a_page(examples: int) -> None:
+    def check(message: Any) -> None:
+        try:
+            found = commands.read(message)
+        except commands.BadMessage as error:
+            short(error)
+            return
+        assert isinstance(found, commands.Hello | commands.LogRequest | commands.Command)
+        if isinstance(found, commands.Command):
+            assert found.name in commands.ARGUMENTS
+            assert found.arguments.keys() <= commands.ARGUMENTS[found.name].keys()
+
+    asks = {"kind": "log", "rank": 0, "search": "x"}
+    anything = st.one_of(mutated(COMMAND), mutated(asks), trees)
+    hold(check, anything, examples)

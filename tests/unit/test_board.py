@@ -1,0 +1,76 @@
+"""Calls of collectives that ranks see of one another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nbdist.rank.board import GROUPS, KEPT, Board, Call
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SUM = Call.of("all_reduce|4", "all_reduce of float32[4]")
+OTHER = Call.of("all_reduce|8", "all_reduce of float32[8]")
+
+
+@pytest.fixture
+def boards(tmp_path: Path) -> list[Board]:
+    return [Board(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+
+
+def test_a_call_is_seen_by_the_other_rank(boards: list[Board]) -> None:
+    first, second = boards
+    assert not second.reached(0, "0", 1)
+    assert first.post("0", SUM) == 1
+    assert second.reached(0, "0", 1)
+    assert second.call(0, "0", 1) == SUM
+    assert not second.reached(0, "0", 2)
+    assert not second.reached(0, "another group", 1)
+
+
+def test_calls_are_the_same_by_what_they_do_and_not_by_their_words(boards: list[Board]) -> None:
+    boards[0].post("0", SUM)
+    boards[1].post("0", OTHER)
+    seen = boards[1].call(0, "0", 1)
+    assert seen is not None
+    assert seen.key == SUM.key != OTHER.key
+
+
+def test_a_call_that_was_withdrawn_was_never_made(boards: list[Board]) -> None:
+    first, second = boards
+    number = first.post("0", SUM)
+    first.withdraw("0", number)
+    assert not second.reached(0, "0", 1)
+    assert second.call(0, "0", 1) is None
+    assert first.post("0", OTHER) == 1
+    assert second.call(0, "0", 1) == OTHER
+
+
+def test_a_rank_that_has_gone_on_was_there(boards: list[Board]) -> None:
+    first, second = boards
+    for _ in range(3 * KEPT):
+        first.post("0", SUM)
+    assert second.reached(0, "0", 3 * KEPT)
+    assert second.reached(0, "0", 1)
+    assert second.call(0, "0", 1) is None  # too long ago to tell what it was
+    assert second.call(0, "0", 3 * KEPT) == SUM
+
+
+def test_words_that_are_too_long_or_strange_are_kept_in_part(boards: list[Board]) -> None:
+    boards[0].post("0", Call.of("x", "ü" * 400))
+    seen = boards[1].call(0, "0", 1)
+    assert seen is not None
+    assert seen.words.startswith("üüü")
+
+
+def test_groups_beyond_the_slots_are_not_written_down(boards: list[Board]) -> None:
+    numbers = [boards[0].post(str(name), SUM) for name in range(GROUPS + 3)]
+    assert numbers == [1] * GROUPS + [0] * 3
+
+
+def test_a_page_belongs_to_its_user_alone(tmp_path: Path) -> None:
+    Board(tmp_path, rank=0, world_size=1)
+    (page,) = tmp_path.iterdir()
+    assert page.stat().st_mode & 0o777 == 0o600

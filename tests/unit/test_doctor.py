@@ -1,0 +1,387 @@
+"""What the doctor finds, and what it says to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+import nbdist
+from nbdist import builds
+from nbdist.doctor import (
+    building,
+    diagnosis,
+    environment,
+    finding,
+    gpus,
+    leftovers,
+    notebook,
+    ports,
+    resources,
+    session,
+    versions,
+)
+from nbdist.doctor.finding import Finding
+from nbdist.engines.leftovers import Leftovers, Stray
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+MB, GB = 2**20, 2**30
+
+
+def worst(found: Iterable[Finding]) -> list[Finding]:
+    """What is not ok."""
+    return [one for one in found if one.level != "ok"]
+
+
+def only(found: Iterable[Finding], level: str, words: str) -> Finding:
+    """The one finding that is not ok; it says these words and what to do."""
+    (one,) = worst(found)
+    assert one.level == level
+    assert words in one.says
+    assert one.do
+    return one
+
+
+# -- the page
+
+
+def test_this_machine_is_told_on_one_page() -> None:
+    found = nbdist.doctor()
+    topics = {one.topic for one in found.findings}
+    assert {"versions", "GPUs", "shared memory", "descriptors", "loopback", "ports"} <= topics
+    assert {"compilers", "leftovers", "environment", "checkpoints", "panel"} <= topics
+    levels = [finding.LEVELS.index(one.level) for one in found.findings]
+    assert levels == sorted(levels)
+    tree = json.loads(found.to_json())
+    assert tree["level"] == found.level
+    assert [set(one) for one in tree["findings"]] == [{"level", "topic", "says", "do"}] * len(
+        levels
+    )
+    assert str(found).startswith(f"nbdist {nbdist.__version__}")
+
+
+def test_looking_brings_no_torch_and_changes_nothing(tmp_path: Path) -> None:
+    code = "import sys, nbdist; nbdist.doctor(); print('torch' in sys.modules)"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=tmp_path, env=env
+    )
+    assert shown.stdout.strip() == "False"
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_it_shows_is_text_and_no_markup() -> None:
+    one = Finding("problem", "<b>topic", "<script>alert(1)</script>", "<i>do")
+    page = diagnosis.Diagnosis((one,))._repr_html_()
+    assert "<script" not in page
+    assert "&lt;b&gt;topic" in page
+    assert "&lt;i&gt;do" in page
+
+
+def test_a_look_that_fails_is_told_and_the_page_stays(caplog: pytest.LogCaptureFixture) -> None:
+    def look() -> Iterator[Finding]:
+        yield finding.ok("a", "b")
+        raise RuntimeError("strange machine")
+
+    before, one = diagnosis._looked("ports", look)
+    assert before == finding.ok("a", "b")
+    assert (one.level, one.topic) == ("note", "ports")
+    assert "strange machine" in one.says
+    assert "could not look" in caplog.text
+
+
+@pytest.mark.fault("B1")
+def test_a_session_whose_rank_was_killed_is_a_problem() -> None:
+    with nbdist.Session(nproc=1) as running:
+        assert worst(session.look(running)) == []
+        os.kill(running.status()["ranks"][0]["pid"], signal.SIGKILL)
+        eventually(lambda: running.state == "dead", within_s=5)
+        one = only(session.look(running), "problem", "rank 0 ended with signal 9 (SIGKILL)")
+        assert "%nbdist restart" in one.do
+    assert worst(session.look(None)) == []
+
+
+# -- secrets
+
+
+@pytest.mark.fault("S18")
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "NCCL_API_KEY", "ds_secret", "PGPASSWORD", "AWS_CREDENTIALS", "X_PASSWD"]
+)
+def test_a_secret_is_never_shown(name: str) -> None:
+    assert finding.shown(name, "hunter2") == f"{name}=***"
+    found = environment.look({name: "hunter2", f"NCCL_{name}": "hunter2", "PYTORCH_X": "1"})
+    assert "hunter2" not in str([*found])
+
+
+@pytest.mark.fault("S18")
+def test_a_password_within_an_address_is_not_shown() -> None:
+    assert "hunter2" not in finding.shown("DS_URL", "https://me:hunter2@host/x")
+
+
+@pytest.mark.fault("S18")
+def test_the_whole_page_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "NCCL_TOKEN", "MASTER_PASSWORD", "TORCH_NCCL_SECRET"):
+        monkeypatch.setenv(name, "hunter2")
+    found = nbdist.doctor()
+    assert "hunter2" not in found.to_json() + str(found) + found._repr_html_()
+
+
+# -- versions
+
+GOOD = {"torch": "2.13.0", "accelerate": "1.15.0", "transformers": "5.23.0", "ipykernel": "7.4.0"}
+ASKED = ("accelerate<2,>=1.15", "deepspeed<0.20,>=0.19.8", 'pytest>=8; extra == "test"')
+
+
+def versions_with(**changes: Any) -> list[Finding]:
+    given = {"gpus": 0, "driver_cuda": None} | {
+        name: changes.pop(name) for name in ("gpus", "driver_cuda") if name in changes
+    }
+    have = {**GOOD, "deepspeed": "0.19.8", **changes}
+    return worst(versions.look(have.get, required=ASKED, **given))
+
+
+def test_the_tested_versions_are_fine() -> None:
+    assert versions_with() == []
+
+
+@pytest.mark.fault("S8")
+def test_a_torch_with_a_hole_is_named() -> None:
+    only(versions_with(torch="2.9.1+cu128"), "problem", "CVE-2026-24747")
+    assert len(versions_with(torch="2.5.0")) == 2
+    only(versions_with(transformers="4.57.1"), "problem", "CVE-2026-1839")
+
+
+def test_a_version_that_nbdist_was_not_made_for_is_named() -> None:
+    one = only(versions_with(accelerate="1.10.0"), "problem", "accelerate 1.10.0 is installed")
+    assert one.do == 'pip install "accelerate<2,>=1.15"'
+
+
+@pytest.mark.fault("A11")
+def test_a_missing_backend_is_named_with_what_needs_it() -> None:
+    only(versions_with(deepspeed=None), "problem", "only the zero backends need it")
+
+
+def test_a_torch_that_cannot_use_the_gpus_is_named() -> None:
+    only(versions_with(torch="2.13.0+cpu", gpus=2), "problem", "built for CPUs")
+    assert versions_with(torch="2.13.0+cpu", gpus=0) == []
+    only(versions_with(torch="2.13.0+cu130", gpus=2, driver_cuda=12), "problem", "serves CUDA 12")
+    assert versions_with(torch="2.13.0+cu130", gpus=2, driver_cuda=13) == []
+
+
+def test_a_build_of_ones_own_is_left_alone() -> None:
+    assert versions_with(torch="my-build") == []
+
+
+# -- GPUs
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+class Nvml:
+    """NVML with two GPUs, the first of which somebody holds."""
+
+    NVMLError = NVMLError
+    NVML_COMPUTEMODE_PROHIBITED = 2
+    NVML_P2P_CAPS_INDEX_NVLINK = 1
+    NVML_P2P_STATUS_OK = 0
+
+    def __init__(self, holder: int, mode: int = 0) -> None:
+        self.holder, self.mode = holder, mode
+
+    def __getattr__(self, name: str) -> Any:
+        answers: dict[str, Any] = {
+            "nvmlInit": None,
+            "nvmlShutdown": None,
+            "nvmlDeviceGetCount": 2,
+            "nvmlDeviceGetCudaComputeCapability": (9, 0),
+            "nvmlDeviceGetMigMode": (0, 0),
+            "nvmlDeviceGetName": "NVIDIA H100 80GB",
+            "nvmlDeviceGetP2PStatus": 0,
+            "nvmlDeviceGetComputeMode": self.mode,
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GB, free=70 * GB),
+        }
+        return lambda *_: answers[name]
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802 - NVML's name
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
+        return int(uuid[-1])
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
+        return [] if handle else [SimpleNamespace(pid=self.holder, usedGpuMemory=10 * GB)]
+
+
+@pytest.mark.fault("F4")
+def test_who_holds_a_gpu_is_named_by_user_and_program(tmp_path: Path) -> None:
+    nvml = Nvml(os.getpid())
+    found = [*gpus.look(nvml=nvml, environ={}, driver=tmp_path)]
+    assert found[0].says == "2 x NVIDIA H100 80GB, NVLink"
+    one = only(found, "note", f"(pid {os.getpid()}, 10.0 GiB)")
+    assert one.topic == "GPU 0"
+    assert f"held by {psutil.Process().name()} of {psutil.Process().username()}" in one.says
+    assert "70.0 GiB of 80.0 GiB free" in one.says
+    assert worst(gpus.look(own=[os.getpid()], nvml=nvml, environ={}, driver=tmp_path)) == []
+
+
+def test_a_holder_of_another_container_is_told_as_such(tmp_path: Path) -> None:
+    found = gpus.look(nvml=Nvml(99999999), environ={}, driver=tmp_path)
+    only(found, "note", "pid 99999999 of another container")
+
+
+def test_hidden_gpus_are_told(tmp_path: Path) -> None:
+    look = lambda value: gpus.look(  # noqa: E731 - three of a kind
+        own=[1], nvml=Nvml(1), environ={"CUDA_VISIBLE_DEVICES": value}, driver=tmp_path
+    )
+    only(look(""), "note", "CUDA_VISIBLE_DEVICES='' shows 0 of 2 GPUs")
+    only(look("1"), "note", "shows 1 of 2 GPUs")
+    only(look("7"), "problem", "shows 0 of 2 GPUs")
+
+
+def test_a_gpu_that_nobody_may_use_is_a_problem(tmp_path: Path) -> None:
+    found = worst(gpus.look(own=[1], nvml=Nvml(1, mode=2), environ={}, driver=tmp_path))
+    assert [one.level for one in found] == ["problem", "problem"]
+
+
+def test_a_driver_that_does_not_answer_is_a_problem(tmp_path: Path) -> None:
+    class Broken(Nvml):
+        def nvmlInit(self) -> None:  # noqa: N802
+            raise NVMLError("Driver/library version mismatch")
+
+    only(gpus.look(nvml=Broken(1), driver=tmp_path), "problem", "version mismatch")
+    assert worst(gpus.look(nvml=Broken(1), driver=tmp_path / "missing")) == []
+
+
+# -- resources
+
+
+def test_the_shared_memory_of_a_container_is_too_small() -> None:
+    small = resources.shared_memory(resources.Room(64 * MB, 64 * MB))
+    assert (small.level, "--shm-size" in small.do) == ("problem", True)
+    assert resources.shared_memory(resources.Room(GB, 100 * MB)).level == "note"
+    assert resources.shared_memory(resources.Room(8 * GB, 8 * GB)).level == "ok"
+    assert resources.shared_memory(None).level == "problem"
+
+
+@pytest.mark.fault("A10")
+def test_descriptors_are_compared_with_the_need() -> None:
+    assert resources.descriptors(64, 144, 2).level == "problem"
+    assert "64 in a process; 2 ranks need 144" in resources.descriptors(64, 144, 2).says
+    assert resources.descriptors(256, 144, 2).level == "note"
+    assert resources.descriptors(4096, 144, 2).level == "ok"
+
+
+def test_memory_is_compared_with_what_ranks_take_before_any_model() -> None:
+    assert resources.memory(GB, 16 * GB, 2).level == "problem"
+    assert resources.memory(8 * GB, 16 * GB, 2).level == "ok"
+
+
+def test_a_folder_that_is_not_there_yet_is_judged_by_where_it_would_lie(tmp_path: Path) -> None:
+    assert "free in" in resources.disk("checkpoints", tmp_path / "a" / "b").says
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "file").write_text("")
+    assert resources.disk("checkpoints", tmp_path / "file" / "x").level == "problem"
+
+
+@pytest.mark.fault("S14")
+def test_no_safe_place_for_private_folders_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert resources.sockets([tmp_path]).level == "note"
+    assert "sticky bit" in resources.sockets([tmp_path]).says
+    tmp_path.chmod(0o700)
+    assert resources.sockets([tmp_path]).level == "ok"
+
+
+# -- builds
+
+
+def test_a_missing_compiler_is_a_note_since_only_an_offload_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    only(building.look(locks=[]), "note", "no-such-compiler is not on PATH")
+    assert worst(building.look(missing="", locks=[])) == []
+
+
+def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name in ("op", "building"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_text("")
+    os.utime(tmp_path / "op" / "lock", (0, 0))
+    assert builds.stale_locks() == [tmp_path / "op" / "lock"]
+    one = only(building.look(missing=""), "note", "waits for ever")
+    assert one.do == f"rm {tmp_path}/op/lock"
+
+
+# -- what is left, what disturbs, what listens
+
+
+def test_leftovers_are_named_before_they_go(tmp_path: Path) -> None:
+    left = Leftovers((Stray(4711, "sleep"),), (Path("/tmp/nbdist-1-a"),), ())  # noqa: S108
+    one = only(leftovers.look(left, shm=tmp_path), "note", "processes: sleep (pid 4711)")
+    assert "/tmp/nbdist-1-a" in one.says  # noqa: S108
+    assert "next start" in one.do
+
+
+@pytest.mark.fault("F5")
+def test_files_of_nccl_are_named_and_left(tmp_path: Path) -> None:
+    (tmp_path / "nccl-abc").write_text("")
+    only(leftovers.look(Leftovers(), shm=tmp_path), "note", "nccl-abc")
+    with (tmp_path / "nccl-abc").open():
+        assert not [one for one in leftovers.look(Leftovers(), shm=tmp_path) if "nccl" in one.says]
+    assert (tmp_path / "nccl-abc").exists()
+
+
+@pytest.mark.fault("A6")
+def test_what_another_launcher_left_is_told() -> None:
+    only(environment.look({"RANK": "3", "MASTER_ADDR": "x"}), "note", "MASTER_ADDR, RANK")
+
+
+def test_what_slows_down_or_has_no_effect_is_told() -> None:
+    only(environment.look({"CUDA_LAUNCH_BLOCKING": "1"}), "note", "every kernel is waited for")
+    assert worst(environment.look({"CUDA_LAUNCH_BLOCKING": "0"})) == []
+    only(environment.look({"NCCL_SOCKET_IFNAME": "eth0"}), "note", "no effect")
+    only(environment.look({"NCCL_IB_HCA": "mlx5"}), "note", "ranks take over NCCL_IB_HCA=mlx5")
+
+
+@pytest.mark.fault("S1")
+def test_a_listener_off_loopback_is_a_problem() -> None:
+    me = os.getpid()
+    with socket.create_server(("127.0.0.1", 0)):
+        assert ports.open_to_others([me]) == []
+    with socket.create_server(("0.0.0.0", 0)) as server:  # noqa: S104 - what is to be found
+        address = f"0.0.0.0:{server.getsockname()[1]} (pid {me})"
+        assert ports.open_to_others([me]) == [address]
+        found = worst(ports.look([me]))
+    assert [one.level for one in found] == ["problem", "note"]  # of the session, of this kernel
+    assert address in found[0].says
+
+
+def test_loopback_works_here() -> None:
+    assert ports.loopback() == ""
+
+
+def test_a_front_end_that_was_not_built_is_told() -> None:
+    only(notebook.look(missing=[], built=False), "note", "not built")
+    only(notebook.look(missing=["anywidget"], built=True), "note", "anywidget")
+    assert worst(notebook.look(missing=[], built=True)) == []

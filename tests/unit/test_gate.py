@@ -1,0 +1,116 @@
+"""Stop between optimizer steps."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from nbdist.rank.gate import Gate
+
+
+class Optimizer:
+    """As prepare() returns it."""
+
+    def __init__(self, *, accumulates: bool = False) -> None:
+        self.gradient_state = SimpleNamespace(sync_gradients=not accumulates)
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def zero_grad(self) -> None:
+        """Nothing to forget."""
+
+
+def gated() -> tuple[Gate, type[Optimizer]]:
+    gate = Gate()
+
+    class Gated(Optimizer):
+        step = gate.around_step(Optimizer.step)
+        zero_grad = gate.after_zero_grad(Optimizer.zero_grad)
+
+    return gate, Gated
+
+
+def test_without_stop_steps_go_on_and_are_counted() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    for _ in range(3):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert gate.hold()[0] == optimizer.steps == 3
+
+
+def test_a_rank_that_lags_makes_the_last_step_and_clears_its_gradients() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    assert gate.hold()[0] == 1
+    gate.stop(2)
+    optimizer.step()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.zero_grad()
+    assert optimizer.steps == 2
+
+
+def test_no_step_begins_after_the_last() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    gate._last = 1  # as stop(1) leaves it, without its signal
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert optimizer.steps == 1
+
+
+def test_a_held_rank_waits_for_the_word() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    gate.hold()
+    begun = threading.Event()
+
+    def go_on() -> None:
+        begun.wait()
+        gate.stop(5)
+
+    other = threading.Thread(target=go_on)
+    other.start()
+    begun.set()
+    optimizer.step()
+    other.join()
+    assert optimizer.steps == 2
+
+
+def test_a_loop_that_never_clears_gradients_is_stopped_soon_after_the_step() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    gate.hold()
+    gate.stop(2)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - where it comes is not known
+        optimizer.step()
+        threading.Event().wait(10)
+
+
+def test_where_there_is_no_training_stop_comes_at_once() -> None:
+    gate, _ = gated()
+    assert gate.hold()[0] == 0
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        gate.stop(0)
+        threading.Event().wait(10)
+
+
+def test_micro_batches_between_steps_are_not_counted() -> None:
+    gate, cls = gated()
+    cls(accumulates=True).step()
+    assert gate.hold()[0] == 0
+
+
+def test_a_new_cell_begins_to_count_anew() -> None:
+    gate, cls = gated()
+    cls().step()
+    gate.begin_cell()
+    assert gate.hold()[0] == 0

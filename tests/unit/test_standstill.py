@@ -1,0 +1,106 @@
+"""Who waits for whom, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbdist import wire
+from nbdist.kernel.standstill import apart, standstill
+
+
+def answer(
+    line: int = 0,
+    *,
+    collective: str = "",
+    called: str = "",
+    source: str = "",
+    count: int = 5,
+    **standing: Any,
+) -> wire.WhereReply:
+    stands: wire.Standing = {
+        "waits_for": "",
+        "missing": [],
+        "still_s": 0.0,
+        "idle": False,
+        "counts": {"0": count},
+        "midway": False,
+    }
+    stands.update(standing)  # type: ignore[typeddict-item]
+    return wire.WhereReply(
+        cell="In[3]",
+        line=line,
+        source=source,
+        called=called,
+        collective=collective,
+        standing=stands,
+    )
+
+
+def waits(line: int, *missing: int, seconds: float = 4.0) -> wire.WhereReply:
+    return answer(
+        line,
+        collective="all_reduce",
+        waits_for="all_reduce (SUM) of float32[4]",
+        missing=list(missing),
+        still_s=seconds,
+    )
+
+
+def error(rank: int, line: int) -> wire.RankError:
+    text = f"\x1b[36mCell\x1b[39m \x1b[32mIn[3]\x1b[39m\x1b[32m, line {line}\x1b[39m"
+    return wire.RankError(rank=rank, ename="ValueError", evalue="x", traceback=[text], at=0.0)
+
+
+def words(answers: dict[int, wire.WhereReply], **given: Any) -> str:
+    found = standstill(range(len(answers)), answers=answers, **given)
+    return found.words if found else ""
+
+
+def test_a_rank_that_has_raised_is_named_with_those_that_wait_for_it() -> None:
+    answers = {0: answer(), 1: waits(4, 0), 2: waits(4, 0), 3: waits(4, 0)}
+    said = words(answers, pending=[1, 2, 3], errors={0: error(0, 3)})
+    assert said == (
+        "rank 0 raised ValueError at line 3; ranks 1-3 have waited 4 s in all_reduce at line 4"
+    )
+
+
+def test_a_rank_that_is_slow_is_named_with_its_line() -> None:
+    answers = {0: waits(4, 1), 1: answer(2, called="sleep", source="time.sleep(30)")}
+    said = words(answers, pending=[0, 1], errors={})
+    assert said == "rank 0 has waited 4 s in all_reduce at line 4; rank 1 is in sleep at line 2"
+
+
+def test_ranks_that_have_finished_or_never_ran_the_cell() -> None:
+    answers = {0: waits(1, 1, 2), 1: answer(), 2: answer()}
+    found = standstill([0, 1], answers=answers, pending=[0], errors={})
+    assert found is not None
+    assert "rank 1 has finished it; rank 2 does not run this cell" in found.words
+    assert (found.waiting, found.missing) == ((0,), (1, 2))
+
+
+def test_a_rank_that_is_stuck_in_c_is_seen_by_its_count() -> None:
+    stuck = answer(8, called="backward", idle=True, still_s=5.0, count=6)
+    said = words({0: stuck, 1: answer(2, called="load")}, pending=[0, 1], errors={})
+    assert said == "rank 0 has waited 5 s in backward at line 8; rank 1 is in load at line 2"
+
+
+def test_a_rank_that_computes_waits_for_nobody() -> None:
+    busy = answer(8, called="backward", idle=False, still_s=60.0, count=6)
+    assert words({0: busy, 1: answer(count=5)}, pending=[0, 1], errors={}) == ""
+
+
+def test_a_short_wait_is_no_standstill() -> None:
+    assert words({0: waits(4, 1, seconds=1.0), 1: answer(2)}, pending=[0, 1], errors={}) == ""
+
+
+def test_a_rank_without_an_answer_is_told() -> None:
+    answers = {0: waits(4, 1)}
+    found = standstill([0, 1], answers=answers, pending=[0, 1], errors={})
+    assert found is not None
+    assert found.words.endswith("rank 1 does not say where it is")
+
+
+def test_counts_that_differ_are_apart() -> None:
+    assert apart([answer(count=5), answer(count=6)])
+    assert not apart([answer(count=5), answer(count=5)])
+    assert not apart([answer(count=5), answer(counts={"7": 1})])  # no group in common
