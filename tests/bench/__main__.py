@@ -1,7 +1,7 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
     python tests/bench [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
-    python tests/bench [training] [panel] [weight]
+    python tests/bench [training] [panel] [weight] [faults]
     python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import cells
 import checkpoints
 import exporting
+import faults
 import open_panel
 import plan_engines
 import plan_fsdp
@@ -58,6 +59,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "training": lambda: training.measure(BUILD),
     "panel": open_panel.measure,
     "weight": weight.measure,
+    "faults": lambda: faults.measure(others(), BUILD / "faults"),
     "plan_speed": plan_speed.measure,
     "plan_fsdp": plan_fsdp.measure,
     "plan_engines": plan_engines.measure,

@@ -159,11 +159,16 @@ class Kernel:
         resident: int = self.process.memory_info().rss
         return resident
 
-    def close(self) -> list[str]:
-        """End the kernel; returns names of processes that outlived it, ended by now."""
+    def close(self, *, now: bool = False, gone_s: float = GONE_S) -> list[str]:
+        """End the kernel; returns names of processes that outlived it, ended by now.
+
+        Args:
+            now: kill its process group instead of asking, as Jupyter does before a restart.
+            gone_s: how long the processes have for ending.
+        """
         self.client.stop_channels()
-        self.manager.shutdown_kernel(now=False)
-        _, left = psutil.wait_procs(self.tree(), timeout=GONE_S)
+        self.manager.shutdown_kernel(now=now)
+        _, left = psutil.wait_procs(self.tree(), timeout=gone_s)
         names = [process.name() for process in left]
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -46,6 +46,7 @@ class Row:
             "unit": self.unit,
             "bar": self.bar,
             "holds": self.holds,
+            "detail": self.detail,
         }
 
 
