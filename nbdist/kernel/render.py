@@ -154,7 +154,7 @@ class Renderer:
         lines = [*tracebacks.render(groups), *advice]
         if waiting:
             running = f"rank{'s'[:several]} {label} still run{'s'[several:]}"
-            lines.append(f"{running}. Stop interrupts the cell; %nbdist restart takes new ranks.")
+            lines.append(f"{running}. Stop ends the cell; ranks that wait for others end it themselves.")
         self.note(lines)
 
     def note(self, lines: Sequence[str]) -> None:
