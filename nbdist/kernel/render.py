@@ -154,7 +154,7 @@ class Renderer:
         lines = [*tracebacks.render(groups), *advice]
         if waiting:
             running = f"rank{'s'[:several]} {label} still run{'s'[several:]}"
-            lines.append(f"{running}. Stop ends the cell; ranks that wait for others end it themselves.")
+            lines.append(f"{running}; Stop ends it, and a rank that waits is stopped soon.")
         self.note(lines)
 
     def note(self, lines: Sequence[str]) -> None:

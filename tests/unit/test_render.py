@@ -639,7 +639,7 @@ def test_a_failure_is_told_while_others_run() -> None:
         [RankError(1, "ValueError", "bad", ["ValueError: bad"], 1.0)], waiting=[0]
     )
     assert "rank 1" in cell.screen.text
-    assert "rank 0 still runs. Stop ends the cell;" in cell.screen.text
+    assert "rank 0 still runs; Stop ends it" in cell.screen.text
 
 
 def test_close_twice_and_output_after_close() -> None:
