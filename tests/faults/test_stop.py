@@ -184,10 +184,14 @@ def test_a_rank_that_never_comes_to_the_step_of_the_others_is_stopped_too(plain:
 
 
 @pytest.mark.fault("C5")
-def test_a_rank_that_raises_ends_the_cell_of_those_that_wait_for_it(session: Session) -> None:
-    fails = "if rank == 1 and i == 2: raise ValueError('bad batch')"
-    code = f"for i in range(50):\n    {fails}\n    step()"
-    with pytest.raises(CellError, match="bad batch") as told:
+@pytest.mark.parametrize(
+    "error", ["ValueError('bad batch')", "torch.OutOfMemoryError('CUDA out of memory')"]
+)
+def test_a_rank_that_raises_ends_the_cell_of_those_that_wait_for_it(
+    session: Session, error: str
+) -> None:
+    code = f"for i in range(50):\n    if rank == 1 and i == 2: raise {error}\n    step()"
+    with pytest.raises(CellError, match=error.partition("(")[0].removeprefix("torch.")) as told:
         session.run(code)
     assert set(told.value.errors) == {0, 1}
     assert told.value.errors[0].ename in {"KeyboardInterrupt", "RuntimeError"}
