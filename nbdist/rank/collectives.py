@@ -61,9 +61,15 @@ _ANY_SIZE = {
     "barrier": "barrier",
 }
 _INPUT_SECOND = frozenset(
-    {"_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"}
+    {
+        "_allgather_base",
+        "all_gather_single",
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+        "gather",
+    }
 )
-"""Methods that are given the output first."""
+"""Methods that are given the output first, which may be of another size or missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,46 @@ def test_calls_that_do_not_fit_name_both_sides_and_break_nothing(
     assert can_add(plain)
 
 
+LEGAL = """
+t = torch.arange(2.0) + rank
+seen = []
+into = [torch.zeros(2), torch.zeros(2)]
+dist.gather(t, into if rank == 0 else None, dst=0)
+seen.append(into[1].sum().item() if rank == 0 else 0)
+own = torch.zeros(2)
+dist.scatter(own, [t, t + 1] if rank == 1 else None, src=1)
+seen.append(own.sum().item())
+dist.reduce(own, dst=1)
+got = [torch.zeros(2), torch.zeros(2)]
+dist.all_to_all(got, [t, t])
+uneven = torch.zeros(2 if rank == 0 else 4)
+dist.all_to_all_single(uneven, torch.ones(3), [1, 1] if rank == 0 else [2, 2], [1, 2])
+objects = [None, None]
+dist.all_gather_object(objects, "x" * (1 + 100 * rank))
+seen.append([len(one) for one in objects])
+named = [{"a": rank}, None]
+dist.broadcast_object_list(named, src=1)
+seen.append(named[0])
+works = [dist.all_reduce(torch.ones(1 + n), async_op=True) for n in range(20)]
+[one.wait() for one in works]
+if rank == 0:
+    dist.send(t, 1)
+else:
+    dist.recv(own, 0)
+alone = dist.new_group([1])
+if rank == 1:
+    dist.all_reduce(torch.ones(1), group=alone)
+dist.barrier()
+seen
+"""
+
+
+def test_unusual_calls_that_are_legal_go_through(plain: Session) -> None:
+    values = plain.run(LEGAL).values
+    assert values[0] == [3.0, 3.0, [1, 101], {"a": 1}]
+    assert values[1] == [0, 5.0, [1, 101], {"a": 1}]
+
+
 @pytest.mark.fault("C10")
 def test_ranks_that_wait_in_different_groups_are_stopped(plain: Session) -> None:
     code = (
