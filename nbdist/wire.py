@@ -222,8 +222,8 @@ class Standing(TypedDict):
     """Whether it waits for something, in C too, rather than computes."""
     counts: dict[str, int]
     """Collectives that have begun, by process group of this rank."""
-    midway: bool
-    """Whether a pass through a model was cut short."""
+    midway: Literal["", "forward", "backward"]
+    """Which pass through a model was cut short."""
 
 
 class ReleaseRequest(TypedDict):

@@ -342,12 +342,9 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
 
 
 def _cuts_parameters(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed cuts the parameters of its models."""
+    """Whether the engine cuts the parameters of its models."""
     session: Session | None = accelerator._nbdist_session  # noqa: SLF001
-    strategy = session.options.strategy if session else None
-    return (
-        strategy is not None and strategy.engine == "deepspeed" and "parameters" in strategy.shards
-    )
+    return session is not None and "parameters" in session.options.strategy.shards
 
 
 def _prepared(

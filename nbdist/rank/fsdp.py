@@ -175,6 +175,19 @@ def _reshard(model: nn.Module) -> None:
             _moved[before[name]] = parameter
 
 
+def start_over(model: nn.Module) -> None:
+    """Return a model under FSDP2 to where it is between two iterations, whatever cut one short.
+
+    Each evaluated batch adds to the order in which a backward gathers ahead, and ranks that were
+    stopped may have counted different ones.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()  # noqa: SLF001 - torch 2.13 has no public name
+            if state._is_root:  # noqa: SLF001
+                module.reset_iter_state()
+
+
 def _check_not_inside(model: nn.Module) -> None:
     """Refuse the bare model of what FSDP1 has wrapped: it holds shards without their wrapper."""
     if any(isinstance(one, Fsdp1) for one in model.modules()):

@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import debug
 
 from nbdist.rank import store as stores
 
@@ -66,6 +67,8 @@ def join_anew(era: int, *, on_gpu: bool) -> list[distributed.ProcessGroup]:
     join(PrefixStore(f"era{era}", store), on_gpu=on_gpu)
     prove(on_gpu=on_gpu)
     store.set_timeout(usual)
+    # torch 2.13 takes meshes of equal shape for the same: results would be laid out on the old one
+    debug._clear_sharding_prop_cache()  # noqa: SLF001
     return old
 
 

@@ -17,9 +17,10 @@ import torch
 
 from nbdist.errors import SwitchError
 from nbdist.rank import accelerator as accelerators
-from nbdist.rank import group, training
+from nbdist.rank import fsdp, group, leftovers, training
 from nbdist.rank.switch import Switch
-from nbdist.state import wires
+from nbdist.state import layouts, wires
+from nbdist.state.layouts.layout import inside_compiled, is_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from nbdist.rank.collectives import Meeting
 
 REASON = (
-    "this was prepared before a cell was cut short in the middle of a step; the models were made"
-    " ready again and the variables model and optimizer bound anew, so take what you need from"
-    " them again."
+    "this was prepared before a cell was cut short in the middle of a step; models and optimizers"
+    " were made ready again and the variables that held them bound anew, so take what you need"
+    " from those."
 )
 
 
@@ -90,15 +91,23 @@ class Renewal:
                 self._meeting.begin_anew()
             old = group.join_anew(era, on_gpu=self._on_gpu)
         try:
-            self._make_ready()
+            in_pieces = [_is_in_pieces(one) for one in training.everything()]
+            if groups or any(in_pieces):
+                self._make_anew()
+            else:
+                for one in training.everything():
+                    fsdp.start_over(one.model)
+                    layouts.of(one.model)  # returns it to shards
+                    one.midway = ""
         finally:
             self.report.stale = [name for name, one in self._names.items() if holds(one, old)]
             group.forget(old)
         self.report.seconds = time.monotonic() - began
         return self.report
 
-    def _make_ready(self) -> None:
+    def _make_anew(self) -> None:
         """Make the engines again; gradients of the step that was stopped are dropped."""
+        leftovers.let_go()
         trained = training.everything()
         steps = wires.everyones([one.steps for one in trained])
         if any(one != steps[0] for one in steps):
@@ -115,6 +124,13 @@ class Renewal:
         options = accelerators.current().options
         change = Switch(options, self._names, tell=self._tell, reason=REASON)
         self.report.bound = change.run().bound
+
+
+def _is_in_pieces(one: training.Trained) -> bool:
+    """Whether its engine cannot go on: a forward leaves FSDP no more than gathered weights."""
+    engine = is_engine(inside_compiled(one.model))
+    together = wires.everyones((one.midway, engine))
+    return any(cut == "backward" or (cut and deepspeed) for cut, deepspeed in together)
 
 
 def drop_gradients(one: training.Trained) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from nbdist.state.recipes import Recipe
     from nbdist.state.skeleton import Skeleton
+
+
+Midway = Literal["", "forward", "backward"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -69,8 +72,8 @@ class Trained:
     """Micro-batches whose gradients no step has used yet."""
     steps: int = 0
     """Optimizer steps since its training began, in whatever session."""
-    midway: bool = False
-    """Whether a pass through it was cut short: its engine may be left with half of the work."""
+    midway: Midway = ""
+    """Which pass through it was cut short: its engine may be left with half of the work."""
 
     @property
     def model(self) -> nn.Module:
@@ -239,21 +242,22 @@ def waiting(one: Trained) -> int:
     return one.waiting if found else 0
 
 
-def midway() -> bool:
-    """Whether a pass through any model was cut short and has left its engine in between."""
-    return any(one.midway for one in _trained)
+def midway() -> Midway:
+    """Which pass through any model was cut short; a backward says more than a forward."""
+    cut = {one.midway for one in _trained}
+    return "backward" if "backward" in cut else "forward" if "forward" in cut else ""
 
 
 def watch_forward(one: Trained) -> None:
-    """Notice a forward that is cut short: ZeRO-3 is left with parameters on their way."""
+    """Notice a forward that is cut short: parameters are left gathered, or on their way."""
 
     def begins(*_: object) -> None:
-        one.midway = True
+        one.midway = "forward"
 
     def ends(*_: object) -> None:
-        one.midway = False
+        one.midway = ""
 
-    one.model.register_forward_pre_hook(begins)
+    one.model.register_forward_pre_hook(begins, prepend=True)  # FSDP2 gathers in such a hook
     one.model.register_forward_hook(ends)
 
 
@@ -275,10 +279,10 @@ def counting_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         mine = [one for one in _trained if one.accelerator() is self]
         for one in mine:
-            one.midway = True
+            one.midway = "backward"
         result = original(self, *args, **kwargs)
         for one in mine:
-            one.midway = False
+            one.midway = ""
             one.waiting += 1
         return result
 

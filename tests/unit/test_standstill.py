@@ -23,7 +23,7 @@ def answer(
         "still_s": 0.0,
         "idle": False,
         "counts": {"0": count},
-        "midway": False,
+        "midway": "",
     }
     stands.update(standing)  # type: ignore[typeddict-item]
     return wire.WhereReply(
