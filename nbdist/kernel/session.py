@@ -506,10 +506,10 @@ class Session:
             self._join_interrupted(cell)
         finally:
             cell.detach(afterwards)
-        done = self._settle()
+        problem = self._settle()
         if cell.stopped:  # perhaps by another thread
-            again = f" {done[:1].upper()}{done[1:]}." if done else ""
-            raise CellInterrupted(f"stopped on all ranks; every variable is kept.{again}") from None
+            words = f"but {problem}" if problem else "every variable is kept"
+            raise CellInterrupted(f"stopped on all ranks; {words}.") from None
 
     def _join_interrupted(self, cell: Cell) -> None:
         """Lead Stop from rung to rung until the cell is over.
@@ -541,7 +541,7 @@ class Session:
         raise CellInterrupted(f"{msg} are gone.") from None
 
     def _settle(self) -> str:
-        """See that the ranks of the cell before are in step; returns what had to be done."""
+        """See that the ranks of the cell before are in step; returns what went wrong with it."""
         ladder, self._ladder = self._ladder, None
         if ladder is None:
             return ""

@@ -24,7 +24,7 @@ _eras = itertools.count(1)
 
 
 def settle(ladder: Ladder, gang: Gang, *, world_size: int) -> str:
-    """See that the ranks are in step, or make their groups anew; returns what was done, in words.
+    """See that the ranks are in step, or make them so; returns what went wrong with it.
 
     Raises:
         RankDied: a rank ended.
@@ -46,6 +46,8 @@ def settle(ladder: Ladder, gang: Gang, *, world_size: int) -> str:
 def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
     """Make the prepared models of all ranks anew, and the process groups where asked.
 
+    Returns what went wrong; "" where all is ready.
+
     Where that does not work, cells run on without collectives: their variables can be saved.
     """
     with StatusLine() as line:
@@ -55,14 +57,14 @@ def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
         failed = {rank: one["error"] for rank, one in replies.items() if one["status"] == "error"}
         if failed:
             why = " / ".join(dict.fromkeys(failed.values())).removesuffix(".")
-            said = (
-                f"the ranks could not be made ready again: {why}. Variables are still there;"
-                " %nbdist restart takes new ranks"
+            problem = (
+                f"the ranks could not be made ready again: {why}. Plain variables are still there;"
+                " %nbdist restart takes new ranks, and %nbdist load the last checkpoint"
             )
-        else:
-            said = _in_words(replies[0]["report"], groups=groups)
-        line.show(f"nbdist: {said}")
-    return said
+            line.show(f"nbdist: {problem}")
+            return problem
+        line.show(f"nbdist: {_in_words(replies[0]['report'], groups=groups)}")
+        return ""
 
 
 def _in_words(report: dict[str, Any], *, groups: bool) -> str:

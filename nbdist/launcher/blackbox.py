@@ -23,10 +23,16 @@ def install(folder: str | Path, name: str) -> None:
 
     A rank calls it again after the fork: its stacks are its own.
     """
-    crash = wire.crash_file(folder, name).open("w")
-    stacks = wire.stacks_file(folder, name).open("w")
+    crash = _own_file(wire.crash_file(folder, name))
+    stacks = _own_file(wire.stacks_file(folder, name))
     faulthandler.enable(crash)
     faulthandler.register(wire.STACKS_SIGNAL, stacks, all_threads=True, chain=False)
     for file in _files:
         file.close()
     _files[:] = [crash, stacks]
+
+
+def _own_file(path: Path) -> TextIO:
+    """Open a file that nobody else can read, whatever the umask."""
+    path.touch(mode=0o600)
+    return path.open("w")

@@ -146,12 +146,7 @@ def install(options: Options, hardware: Hardware, *, chooser: Chooser | None = N
     for cls in (AcceleratedOptimizer, zero.StepsItself):
         for name in ("step", "zero_grad"):
             setattr(cls, name, training.using_gradients(getattr(cls, name)))
-        wrapped = {
-            "step": gate.around_step(cls.step),
-            "zero_grad": gate.after_zero_grad(cls.zero_grad),
-        }
-        for name, method in wrapped.items():
-            setattr(cls, name, method)
+        setattr(cls, "step", gate.around_step(cls.step))  # noqa: B010 - no plain attribute to mypy
     return late
 
 
@@ -335,8 +330,7 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
         leftovers.let_go()
     result = _prepared(self, args, new, device_placement)
     for one in meeting.learn(result):
-        if _cuts_parameters(self):
-            training.watch_forward(one)
+        training.watch_forward(one, gathers=_cuts_parameters(self))
     measure.watch(self, result, self._nbdist_session and self._nbdist_session.options)
     return result
 

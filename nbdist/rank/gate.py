@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 HELD_S = 2.0
 """A rank that is held goes on after this time: nobody has told it where to stop."""
-ZEROED_S = 0.05
-"""After its last step a rank may take this long to `zero_grad()`, so that no old gradients stay."""
+REST_S = 0.1
+"""After its last step a rank may take this long for the rest of its iteration: clearing gradients,
+a scheduler, counters. The next forward or backward ends it before."""
 _NAP_S = 0.002
 
 
@@ -93,7 +94,7 @@ class Gate:
             self._inside = False
             if self._last is not None and self._entered >= self._last:
                 self._armed = True
-                threading.Timer(ZEROED_S, self._fire).start()
+                threading.Timer(REST_S, self._fire).start()
 
     def _fire(self) -> None:
         with self._lock:
@@ -105,7 +106,8 @@ class Gate:
         self._raised = True
         os.kill(os.getpid(), signal.SIGINT)
 
-    def _zeroed(self) -> None:
+    def pause(self) -> None:
+        """End an iteration that was the last: the next one is about to begin."""
         with self._lock:
             armed, self._armed = self._armed, False
             self._raised = self._raised or armed
@@ -126,17 +128,6 @@ class Gate:
                 self._leave()
 
         return step
-
-    def after_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `zero_grad()` of prepared optimizers."""
-
-        @functools.wraps(original)
-        def zero_grad(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._zeroed()
-            return result
-
-        return zero_grad
 
 
 gate = Gate()

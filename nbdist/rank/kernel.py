@@ -462,6 +462,7 @@ class RankKernel(IPythonKernel):
             report = renewal.run(request["era"], groups=request["groups"])
             reply = wire.RenewReply(status="ok", report=report.to_json())
         except (SwitchError, RuntimeError) as error:
+            log.exception("the ranks could not be made ready again")
             reply = wire.RenewReply(status="error", error=str(error))
         self._answer(stream, ident, parent, reply)
 

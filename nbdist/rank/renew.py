@@ -135,8 +135,6 @@ def _is_in_pieces(one: training.Trained) -> bool:
 
 def drop_gradients(one: training.Trained) -> None:
     """Forget the gradients of a step that was stopped half-way."""
-    for owned in one.living:
-        owned.raw.zero_grad()
     for parameter in one.model.parameters():
         parameter.grad = None
     one.waiting = 0

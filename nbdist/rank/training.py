@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import SwitchError
 from nbdist.rank import fsdp, holdings
+from nbdist.rank.gate import gate
 from nbdist.state import recipes, skeleton
 from nbdist.state.layouts.layout import inside_compiled, is_engine
 
@@ -248,11 +249,17 @@ def midway() -> Midway:
     return "backward" if "backward" in cut else "forward" if "forward" in cut else ""
 
 
-def watch_forward(one: Trained) -> None:
-    """Notice a forward that is cut short: parameters are left gathered, or on their way."""
+def watch_forward(one: Trained, *, gathers: bool) -> None:
+    """Let Stop come before a forward, and notice one that is cut short.
+
+    Args:
+        one: a prepared model.
+        gathers: its engine gathers parameters for a forward, and leaves them so when it is cut.
+    """
 
     def begins(*_: object) -> None:
-        one.midway = "forward"
+        gate.pause()
+        one.midway = "forward" if gathers else ""
 
     def ends(*_: object) -> None:
         one.midway = ""
@@ -277,6 +284,7 @@ def counting_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        gate.pause()
         mine = [one for one in _trained if one.accelerator() is self]
         for one in mine:
             one.midway = "backward"

@@ -278,6 +278,13 @@ def test_bad_config_does_not_break_the_next_load(notebook: LiveKernel) -> None:
     assert notebook.run("%config NbDist.backend = 'zero1'").status == "ok"
 
 
+def test_stacks_of_all_ranks_on_request(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute -n 2\nrank")
+    shown = notebook.run("%nbdist log --stacks").text
+    assert "-- rank 0 --\nThread MainThread:" in shown
+    assert "-- rank 1 --\nThread MainThread:" in shown
+
+
 def test_unload_removes_everything(notebook: LiveKernel) -> None:
     notebook.run("nbdist.session().stop()")
     assert notebook.run("%unload_ext nbdist").status == "ok"
@@ -286,10 +293,3 @@ def test_unload_removes_everything(notebook: LiveKernel) -> None:
     assert "not found" in shown.text
     reply = notebook.client.complete("%%distribute --back", reply=True, timeout=10)
     assert "--backend" not in reply["content"]["matches"]
-
-
-def test_stacks_of_all_ranks_on_request(notebook: LiveKernel) -> None:
-    notebook.run("%%distribute -n 2\nrank")
-    shown = notebook.run("%nbdist log --stacks").text
-    assert "-- rank 0 --\nThread MainThread:" in shown
-    assert "-- rank 1 --\nThread MainThread:" in shown

@@ -166,6 +166,15 @@ def test_a_rank_that_is_stuck_in_a_step_is_freed_and_its_model_trains_on(session
     assert trains_on(session)
 
 
+def test_stop_lets_an_iteration_end(session: Session) -> None:
+    session.run("ended = 0")
+    loop = "while True:\n    before = made\n    step()\n    ended += made - before"
+    before = session.run("made").values
+    stopped(session, loop, when=runs_for(session, 0.5))
+    after = session.run("(made, ended)").values
+    assert {rank: made - ended for rank, (made, ended) in after.items()} == before
+
+
 @pytest.mark.fault("C4")
 def test_stop_leaves_all_ranks_after_the_same_step(session: Session) -> None:
     for seconds in (0.31, 0.47, 0.63):
@@ -196,6 +205,13 @@ def test_a_rank_that_raises_ends_the_cell_of_those_that_wait_for_it(
     assert set(told.value.errors) == {0, 1}
     assert told.value.errors[0].ename in {"KeyboardInterrupt", "RuntimeError"}
     assert trains_on(session)
+
+
+def test_stop_in_an_evaluation_leaves_models_usable(session: Session) -> None:
+    code = "with torch.no_grad():\n    while True: accelerator.gather(model(batch))"
+    for seconds in (0.4, 0.5, 0.6):
+        stopped(session, code, when=runs_for(session, seconds))
+        assert trains_on(session)
 
 
 @pytest.mark.fault("C11")

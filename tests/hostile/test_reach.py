@@ -268,7 +268,7 @@ def test_the_key_is_in_the_connection_files_alone(
     session.save("one", wait=True, folder=tmp_path)
     session.panel("text")
     session.panel("html")
-    folder = session._gang.run_dir.path / str(session._gang._generation)
+    folder = session._gang.run_dir.path / str(session._gang.generation)
     keys = {json.loads(path.read_text())["key"] for path in folder.glob("rank?.json")}
     (key,) = keys
     places = dict(everywhere(session))

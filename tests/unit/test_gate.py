@@ -29,7 +29,6 @@ def gated() -> tuple[Gate, type[Optimizer]]:
 
     class Gated(Optimizer):
         step = gate.around_step(Optimizer.step)
-        zero_grad = gate.after_zero_grad(Optimizer.zero_grad)
 
     return gate, Gated
 
@@ -43,15 +42,16 @@ def test_without_stop_steps_go_on_and_are_counted() -> None:
     assert gate.hold()[0] == optimizer.steps == 3
 
 
-def test_a_rank_that_lags_makes_the_last_step_and_clears_its_gradients() -> None:
+def test_a_rank_that_lags_makes_the_last_step_and_ends_its_iteration() -> None:
     gate, cls = gated()
     optimizer = cls()
     optimizer.step()
     assert gate.hold()[0] == 1
     gate.stop(2)
     optimizer.step()
+    optimizer.zero_grad()
     with pytest.raises(KeyboardInterrupt):
-        optimizer.zero_grad()
+        gate.pause()  # the next forward
     assert optimizer.steps == 2
 
 
@@ -84,7 +84,7 @@ def test_a_held_rank_waits_for_the_word() -> None:
     assert optimizer.steps == 2
 
 
-def test_a_loop_that_never_clears_gradients_is_stopped_soon_after_the_step() -> None:
+def test_a_loop_without_a_further_forward_is_stopped_soon_after_the_step() -> None:
     gate, cls = gated()
     optimizer = cls()
     optimizer.step()
