@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GROUPS = 64
-"""Process groups that have a slot; calls in further ones are not written down."""
+"""Process groups that have a slot; calls in further ones are not written down, nor waited for."""
 KEPT = 8
 """Calls of a group that are kept; ranks that wait for one another are one call apart."""
 _GROUP = struct.Struct("<Q")
@@ -110,7 +110,7 @@ class Board:
         """Whether a rank has made its call of this number, or a later one."""
         key = _hash(group)
         if self._slot(rank, key) is None:
-            return False
+            return self._is_full(rank)
         found, *_ = _CALL.unpack_from(self._pages[rank], self._place(rank, key, number))
         return bool(found >= number)
 
@@ -126,6 +126,17 @@ class Board:
                 if not found:
                     return None
         return self._slots.get((rank, key))
+
+    def _is_full(self, rank: int) -> bool:
+        """Whether a rank has no slot left, so that what it calls cannot be known."""
+        last = (GROUPS - 1) * _SLOT_BYTES
+        return bool(_GROUP.unpack_from(self._page(rank), last)[0])
+
+    def clear(self) -> None:
+        """Forget all groups of this rank: new ones take their places."""
+        self._pages[self.rank][:] = bytes(GROUPS * _SLOT_BYTES)
+        self._slots.clear()
+        self._own.clear()
 
     def _place(self, rank: int, key: int, number: int) -> int:
         return self._slots[rank, key] + _GROUP.size + number % KEPT * _CALL.size

@@ -98,6 +98,7 @@ class Meeting:
     def begin_anew(self) -> None:
         """The process groups are new ones."""
         self._era += 1
+        self._board.clear()
 
     def name_of(self, group: ProcessGroup) -> str:
         """Name of a group on the board."""

@@ -70,6 +70,26 @@ def test_groups_beyond_the_slots_are_not_written_down(boards: list[Board]) -> No
     assert numbers == [1] * GROUPS + [0] * 3
 
 
+def test_a_rank_without_a_slot_is_not_waited_for(boards: list[Board]) -> None:
+    first, second = boards
+    for name in range(GROUPS):
+        first.post(str(name), SUM)
+    assert second.reached(0, "one more", 1)
+    assert second.call(0, "one more", 1) is None
+
+
+def test_groups_that_are_gone_leave_their_slots(boards: list[Board]) -> None:
+    first, second = boards
+    for name in range(GROUPS):
+        first.post(str(name), SUM)
+    assert second.reached(0, "3", 1)
+    first.clear()
+    second.clear()
+    assert not second.reached(0, "3", 1)
+    assert first.post("new", OTHER) == 1
+    assert second.call(0, "new", 1) == OTHER
+
+
 def test_a_page_belongs_to_its_user_alone(tmp_path: Path) -> None:
     Board(tmp_path, rank=0, world_size=1)
     (page,) = tmp_path.iterdir()
