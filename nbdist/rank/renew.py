@@ -9,6 +9,7 @@ its own) has to be made again by a cell.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -142,7 +143,8 @@ def drop_gradients(one: training.Trained) -> None:
 
 def holds(value: object, groups: list[Any]) -> bool:
     """Whether a variable is one of these process groups, or was made on one by a cell."""
-    if isinstance(value, torch.distributed.ProcessGroup):
-        return any(value is one for one in groups)
-    own = getattr(value, "process_group", None)
-    return own is not None and any(own is one for one in groups)
+    with contextlib.suppress(Exception):  # an object that is of no use any more answers nothing
+        own = value if isinstance(value, torch.distributed.ProcessGroup) else None
+        own = own or getattr(value, "process_group", None)
+        return own is not None and any(own is one for one in groups)
+    return False
