@@ -31,7 +31,7 @@ def settle(ladder: Ladder, gang: Gang, *, world_size: int) -> str:
         SessionError: a rank does not answer.
     """
     cell = ladder.cell
-    if world_size == 1 or cell.death is not None or not (cell.errors or ladder.rung != "none"):
+    if cell.death is not None or not (cell.errors or ladder.rung != "none"):
         return ""
     broken = ladder.rung == "freed" or any(
         group.kind == "secondary" for group in tracebacks.grouped(list(cell.errors.values()))
@@ -75,4 +75,4 @@ def _in_words(report: dict[str, Any], *, groups: bool) -> str:
         said += [f"{', '.join(report['bound'])} can be used again"]
     if report["stale"]:
         said += [f"{', '.join(report['stale'])}: of the old group, make them again"]
-    return "; ".join([*said, *report["notes"]]) or "the ranks are ready again"
+    return "; ".join(said) or "the ranks are ready again"

@@ -77,8 +77,6 @@ class Waiting:
     """What the main thread of this rank waits for."""
 
     words: str
-    group: str
-    number: int
     missing: tuple[int, ...]
     """Ranks that have not called it."""
     since: float
@@ -143,7 +141,7 @@ class Meeting:
             if now - began < SPIN_S:
                 time.sleep(0)
                 continue
-            self.waiting = Waiting(call.words, name, number, missing, began)
+            self.waiting = Waiting(call.words, missing, began)
             time.sleep(nap)
             nap = min(nap * 1.5, LONGEST_NAP_S)
 
@@ -219,7 +217,7 @@ def _call(name: str, args: Sequence[Any], options: object) -> Call:
     called = (_SAME_SIZE | _ANY_SIZE)[name]
     given = args[1:2] if name in _INPUT_SECOND else args[:1]
     tensors = list(_tensors(given))
-    kinds = sorted({str(one.dtype).removeprefix("torch.") for one in tensors})
+    kinds = sorted(set(map(_kind, tensors)))
     what = [called, *kinds]
     if name in _SAME_SIZE:
         what += [str(sum(one.numel() for one in tensors))]

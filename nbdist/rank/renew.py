@@ -44,8 +44,6 @@ class Report:
     """The user's variables that were bound anew."""
     stale: list[str] = field(default_factory=list)
     """The user's variables that hold the old group: a cell has to make them again."""
-    notes: list[str] = field(default_factory=list)
-    """What the user should know, in sentences."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for a message."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import distributed_c10d
 
 from nbdist import wire
-from nbdist.rank import training
+from nbdist.rank import collectives, training
 
 if TYPE_CHECKING:
     from nbdist.rank.collectives import Meeting
@@ -70,7 +70,7 @@ class Standing:
         return tuple(found)
 
 
-_OWN_FILE = str(__file__).replace("standing.py", "collectives.py")
+_OWN_FILE = collectives.__file__
 
 
 def group_counts() -> dict[str, int]:
