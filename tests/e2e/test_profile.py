@@ -1,4 +1,4 @@
-"""Profiles of loops on real ranks: planted bottlenecks, bad input, and how they are asked for."""
+"""Planted bottlenecks on two CPU ranks: each is recognised, and nothing else is blamed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
-from nbdist import CellError, OptionError, ProfileError, SessionError
 from tests import planted
-from tests.conftest import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from nbdist import Profile, Session
-    from tests.live_kernel import LiveKernel
     from tests.planted import Planted
 
 STEPS = 4
