@@ -64,7 +64,6 @@ SWITCH = "nbdist_switch_request"
 EXPORT = "nbdist_export_request"
 GATHER = "nbdist_gather_request"
 FOREIGN = "nbdist_foreign_request"
-PROFILE = "nbdist_profile_request"
 MEASURED = "nbdist_measured_request"
 WHERE = "nbdist_where_request"
 HOLD = "nbdist_hold_request"
@@ -74,7 +73,6 @@ STACKS = "nbdist_stacks_request"
 PROFILE = "nbdist_profile_request"
 SAVE = "nbdist_save_request"
 LOAD = "nbdist_load_request"
-PROFILED = "nbdist_profiled"
 REPORT = "nbdist_report"
 SEND = "nbdist_send"
 CHOSEN = "nbdist_chosen"
@@ -200,40 +198,6 @@ class MeasuredReply(TypedDict):
     """Fields of `plan.checked.Measured`."""
 
 
-class ProfileRequest(TypedDict):
-    """Profile the cell that runs, or the next one."""
-
-    id: str
-    """Comes back with what was measured."""
-    running: bool
-    """The cell that runs now: to be refused where none does."""
-    steps: int | None
-    """Of the window; None: until their times are stable."""
-    limit_s: float
-    """The longest window."""
-    trace: str
-    """Folder for a trace; "": none."""
-    memory: bool
-
-
-class ProfileReply(TypedDict, total=False):
-    """Whether a rank will profile."""
-
-    status: Literal["ok", "error"]
-    error: str
-    """One sentence."""
-
-
-class Profiled(TypedDict, total=False):
-    """What a rank has measured, or why it has not."""
-
-    id: str
-    figures: dict[str, Any]
-    """`profile.figures.RankFigures.to_json()`."""
-    error: str
-    """One sentence."""
-
-
 class WhereReply(TypedDict):
     """Where a rank's main thread is; empty where no code of a cell runs."""
 
@@ -309,10 +273,10 @@ class ProfileRequest(TypedDict):
 
     id: str
     """Of this profile; the same for all ranks."""
-    cell: str
-    """Request of the cell, as in `Interrupt`."""
+    ranks: list[int]
+    """All that were asked."""
     running: bool
-    """It runs now; else it is the next one to come."""
+    """The cell that runs now; else the next one to come."""
     steps: int | None
     """None: until the figures are stable."""
     limit_s: float

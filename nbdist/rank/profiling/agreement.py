@@ -11,6 +11,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 LEAD = 2
@@ -22,10 +23,10 @@ FIRST = 1
 class Agreement:
     """What the ranks tell one another of one profile."""
 
-    def __init__(self, folder: Path, profile: str, *, rank: int, world_size: int) -> None:
-        """Meet in a folder that all ranks have, under the profile's own name."""
+    def __init__(self, folder: Path, profile: str, *, rank: int, ranks: Sequence[int]) -> None:
+        """Meet in a folder that all ranks have, under the profile's own name; `ranks` come."""
         self._folder, self._name = folder, f"profile-{''.join(filter(str.isalnum, profile))}"
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._ranks = rank, ranks
         self._begin: int | None = None
 
     def asked(self, at: int) -> None:
@@ -39,9 +40,9 @@ class Agreement:
         The window opens a step later, when all ranks have done so.
         """
         if self._begin is None:
-            asked = [self._said(str(rank)) for rank in range(self._world_size)]
+            asked = [self._said(str(rank)) for rank in self._ranks]
             known = [at for at in asked if at is not None]
-            if len(known) == self._world_size:
+            if len(known) == len(asked):
                 self._begin = max(known) + LEAD if max(known) else FIRST
         return self._begin
 
@@ -57,7 +58,7 @@ class Agreement:
     @property
     def decides(self) -> bool:
         """Whether this rank says when to end."""
-        return self._rank == 0
+        return self._rank == min(self._ranks)
 
     def _say(self, what: str, step: int) -> None:
         new = self._folder / f"{self._name}.{what}.new"

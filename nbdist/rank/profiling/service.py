@@ -24,13 +24,11 @@ def arm(
         running: request of the cell that runs now.
         around: this rank.
     """
-    if asked["running"] and running != asked["cell"]:
+    if asked["running"] and running is None:
         return _refused("the cell that was to be profiled is over; profile the next one.")
     if slot.window is not None and running is not None:
         return _refused("a profile is under way already; wait until its verdict is shown.")
-    agreement = Agreement(
-        around.folder, asked["id"], rank=around.rank, world_size=around.world_size
-    )
+    agreement = Agreement(around.folder, asked["id"], rank=around.rank, ranks=asked["ranks"])
     window = Window(asked, agreement, around)
     slot.window = window
     if asked["running"]:
