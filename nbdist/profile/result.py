@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from nbdist import ranks as words_for_ranks
-from nbdist.profile import advice, compared, gains, show, verdict
+from nbdist.profile import calibrated, changes, compared, show, taken, verdict
 from nbdist.profile.figures import PARTS
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from nbdist.plan.result import Row
     from nbdist.plan.spec import ModelSpec
     from nbdist.profile.advice import Advice
+    from nbdist.profile.calibrated import Planner
     from nbdist.profile.compared import Straggler
     from nbdist.profile.figures import Loader, Model, Part, RankFigures, Traffic
-    from nbdist.profile.gains import Planner
     from nbdist.profile.remark import Remark
     from nbdist.profile.verdict import Blame
     from nbdist.strategies import Options
@@ -191,7 +191,7 @@ class Profile:
     @cached_property
     def model_flops(self) -> float | None:
         """FLOPs of one rank's step, without recomputation; None where they are not known."""
-        return gains.model_flops(self)
+        return calibrated.model_flops(self)
 
     @property
     def mfu(self) -> float | None:
@@ -230,17 +230,17 @@ class Profile:
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
         """At most three changes, the one that gains most first."""
-        return tuple(advice.best(self))
+        return tuple(changes.best(self))
 
     @cached_property
     def gained(self) -> str:
         """What the advice of the profile before has gained; empty where none was taken."""
-        return advice.gained(self.before, self) if self.before else ""
+        return taken.gained(self.before, self) if self.before else ""
 
     @cached_property
     def planner(self) -> Planner | None:
         """The planner, calibrated by these figures; None where the model cannot be planned."""
-        return gains.planner(self)
+        return calibrated.planner(self)
 
     @property
     def predicted(self) -> Row | None:
