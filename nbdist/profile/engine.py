@@ -170,7 +170,8 @@ def _units(profile: Profile, planner: Planner) -> Iterator[Advice]:
     yield Advice(
         title="FSDP units",
         why=(
-            "The model is gathered at once, and nothing computes meanwhile; units of an eighth are gathered one ahead"
+            "The model is gathered at once, and nothing computes meanwhile; units of an eighth are"
+            " gathered one ahead"
             f"{'' if on_gpu else ', which on GPUs hides most of it'}."
         ),
         line=f"%nbdist switch --fsdp-config '{json.dumps(config)}'",
