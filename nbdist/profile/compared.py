@@ -30,11 +30,13 @@ NAMES: Mapping[Part, str] = {
     "forward": "the forward",
     "backward": "the backward",
     "optimizer": "the optimizer's step",
+    "communication": "communication that nothing hides",
+    "waiting": "waiting for other ranks",
     "offload": "offload traffic",
     "python": "the cell's own Python",
     "idle": "idle time",
 }
-"""Parts of a rank's own work, in words."""
+"""Parts of a step, in words."""
 
 
 _UNMATCHED = (
@@ -228,7 +230,8 @@ def straggler(ranks: Sequence[RankFigures]) -> Straggler | None:
         return None
     if not _steadily_last(ranks, slow):
         return None
-    part = max(NAMES, key=lambda name: _more(slow, others, name))
+    own_parts = [name for name in NAMES if name not in _NOT_OWN]
+    part = max(own_parts, key=lambda name: _more(slow, others, name))
     return Straggler(
         rank=slow.rank,
         slower=own[slow.rank] / usual - 1,

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from nbdist import ranks as words_for_ranks
-from nbdist.profile import advice, compared, gains, show, verdict
+from nbdist.profile import calibrated, changes, compared, show, taken, verdict
 from nbdist.profile.figures import PARTS
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from nbdist.plan.result import Row
     from nbdist.plan.spec import ModelSpec
     from nbdist.profile.advice import Advice
+    from nbdist.profile.calibrated import Planner
     from nbdist.profile.compared import Straggler
     from nbdist.profile.figures import Loader, Model, Part, RankFigures, Traffic
-    from nbdist.profile.gains import Planner
     from nbdist.profile.remark import Remark
     from nbdist.profile.verdict import Blame
     from nbdist.strategies import Options
@@ -54,7 +54,8 @@ class Profile:
     """On the text of the cell."""
     before: Profile | None = field(default=None, repr=False)
     """The profile before this one, whose advice may have been taken."""
-    compared_notes: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
+    """Sentences of the kernel, and on what could not be compared."""
 
     @classmethod
     def of(
@@ -64,6 +65,7 @@ class Profile:
         *,
         remarks: Sequence[Remark] = (),
         before: Profile | None = None,
+        notes: Sequence[str] = (),
     ) -> Self:
         """Compare what the ranks have measured.
 
@@ -72,11 +74,12 @@ class Profile:
             setting: what was profiled.
             remarks: on the text of the cell, confirmed by these figures.
             before: the session's profile before this one.
+            notes: sentences that a reader must know: who did not take part, and why.
 
         Raises:
             ValueError: no figures.
         """
-        ranks, notes = compared.compared(list(figures))
+        ranks, unknown = compared.compared(list(figures))
         if not ranks:
             message = "a profile needs the figures of one rank at least"
             raise ValueError(message)
@@ -85,7 +88,7 @@ class Profile:
             setting=setting,
             remarks=tuple(remarks),
             before=before and before.alone(),
-            compared_notes=tuple(notes),
+            told=(*notes, *unknown),
         )
 
     def alone(self) -> Profile:
@@ -94,7 +97,7 @@ class Profile:
             ranks=self.ranks,
             setting=self.setting,
             remarks=self.remarks,
-            compared_notes=self.compared_notes,
+            told=self.told,
         )
 
     # ------------------------------------------------------------------------ the figures
@@ -191,7 +194,7 @@ class Profile:
     @cached_property
     def model_flops(self) -> float | None:
         """FLOPs of one rank's step, without recomputation; None where they are not known."""
-        return gains.model_flops(self)
+        return calibrated.model_flops(self)
 
     @property
     def mfu(self) -> float | None:
@@ -219,8 +222,8 @@ class Profile:
 
     @property
     def bound(self) -> str:
-        """What the step is bound by, in a word: "communication", "input", "compute", ..."""
-        return self.blamed[0].kind if self.blamed else "compute"
+        """What the step is bound by, in a word: a `verdict.Kind`, "compute", or "mixed"."""
+        return verdict.bound(self)
 
     @cached_property
     def verdict(self) -> str:
@@ -230,17 +233,17 @@ class Profile:
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
         """At most three changes, the one that gains most first."""
-        return tuple(advice.best(self))
+        return tuple(changes.best(self))
 
     @cached_property
     def gained(self) -> str:
         """What the advice of the profile before has gained; empty where none was taken."""
-        return advice.gained(self.before, self) if self.before else ""
+        return taken.gained(self.before, self) if self.before else ""
 
     @cached_property
     def planner(self) -> Planner | None:
         """The planner, calibrated by these figures; None where the model cannot be planned."""
-        return gains.planner(self)
+        return calibrated.planner(self)
 
     @property
     def predicted(self) -> Row | None:
@@ -256,16 +259,16 @@ class Profile:
     @property
     def notes(self) -> list[str]:
         """What a reader must know: what could not be measured, and where."""
-        told: dict[str, list[int]] = {}
+        saying: dict[str, list[int]] = {}
         for one in self.ranks:
             for note in one.notes:
-                told.setdefault(note, []).append(one.rank)
+                saying.setdefault(note, []).append(one.rank)
         everywhere = len(self.ranks)
         noted = [
             note if len(where) == everywhere else f"{words_for_ranks.words(where)}: {note}"
-            for note, where in told.items()
+            for note, where in saying.items()
         ]
-        return [*self.compared_notes, *noted]
+        return [*self.told, *noted]
 
     # --------------------------------------------------------------------------- to show
 
