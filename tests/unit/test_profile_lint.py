@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,7 +14,6 @@ from nbdist.profile.cells import parsed
 from nbdist.profile.figures import Line, Loader, Model, RankFigures
 from nbdist.profile.lint import confirmed, remarks
 from tests.unit.loops import BAD, GOOD
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nbdist.profile.remark import Remark
