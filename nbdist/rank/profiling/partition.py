@@ -188,12 +188,10 @@ def _traffic(seen: Recorded, exposed: Sequence[Sequence[Span]]) -> list[Traffic]
     return sorted(found, key=lambda one: -one.seconds)
 
 
-def _begins(
-    seen: Recorded, exposed: Sequence[Sequence[Span]]
-) -> dict[str, list[list[float]]]:
+def _begins(seen: Recorded, exposed: Sequence[Sequence[Span]]) -> dict[str, list[list[float]]]:
     by_group: dict[str, list[list[float]]] = defaultdict(list)
     for one, spans in sorted(
         zip(seen.collectives, exposed, strict=True), key=lambda pair: pair[0].begin
     ):
-        by_group[one.group].append([one.begin * NS, round(length(spans) * NS, 7)])
+        by_group[one.group].append([round(one.begin * NS, 6), round(length(spans) * NS, 6)])
     return dict(by_group)
