@@ -179,9 +179,9 @@ class ProfiledRank(TypedDict):
 class AdviceView(TypedDict):
     """What would make it faster."""
 
+    title: str
     text: str
-    gain: str
-    """Predicted, in words."""
+    """The predicted gain, and why."""
     command: str
     """The line to paste."""
     does: str

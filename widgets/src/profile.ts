@@ -1,6 +1,7 @@
 // The latest profile: the verdict, a bar of each rank's step, and what would make it faster.
 
 import { Question } from "./confirm.ts";
+import { title } from "./devices.ts";
 import { attribute, h, Keyed, say } from "./dom.ts";
 import { age, seconds } from "./format.ts";
 import type { Advice, ProfiledRank, Span } from "./protocol.ts";
@@ -28,7 +29,7 @@ interface Entry {
 
 export function profileView(store: Store): View {
   const verdict = h("p", { class: "nbd-verdict" });
-  const when = h("span", { class: "nbd-muted nbd-figures" });
+  const when = h("div", { class: "nbd-tools nbd-muted" });
   const facts = h("p", { class: "nbd-muted nbd-tight" });
   const gained = h("p", { class: "nbd-gained nbd-tight" });
   const bars = h("div", { class: "nbd-steps", role: "list" });
@@ -39,7 +40,7 @@ export function profileView(store: Store): View {
   const root = h(
     "section",
     { class: "nbd-section", "aria-label": "profile" },
-    h("div", { class: "nbd-title" }, h("span", {}, "Profile"), when),
+    title("Profile", when),
     verdict, facts, gained, bars, reading, legend, list, notes,
   );
   let scale = 1;
@@ -62,7 +63,7 @@ export function profileView(store: Store): View {
   );
   const pieces = new Keyed<Advice, AdviceRow>(
     list,
-    ({ command, text }) => command || text,
+    ({ title, command }) => `${title} ${command}`,
     () => adviceRow(store),
     (row, advice) => row.show(advice),
   );
@@ -156,7 +157,7 @@ function rankRow(read: (words: string) => void, scale: () => number): RankRow {
 function adviceRow(store: Store): AdviceRow {
   let now: Advice;
   const text = h("span");
-  const gain = h("strong");
+  const head = h("strong");
   const line = h("code");
   const question = new Question();
   const copy = h("button", { class: "nbd-quiet", onclick: () => void copied(line).then((word) => {
@@ -170,11 +171,11 @@ function adviceRow(store: Store): AdviceRow {
   } }, "Switch…");
   const paste = h("div", { class: "nbd-tools" }, line, copy, change);
   return {
-    root: h("div", { role: "listitem" }, h("p", { class: "nbd-tight" }, gain, text), paste, question.root),
+    root: h("div", { role: "listitem" }, h("p", { class: "nbd-tight" }, head, text), paste, question.root),
     show(advice) {
       now = advice;
       say(text, advice.text);
-      say(gain, advice.gain ? `${advice.gain}: ` : "");
+      say(head, advice.title ? `${advice.title}: ` : "");
       say(line, advice.command);
       paste.hidden = !advice.command;
       attribute(copy, "aria-label", `copy ${advice.command}`);

@@ -91,9 +91,9 @@ export interface ProfiledRank {
   figures: string;
 }
 export interface Advice {
+  title: string;
+  /** The predicted gain, and why. */
   text: string;
-  /** Predicted, in words. */
-  gain: string;
   command: string;
   does: string;
   /** Of the switch command; empty where a button cannot do it. */
@@ -340,8 +340,8 @@ const profiledRank = object<ProfiledRank>((p) => ({
   figures: text(p.figures),
 }));
 const advice = object<Advice>((p) => ({
+  title: text(p.title),
   text: text(p.text),
-  gain: text(p.gain),
   command: text(p.command),
   does: text(p.does),
   arguments: isPlain(p.arguments) ? p.arguments : {},
