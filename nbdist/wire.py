@@ -62,6 +62,7 @@ SWITCH = "nbdist_switch_request"
 EXPORT = "nbdist_export_request"
 GATHER = "nbdist_gather_request"
 FOREIGN = "nbdist_foreign_request"
+PROFILE = "nbdist_profile_request"
 MEASURED = "nbdist_measured_request"
 WHERE = "nbdist_where_request"
 HOLD = "nbdist_hold_request"
@@ -70,6 +71,7 @@ RENEW = "nbdist_renew_request"
 STACKS = "nbdist_stacks_request"
 SAVE = "nbdist_save_request"
 LOAD = "nbdist_load_request"
+PROFILED = "nbdist_profiled"
 REPORT = "nbdist_report"
 SEND = "nbdist_send"
 CHOSEN = "nbdist_chosen"
@@ -81,7 +83,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 1
 """Asks a process for its stacks. SIGUSR1 and SIGUSR2 are left to the user's code: job schedulers
 send them to ask for a checkpoint."""
 
-OF_SESSION = frozenset({REPORT, CHOSEN, PHASE, SAVED})
+OF_SESSION = frozenset({REPORT, CHOSEN, PHASE, SAVED, PROFILED})
 """Messages on iopub that are the session's, whatever cell they came under."""
 
 NOTE = "nbdist"
@@ -192,6 +194,40 @@ class MeasuredReply(TypedDict):
 
     figures: dict[str, Any] | None
     """Fields of `plan.checked.Measured`."""
+
+
+class ProfileRequest(TypedDict):
+    """Profile the cell that runs, or the next one."""
+
+    id: str
+    """Comes back with what was measured."""
+    running: bool
+    """The cell that runs now: to be refused where none does."""
+    steps: int | None
+    """Of the window; None: until their times are stable."""
+    limit_s: float
+    """The longest window."""
+    trace: str
+    """Folder for a trace; "": none."""
+    memory: bool
+
+
+class ProfileReply(TypedDict, total=False):
+    """Whether a rank will profile."""
+
+    status: Literal["ok", "error"]
+    error: str
+    """One sentence."""
+
+
+class Profiled(TypedDict, total=False):
+    """What a rank has measured, or why it has not."""
+
+    id: str
+    figures: dict[str, Any]
+    """`profile.figures.RankFigures.to_json()`."""
+    error: str
+    """One sentence."""
 
 
 class WhereReply(TypedDict):
