@@ -10,26 +10,16 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from nbdist.panel import words
+from nbdist.profile.show import COLORS
 from nbdist.profile.words import time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
 
-COLORS = {
-    "data": "#a87b00",
-    "copies": "#96683f",
-    "forward": "#3987c8",
-    "backward": "#8a63d2",
-    "optimizer": "#4b8b2b",
-    "communication": "#c2620a",
-    "waiting": "#c4527f",
-    "offload": "#12938f",
-    "python": "#2b6fb3",
-    "idle": "#7c8694",
-}
-"""Part of a step -> colour of its bar, as in widgets/src/times.ts."""
+_COLORS: Mapping[str, str] = {**COLORS}
+"""For any name, also one that is no part."""
 _TRACK = (
     "width:100%;min-width:140px;height:14px;border-radius:2px;"
     "background:rgba(124,134,148,.22);overflow:hidden"
@@ -61,7 +51,7 @@ def _rank(one: ProfiledRank, top: float) -> str:
     pieces = "".join(
         f"<div title='{escape(f'{part} {time(seconds)}')}' style='float:left;height:100%;"
         f"width:{100 * seconds / top if top else 0:.2f}%;"
-        f"background:{COLORS.get(part, COLORS['idle'])}'></div>"
+        f"background:{_COLORS.get(part, COLORS['idle'])}'></div>"
         for part, seconds in _spans(one)
     )
     told = "; ".join(filter(None, (in_words(one), one["figures"])))

@@ -49,7 +49,7 @@ class Profiled:
         elif self._seen is None or not self._holds(profiles[-1], session.options):
             self._seen = profiles[-1], session.options
             self._view = of_profile(*self._seen)
-        return ProfileView(**{**self._view, "refused": session.why_no_profile()})  # type: ignore[typeddict-item]
+        return ProfileView(**{**self._view, "refused": session.why_no_profile()})
 
     def _holds(self, profile: Profile, options: Options) -> bool:
         return self._seen is not None and self._seen[0] is profile and self._seen[1] == options

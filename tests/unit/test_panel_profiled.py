@@ -13,7 +13,7 @@ import pytest
 
 import nbdist
 from nbdist.kernel.profiling import Profiling, Wish
-from nbdist.panel import html, html_profile, text
+from nbdist.panel import html, text
 from nbdist.panel.commands import Command, read
 from nbdist.panel.live import View
 from nbdist.panel.profiled import NOTHING, Profiled, of_profile
@@ -23,6 +23,7 @@ from nbdist.profile.advice import Advice
 from nbdist.profile.figures import PARTS, Loader, Memory, RankFigures, Traffic
 from nbdist.profile.gains import Gain
 from nbdist.profile.result import Profile, Setting
+from nbdist.profile.show import COLORS
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -217,8 +218,8 @@ def test_a_refusal_is_the_buttons_reason(session: Session) -> None:
 def test_colours_are_those_of_the_front_end_and_every_part_has_a_pattern() -> None:
     source = ROOT / "widgets" / "src"
     found = re.findall(r"(\w+): \"(#[0-9a-f]{6})\"", (source / "times.ts").read_text())
-    assert dict(found) == html_profile.COLORS
-    assert tuple(html_profile.COLORS) == tuple(text.LETTERS) == PARTS
+    assert dict(found) == COLORS
+    assert tuple(COLORS) == tuple(text.LETTERS) == PARTS
     assert len(set(text.LETTERS.values())) == len(PARTS)
     style = (source / "panel.css").read_text()
     patterns = dict(re.findall(r'\[data-part="(\w+)"\] \{ background(?:-image)?: (.*?) \}', style))

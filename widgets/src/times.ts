@@ -5,18 +5,18 @@ import { attribute, h, Keyed, style } from "./dom.ts";
 import { seconds } from "./format.ts";
 import type { ProfiledRank, Span } from "./protocol.ts";
 
-/** As in nbdist/panel/html_profile.py; of middle luminance, as those of memory are. */
+/** As in nbdist/profile/show.py; of middle luminance, as those of memory are. */
 export const COLOURS: Readonly<Record<string, string>> = {
-  data: "#a87b00",
-  copies: "#96683f",
-  forward: "#3987c8",
-  backward: "#8a63d2",
-  optimizer: "#4b8b2b",
-  communication: "#c2620a",
-  waiting: "#c4527f",
-  offload: "#12938f",
-  python: "#2b6fb3",
-  idle: "#7c8694",
+  data: "#986f00",
+  copies: "#9b6c41",
+  forward: "#337ab6",
+  backward: "#875fd1",
+  optimizer: "#478429",
+  communication: "#b85d0a",
+  waiting: "#c24c7b",
+  offload: "#108380",
+  python: "#2f78c2",
+  idle: "#6c7785",
 };
 
 /** A swatch or a segment of a part. */
