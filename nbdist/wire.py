@@ -34,12 +34,14 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_release_request/_reply  control  free a rank that is stuck in a collective
     nbdist_renew_request/_reply   shell    a new process group in place of a broken one
     nbdist_stacks_request/_reply  control  what every thread of a rank is doing
+    nbdist_profile_request/_reply  control  record some steps of a cell, running or about to come
     interrupt_request             control  Jupyter's own, with the request to interrupt
     nbdist_report                 iopub    rows of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
     nbdist_chosen                 iopub    the options that auto chose, from rank 0
     nbdist_saved                  iopub    a checkpoint was begun, is there, or failed; from rank 0
     nbdist_phase                  iopub    what a long request is doing, from rank 0
+    nbdist_profiled               iopub    what a rank has recorded, or why it has nothing
     nbdist_advice                 iopub    why memory ran out on a rank, and what would fit
 """
 
@@ -62,22 +64,22 @@ SWITCH = "nbdist_switch_request"
 EXPORT = "nbdist_export_request"
 GATHER = "nbdist_gather_request"
 FOREIGN = "nbdist_foreign_request"
-PROFILE = "nbdist_profile_request"
 MEASURED = "nbdist_measured_request"
 WHERE = "nbdist_where_request"
 HOLD = "nbdist_hold_request"
 RELEASE = "nbdist_release_request"
 RENEW = "nbdist_renew_request"
 STACKS = "nbdist_stacks_request"
+PROFILE = "nbdist_profile_request"
 SAVE = "nbdist_save_request"
 LOAD = "nbdist_load_request"
-PROFILED = "nbdist_profiled"
 REPORT = "nbdist_report"
 SEND = "nbdist_send"
 CHOSEN = "nbdist_chosen"
 ADVICE = "nbdist_advice"
 PHASE = "nbdist_phase"
 SAVED = "nbdist_saved"
+PROFILED = "nbdist_profiled"
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1
 """Asks a process for its stacks. SIGUSR1 and SIGUSR2 are left to the user's code: job schedulers
@@ -196,40 +198,6 @@ class MeasuredReply(TypedDict):
     """Fields of `plan.checked.Measured`."""
 
 
-class ProfileRequest(TypedDict):
-    """Profile the cell that runs, or the next one."""
-
-    id: str
-    """Comes back with what was measured."""
-    running: bool
-    """The cell that runs now: to be refused where none does."""
-    steps: int | None
-    """Of the window; None: until their times are stable."""
-    limit_s: float
-    """The longest window."""
-    trace: str
-    """Folder for a trace; "": none."""
-    memory: bool
-
-
-class ProfileReply(TypedDict, total=False):
-    """Whether a rank will profile."""
-
-    status: Literal["ok", "error"]
-    error: str
-    """One sentence."""
-
-
-class Profiled(TypedDict, total=False):
-    """What a rank has measured, or why it has not."""
-
-    id: str
-    figures: dict[str, Any]
-    """`profile.figures.RankFigures.to_json()`."""
-    error: str
-    """One sentence."""
-
-
 class WhereReply(TypedDict):
     """Where a rank's main thread is; empty where no code of a cell runs."""
 
@@ -298,6 +266,43 @@ class StacksReply(TypedDict):
     """The Python stacks of all threads of a rank, as text."""
 
     text: str
+
+
+class ProfileRequest(TypedDict):
+    """Record some optimizer steps of a cell; each rank answers by one `Profiled` later."""
+
+    id: str
+    """Of this profile; the same for all ranks."""
+    ranks: list[int]
+    """All that were asked."""
+    running: bool
+    """The cell that runs now; else the next one to come."""
+    steps: int | None
+    """None: until the figures are stable."""
+    limit_s: float
+    """Longest time of the window."""
+    trace: str
+    """Folder for traces; empty: none."""
+    memory: bool
+    """Whether to count the tensors of one step more."""
+
+
+class ProfileReply(TypedDict, total=False):
+    """The rank waits for steps, or why it does not."""
+
+    status: Literal["ok", "error"]
+    error: str
+    """One sentence."""
+
+
+class Profiled(TypedDict, total=False):
+    """What came of a profile on a rank; exactly one for each request that was accepted."""
+
+    id: str
+    figures: dict[str, Any]
+    """`profile.figures.RankFigures.to_json()`."""
+    error: str
+    """One sentence, instead of figures."""
 
 
 class SwitchRequest(TypedDict):

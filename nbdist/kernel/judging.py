@@ -28,7 +28,6 @@ ASKED_S = 2.0
 
 def judged(session: Session, gang: Gang, one: Profiling) -> Profile:
     """Put the figures together with what the session knows of its model, options and cells."""
-    from nbdist.plan import learning
     from nbdist.profile import lint
     from nbdist.profile.result import Profile, Setting
 
@@ -38,11 +37,9 @@ def judged(session: Session, gang: Gang, one: Profiling) -> Profile:
     made = Profile.of(
         figures,
         setting,
-        remarks=lint.confirmed(lint.remarks(one.sources), figures),
+        remarks=lint.confirmed(lint.remarks(one.sources), figures, bf16=session.hardware.bf16),
         before=session.profiles[-1] if session.profiles else None,
-        notes=_absent(one, session.world_size),
     )
-    learning.learn(made.ranks, spec=spec, options=session.options, cluster=cluster)
     return made
 
 

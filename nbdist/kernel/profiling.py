@@ -194,6 +194,7 @@ class Profiler:
         one.ranks, one.text, one.cell = tuple(ranks), "profiling: warm-up", cell
         request = wire.ProfileRequest(
             id=one.id,
+            ranks=list(ranks),
             running=cell is not None,
             steps=one.wish.steps,
             limit_s=LIMIT_S,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from nbdist.profile.walk import Event
 
 Kind = Literal[
     "num_workers",
@@ -50,3 +53,20 @@ class Remark:
     evidence: Evidence = ""
     seconds: float = 0.0
     """Of a step, that the profile puts on it; an upper bound of what the change gains."""
+
+
+def remark(
+    event: Event, kind: Kind, reason: str, change: str, sure: Sure, evidence: Evidence = ""
+) -> Remark:
+    """A remark on the line of an event."""
+    line: int = getattr(event.node, "lineno", 1)
+    return Remark(
+        kind=kind,
+        cell=event.cell.name,
+        line=line,
+        source=event.cell.line(line),
+        reason=reason,
+        change=change,
+        sure=sure,
+        evidence=evidence,
+    )
