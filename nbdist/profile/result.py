@@ -219,8 +219,8 @@ class Profile:
 
     @property
     def bound(self) -> str:
-        """What the step is bound by, in a word: "communication", "input", "compute", ..."""
-        return self.blamed[0].kind if self.blamed else "compute"
+        """What the step is bound by, in a word: a `verdict.Kind`, "compute", or "mixed"."""
+        return verdict.bound(self)
 
     @cached_property
     def verdict(self) -> str:

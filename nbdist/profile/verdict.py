@@ -76,6 +76,13 @@ def blamed(profile: Profile) -> list[Blame]:
     return sorted(found, key=lambda blame: -blame.share)
 
 
+def bound(profile: Profile) -> str:
+    """The gravest cause in a word; without any "compute", or "mixed" where that is no half."""
+    if profile.blamed:
+        return profile.blamed[0].kind
+    return "compute" if profile.share(*_COMPUTING) >= _HALF else "mixed"
+
+
 def sentence(profile: Profile) -> str:
     """The verdict."""
     if profile.blamed:
