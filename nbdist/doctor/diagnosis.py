@@ -19,6 +19,7 @@ from nbdist.doctor import (
     notebook,
     ports,
     resources,
+    run,
     session,
     versions,
 )
@@ -90,6 +91,14 @@ def diagnose() -> Diagnosis:
     found = [one for topic, look in looks for one in _looked(topic, look)]
     found.sort(key=lambda one: LEVELS.index(one.level))
     return Diagnosis(tuple(found))
+
+
+def diagnose_run() -> Diagnosis:
+    """Look at the training that runs, or has ended."""
+    running = current()
+    profiles = getattr(running, "profiles", ())
+    look = _looked("run", lambda: run.findings(next(reversed(profiles), None), running))
+    return Diagnosis(tuple(look))
 
 
 def _looked(topic: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
