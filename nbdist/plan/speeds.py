@@ -195,7 +195,12 @@ class Disk:
     @property
     def in_memory(self) -> bool:
         """It is no disk."""
-        return self.filesystem.partition(" ")[0] in {"tmpfs", "ramfs"}
+        return self.is_memory(self.filesystem)
+
+    @staticmethod
+    def is_memory(filesystem: str) -> bool:
+        """Whether a file system is no disk."""
+        return filesystem.partition(" ")[0] in {"tmpfs", "ramfs"}
 
     @classmethod
     def parsed(cls, entry: Any) -> Self | None:
@@ -215,7 +220,7 @@ class Disk:
 
 
 def slowest_curves(
-    everyone: Iterable[Mapping[str, Iterable[Iterable[float]]]],
+    everyone: Iterable[Mapping[str, Iterable[tuple[int, float]]]],
 ) -> Mapping[str, Curve]:
     """Curves of a calibration: of each size the slowest rank's time."""
     times: dict[str, dict[int, float]] = {}
