@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
 
-_COLORS: Mapping[str, str] = {**COLORS}
+_COLORS: Mapping[str, str] = {str(part): color for part, color in COLORS.items()}
 """For any name, also one that is no part."""
 _TRACK = (
     "width:100%;min-width:140px;height:14px;border-radius:2px;"

@@ -5,6 +5,7 @@ A profile compares, judges and advises when it is first asked to, so its view is
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from nbdist.kernel.ansi import clean
 from nbdist.panel import predicted, words
 from nbdist.panel.commands import ARGUMENTS
 from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView, Span
+from nbdist.profile import tables
 from nbdist.profile.figures import PARTS
 from nbdist.profile.words import percent, time
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from nbdist.profile.figures import RankFigures
     from nbdist.profile.result import Profile
     from nbdist.strategies import Options
+
+log = logging.getLogger(__name__)
 
 MAX_TRAFFIC = 3
 """Kinds of collectives that are told of a rank."""
@@ -48,7 +52,12 @@ class Profiled:
             self._seen, self._view = None, NOTHING
         elif self._seen is None or not self._holds(profiles[-1], session.options):
             self._seen = profiles[-1], session.options
-            self._view = of_profile(*self._seen)
+            try:
+                self._view = of_profile(*self._seen)
+            except Exception as error:  # figures that nobody has met: the panel goes on
+                log.exception("the profile could not be read")
+                why = f"the profile could not be read ({type(error).__name__}: {error})."
+                self._view = ProfileView(**{**NOTHING, "verdict": why})
         return ProfileView(**{**self._view, "refused": session.why_no_profile()})
 
     def _holds(self, profile: Profile, options: Options) -> bool:
@@ -74,10 +83,10 @@ def of_profile(profile: Profile, options: Options) -> ProfileView:
                 straggler=one.rank == profile.straggler,
                 figures=_text("; ".join(_figures(one))),
             )
-            for one in profile.ranks
+            for one in tables.shown(profile)
         ],
         advice=[_advice(one, options) for one in profile.advice],
-        notes=[_text(note) for note in profile.notes],
+        notes=[_text(note) for note in (*profile.notes, *_left_out(profile))],
         time=max((one.ends[-1] for one in profile.ranks if one.ends), default=None),
         refused="",
     )
@@ -90,6 +99,12 @@ def _text(said: str) -> str:
 def _finite(number: float) -> float:
     """A time that JSON has, and a bar."""
     return number if math.isfinite(number) and number > 0 else 0.0
+
+
+def _left_out(profile: Profile) -> list[str]:
+    """Ranks without a bar."""
+    more = len(profile.ranks) - len(tables.shown(profile))
+    return [f"and {more} more ranks: nbdist.session().profiles[-1].ranks"] if more else []
 
 
 def _parts(parts: Mapping[Any, float]) -> list[Span]:

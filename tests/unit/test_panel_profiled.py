@@ -163,6 +163,23 @@ def test_a_view_is_made_once_and_again_after_a_switch() -> None:
     assert kept.now(session)["verdict"] == "another"
 
 
+@pytest.mark.fault("G5")
+def test_a_profile_that_cannot_be_read_is_not_the_end_of_the_panel() -> None:
+    broken: Any = SimpleNamespace(verdict="input-bound")
+    session: Any = SimpleNamespace(profiles=[broken], options=DDP, why_no_profile=str)
+    assert "could not be read (AttributeError" in Profiled().now(session)["verdict"]
+
+
+def test_of_many_ranks_the_first_have_bars_and_the_slowest() -> None:
+    made = Profile(ranks=tuple(map(figures, range(100))), setting=profile().setting)
+    made.__dict__.update(verdict="input-bound", advice=(), slowest=SimpleNamespace(rank=77))
+    found = of_profile(made, DDP)
+    ranks = [one["rank"] for one in found["ranks"]]
+    assert ranks[:3] == [0, 1, 2]
+    assert [one["rank"] for one in found["ranks"] if one["straggler"]] == [77]
+    assert f"and {100 - len(ranks)} more ranks" in found["notes"][-1]
+
+
 # ---------------------------------------------------------------------------- the picture
 
 
