@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 WIDTH, TOPIC_WIDTH = 110, 15
 """Of a line, and of the column of topics."""
+PASTED = "%nbdist switch "
+"""Beginning of a remedy that is a line to paste."""
 COLORS = {"problem": "#c0392b", "note": "#b7791f", "ok": "#2f855a"}
 
 
@@ -116,12 +118,17 @@ def _looked(topic: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
 def _text(one: Finding) -> str:
     first = f"{one.level:<8} {one.topic:<{TOPIC_WIDTH}} "
     indent = " " * len(first)
-    lines = [first + one.says] + ([f"{indent}-> {one.do}"] if one.do else [])
-    return "\n".join(
-        textwrap.fill(
-            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
-        for line in lines
+    lines = [_filled(first + one.says, indent)]
+    if one.do.startswith(PASTED):
+        lines.append(f"{indent}-> {one.do}")  # a break would be pasted too
+    elif one.do:
+        lines.append(_filled(f"{indent}-> {one.do}", indent))
+    return "\n".join(lines)
+
+
+def _filled(line: str, indent: str) -> str:
+    return textwrap.fill(
+        line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -110,8 +110,9 @@ def loads(case: Case) -> Finding | None:
     sync = {"sync_module_states": True} if sends else {}
     return problem(
         "loading",
-        f"the engine reads {asked}, and the checkpoint is another: {said}",
-        f"{case.fsdp_line(**other, **sync)} (or %nbdist load PATH, which reads both)",
+        f"the engine reads {asked} (%nbdist load PATH reads both), the checkpoint is another:"
+        f" {said}",
+        case.fsdp_line(**other, **sync),
     )
 
 

@@ -111,8 +111,9 @@ def loads(case: Case) -> Finding | None:
         line = case.deepspeed_line({"checkpoint": {"load_universal": True}})
         return problem(
             "loading",
-            f"the checkpoint is of another number of ranks: {said}",
-            f"{line} after deepspeed's ds_to_universal.py; or %nbdist load PATH, which needs none",
+            "the checkpoint is of another number of ranks; %nbdist load PATH reads it, DeepSpeed"
+            f" itself once its ds_to_universal.py has made it universal: {said}",
+            line,
         )
     # zero/stage_1_and_2.py _load_global_state compares it with zero/config.py parameter_alignment
     if said := case.error("parameter-alignment layout"):

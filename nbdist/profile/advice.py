@@ -28,7 +28,8 @@ class Advice:
     gain: Gain
     change: dict[str, Any] = field(default_factory=dict)
     """What will be different in the next profile: {"options": {...}}, {"micro_batch": 8},
-    {"num_workers": 4}, {"pin_memory": True}, {"units": 2}, {"line": "..."}, {"straggler": 1}."""
+    {"num_workers": 4}, {"pin_memory": True}, {"largest_unit": 1000}, {"line": "..."}, or
+    {"straggler": 1}."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Arguments of `Session.switch` that do it; empty where the cell itself must change."""
     saves_bytes: int = 0

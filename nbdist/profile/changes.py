@@ -38,7 +38,7 @@ def best(profile: Profile) -> list[Advice]:
         key=lambda one: -one.gain.faster,
     )
     # What removes the cause has its place, although it may gain memory alone.
-    causes = [one for one in worth if "units" in one.change]
+    causes = [one for one in worth if "largest_unit" in one.change]
     others = [one for one in worth if one not in causes]
     shown = [*causes, *others[: MOST - len(causes)]]
     return sorted(shown, key=lambda one: -one.gain.faster)
@@ -52,7 +52,7 @@ def _gains(one: Advice) -> bool:
 def _frees_much(profile: Profile, one: Advice) -> bool:
     memories = [rank.memory for rank in profile.ranks if rank.memory]
     peak = max((sum(memory.parts.values()) for memory in memories), default=0)
-    return "units" in one.change and one.saves_bytes > CHEAP * peak
+    return "largest_unit" in one.change and one.saves_bytes > CHEAP * peak
 
 
 # ------------------------------------------------------------------- changes of the cell

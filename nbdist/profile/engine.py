@@ -160,7 +160,9 @@ def _units(profile: Profile, planner: Planner) -> Iterator[Advice]:
     if model is None:
         return
     smallest = max(1, model.params // 8)
-    config = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": smallest}
+    config = dict(planner.options.fsdp_config or {})
+    config.pop("transformer_cls_names_to_wrap", None)
+    config |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": smallest}
     element = 4 if planner.options.precision == "no" else 2
     on_gpu = profile.kind == "cuda"
     # gloo gathers in the thread that computes, so that on CPU ranks only memory is gained
@@ -168,13 +170,13 @@ def _units(profile: Profile, planner: Planner) -> Iterator[Advice]:
     yield Advice(
         title="FSDP units",
         why=(
-            "The model is one unit, so all of it is gathered at once and nothing computes"
-            " meanwhile; units of an eighth are gathered one ahead"
+            "The model is gathered at once, and nothing computes meanwhile; units of an eighth are"
+            " gathered one ahead"
             f"{'' if on_gpu else ', which on GPUs hides most of it'}."
         ),
         line=f"%nbdist switch --fsdp-config '{json.dumps(config)}'",
         gain=gain,
-        change={"units": 2},
+        change={"largest_unit": model.largest_unit // 2},
         changes={"fsdp_config": config},
         saves_bytes=element * (model.largest_unit - smallest),
     )

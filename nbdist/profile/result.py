@@ -54,7 +54,8 @@ class Profile:
     """On the text of the cell."""
     before: Profile | None = field(default=None, repr=False)
     """The profile before this one, whose advice may have been taken."""
-    compared_notes: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
+    """Sentences of the kernel, and on what could not be compared."""
 
     @classmethod
     def of(
@@ -64,6 +65,7 @@ class Profile:
         *,
         remarks: Sequence[Remark] = (),
         before: Profile | None = None,
+        notes: Sequence[str] = (),
     ) -> Self:
         """Compare what the ranks have measured.
 
@@ -72,11 +74,12 @@ class Profile:
             setting: what was profiled.
             remarks: on the text of the cell, confirmed by these figures.
             before: the session's profile before this one.
+            notes: sentences that a reader must know: who did not take part, and why.
 
         Raises:
             ValueError: no figures.
         """
-        ranks, notes = compared.compared(list(figures))
+        ranks, unknown = compared.compared(list(figures))
         if not ranks:
             message = "a profile needs the figures of one rank at least"
             raise ValueError(message)
@@ -85,7 +88,7 @@ class Profile:
             setting=setting,
             remarks=tuple(remarks),
             before=before and before.alone(),
-            compared_notes=tuple(notes),
+            told=(*notes, *unknown),
         )
 
     def alone(self) -> Profile:
@@ -94,7 +97,7 @@ class Profile:
             ranks=self.ranks,
             setting=self.setting,
             remarks=self.remarks,
-            compared_notes=self.compared_notes,
+            told=self.told,
         )
 
     # ------------------------------------------------------------------------ the figures
@@ -256,16 +259,16 @@ class Profile:
     @property
     def notes(self) -> list[str]:
         """What a reader must know: what could not be measured, and where."""
-        told: dict[str, list[int]] = {}
+        saying: dict[str, list[int]] = {}
         for one in self.ranks:
             for note in one.notes:
-                told.setdefault(note, []).append(one.rank)
+                saying.setdefault(note, []).append(one.rank)
         everywhere = len(self.ranks)
         noted = [
             note if len(where) == everywhere else f"{words_for_ranks.words(where)}: {note}"
-            for note, where in told.items()
+            for note, where in saying.items()
         ]
-        return [*self.compared_notes, *noted]
+        return [*self.told, *noted]
 
     # --------------------------------------------------------------------------- to show
 

@@ -75,7 +75,7 @@ def remarks(profile: Profile) -> list[str]:
     lines = {one.line for one in profile.advice}
     return [
         f"{one.cell}, line {one.line} ({one.sure}): {one.reason} {one.change}"
-        for one in profile.remarks
+        for one in sorted(profile.remarks, key=lambda one: -one.seconds)
         if one.change not in lines and not _told(profile, one.kind)
     ]
 

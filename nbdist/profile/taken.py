@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.profile.words import faster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nbdist.profile.advice import Advice
     from nbdist.profile.result import Profile
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def gained(before: Profile, now: Profile) -> str:
     """What advice of the profile before was taken, what it promised and what it brought."""
     taken = [one for one in before.advice if _taken(one, before, now)]
-    was, is_now = _speed(before), _speed(now)
-    if not taken or was <= 0:
+    if not taken or not _alike(before, now, taken):
         return ""
+    was, is_now = _speed(before), _speed(now)
     predicted = 1.0
     for one in taken:
         predicted *= 1 + one.gain.faster
@@ -28,6 +28,17 @@ def gained(before: Profile, now: Profile) -> str:
     if promised.endswith(" faster") and measured.endswith(" faster"):
         measured = measured.removesuffix(" faster")
     return f"{titles}{together}: predicted {promised}, measured {measured}"
+
+
+def _alike(before: Profile, now: Profile, taken: Sequence[Advice]) -> bool:
+    """Whether both profiles are of one training, but for what was advised."""
+    was, is_now = before.model, now.model
+    if was is None or is_now is None or len(before.ranks) != len(now.ranks):
+        return False
+    same = (was.params, was.seq_len) == (is_now.params, is_now.seq_len)
+    return same and (
+        was.samples == is_now.samples or any("micro_batch" in one.change for one in taken)
+    )
 
 
 def _speed(profile: Profile) -> float:
@@ -62,7 +73,7 @@ def _pinning_taken(_wanted: bool, _before: Profile, now: Profile) -> bool:  # no
 
 
 def _units_taken(wanted: int, _before: Profile, now: Profile) -> bool:
-    return now.model is not None and now.model.units >= wanted
+    return now.model is not None and 0 < now.model.largest_unit <= wanted
 
 
 def _line_taken(wanted: str, before: Profile, now: Profile) -> bool:
@@ -81,7 +92,7 @@ _RECOGNISED: dict[str, Callable[[Any, Profile, Profile], bool]] = {
     "micro_batch": _micro_batch_taken,
     "num_workers": _workers_taken,
     "pin_memory": _pinning_taken,
-    "units": _units_taken,
+    "largest_unit": _units_taken,
     "line": _line_taken,
     "straggler": _straggler_gone,
 }

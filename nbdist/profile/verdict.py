@@ -32,10 +32,13 @@ _COMMUNICATED = 0.25
 tenth of what overlaps is never hidden (see plan.cost)."""
 _ONE_UNIT = 0.10
 """Less is enough where the wrapping itself says why nothing hides it."""
+_WHOLE = 0.8
+"""Of the parameters: a unit that has so many leaves nothing to gather while it is gathered."""
 _HIDDEN = 0.5
 """Of all communication; where more is hidden, more units would not hide much more."""
-_OFFLOADED = 0.15
-"""An optimizer on its device takes 2 to 10 % of a step, and an offload has no other cause."""
+_OFFLOADED = 0.10
+"""The lowest of all, as nothing but the option can be its cause: on its device the optimizer
+takes 2 to 5 % of a step, and copies nothing."""
 _OPTIMIZED = 0.30
 """On CPU ranks AdamW of a small model at a small batch takes up to 25 %."""
 _HOST = 0.20
@@ -158,11 +161,7 @@ def _communication(profile: Profile) -> Iterator[Blame]:
     exposed = max(profile.traffic, key=lambda one: one.exposed_s - one.waiting_s, default=None)
     name = exposed.name if exposed else "other ranks"
     link = profile.setting.cluster.link
-    where = (
-        "the model is one FSDP unit, so nothing is gathered ahead"
-        if one_unit
-        else _LINKS.get(link, link)
-    )
+    where = _unit_words(profile) if one_unit else _LINKS.get(link, link)
     yield Blame(
         kind="communication",
         share=share,
@@ -171,10 +170,20 @@ def _communication(profile: Profile) -> Iterator[Blame]:
     )
 
 
+def _unit_words(profile: Profile) -> str:
+    model = profile.model
+    which = (
+        "the model is one FSDP unit"
+        if model is None or model.units == 1
+        else f"one FSDP unit has {percent(model.largest_unit / model.params)} of the model"
+    )
+    return f"{which}, so nothing is gathered ahead"
+
+
 def unhidden_unit(profile: Profile) -> bool:
     """Whether FSDP gathers the whole model at once, and computing hides little of it."""
     model = profile.model
-    if model is None or model.units != 1:
+    if model is None or not model.units or model.largest_unit < _WHOLE * model.params:
         return False
     exposed = profile.parts["communication"]
     return profile.hidden_s < _HIDDEN * (profile.hidden_s + exposed)

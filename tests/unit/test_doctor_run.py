@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import nbdist
 from nbdist import strategies
 from nbdist.doctor import run
 from nbdist.doctor.case import Case, last_errors
+from nbdist.doctor.diagnosis import Diagnosis
 from nbdist.magics import switch_parser
 from nbdist.profile.figures import Model, RankFigures, Traffic
 from nbdist.strategies import Hardware, Options
@@ -94,7 +97,6 @@ def only(given: Case) -> tuple[Finding, dict[str, Any]]:
 
 def pasted(line: str, hardware: Hardware) -> dict[str, Any]:
     """Take a line as the magic does, and as the options are checked."""
-    line = line.partition("; or ")[0].partition(" (or ")[0].partition(" after ")[0]
     magic, switch, *rest = shlex.split(line)
     assert (magic, switch) == ("%nbdist", "switch")
     asked = switch_parser().parse_args(rest)
@@ -379,6 +381,21 @@ def test_lines_around_those_that_ran_are_no_frames() -> None:
     assert "in forward(self)" in frames
 
 
+def test_a_line_to_paste_stands_in_one_line_of_the_text() -> None:
+    found = run.recognised(case("zero3", figures(offload=0.5), offload="nvme:/tmp/x"))
+    assert found[0].do in str(Diagnosis(found))
+
+
 def test_the_page_of_a_run_is_json_too() -> None:
     tree = json.loads(nbdist.doctor(run=True).to_json())
     assert tree["findings"][0]["topic"] == "run"
+
+
+TROUBLESHOOTING = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "line", sorted(set(re.findall(r"%nbdist switch \w+ --\w+-config '[^']+'", TROUBLESHOOTING)))
+)
+def test_every_line_of_the_page_on_troubleshooting_can_be_pasted(line: str) -> None:
+    pasted(line, GPU)

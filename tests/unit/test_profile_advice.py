@@ -222,7 +222,7 @@ def test_one_unit_on_gpus_is_advised_for_its_time() -> None:
     )
     one = advised(profile(*ranks, where=where), "FSDP units")
     assert one.gain.faster > 0.2
-    assert one.change == {"units": 2}
+    assert one.change == {"largest_unit": 1 << 29}
 
 
 def test_a_gpu_that_waits_for_launches_gets_larger_kernels_for_nothing() -> None:
@@ -330,6 +330,13 @@ def test_advice_that_was_not_taken_is_not_told() -> None:
     before = profile(*both(data=0.2))
     assert profile(*both(data=0.2), before=before).gained == ""
     assert profile(*both(), before=profile(*both())).gained == ""
+
+
+@pytest.mark.parametrize("other", [{"params": 5}, {"seq_len": 32}, {"samples": 1}])
+def test_another_model_or_batch_is_not_compared(other: dict[str, int]) -> None:
+    before = profile(*both(data=0.2))
+    after = profile(*both(loader={"num_workers": 4}, model=other), before=before)
+    assert after.gained == ""
 
 
 def test_a_line_and_a_straggler_that_are_gone_are_told() -> None:

@@ -79,6 +79,15 @@ def test_a_model_wrapped_as_one_unit_is_said_with_its_collective() -> None:
     assert kinds(found) == ["communication"]
 
 
+def test_a_unit_that_has_nearly_all_parameters_is_as_bad_as_one() -> None:
+    model = {"backend": "fsdp2", "units": 4, "largest_unit": 1_000_000}
+    ranks = both(communication=0.03, collective="all_gather", model=model)
+    where = setting(backend="fsdp2")
+    assert "; one FSDP unit has 95 % of the model" in profile(*ranks, where=where).verdict
+    cut = both(communication=0.03, model=model | {"largest_unit": 1 << 18})
+    assert profile(*cut, where=where).blamed == ()
+
+
 def test_a_tiny_batch_on_a_slow_link_is_communication_bound() -> None:
     found = profile(*both(communication=0.3))
     assert found.verdict == (
@@ -251,6 +260,13 @@ def test_a_note_of_one_rank_names_it() -> None:
     assert profile(first, second).notes == ["rank 1: No kernels were seen."]
     first.notes = ["No kernels were seen."]
     assert profile(first, second).notes == ["No kernels were seen."]
+
+
+def test_what_the_kernel_knows_comes_first_among_the_notes() -> None:
+    first, second = both()
+    second.notes = ["No kernels were seen."]
+    found = profile(first, second, notes=["Rank 2 did not run this cell."])
+    assert found.notes == ["Rank 2 did not run this cell.", "rank 1: No kernels were seen."]
 
 
 def kinds(found: Profile) -> list[str]:

@@ -188,9 +188,7 @@ def _traffic(seen: Recorded, exposed: Sequence[Sequence[Span]]) -> list[Traffic]
     return sorted(found, key=lambda one: -one.seconds)
 
 
-def _begins(
-    seen: Recorded, exposed: Sequence[Sequence[Span]]
-) -> dict[str, list[list[float]]]:
+def _begins(seen: Recorded, exposed: Sequence[Sequence[Span]]) -> dict[str, list[list[float]]]:
     by_group: dict[str, list[list[float]]] = defaultdict(list)
     for one, spans in sorted(
         zip(seen.collectives, exposed, strict=True), key=lambda pair: pair[0].begin

@@ -33,9 +33,7 @@ _PASSES = frozenset({"forward", "backward", "optimizer", "data"})
 class Sampler:
     """Looks at the main thread."""
 
-    def __init__(
-        self, marks: Marks, cell_of: Callable[[str], tuple[str, str] | None]
-    ) -> None:
+    def __init__(self, marks: Marks, cell_of: Callable[[str], tuple[str, str] | None]) -> None:
         """Look by these marks; `cell_of` is IPython's `compile.format_code_name`."""
         self._marks, self._cell_of = marks, cell_of
         self._main = threading.main_thread()

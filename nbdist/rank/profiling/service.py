@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from nbdist.rank.profiling.window import Surroundings
 
 
-def arm(
-    asked: wire.ProfileRequest, running: str | None, around: Surroundings
-) -> wire.ProfileReply:
+def arm(asked: wire.ProfileRequest, running: str | None, around: Surroundings) -> wire.ProfileReply:
     """Let the steps of a cell be profiled; on the control thread.
 
     Args:
