@@ -226,7 +226,8 @@ def straggler(ranks: Sequence[RankFigures]) -> Straggler | None:
     others = [one for one in ranks if one is not slow]
     usual = statistics.median(own[one.rank] for one in others)
     waited = statistics.fmean(one.parts.get("waiting", 0.0) / one.step_s for one in others)
-    if usual <= 0 or own[slow.rank] < (1 + _SLOWER) * usual or waited < _WAITED:
+    lost = own[slow.rank] - usual
+    if usual <= 0 or lost < _SLOWER * usual or min(waited, lost / slow.step_s) < _WAITED:
         return None
     if not _steadily_last(ranks, slow):
         return None
@@ -237,7 +238,7 @@ def straggler(ranks: Sequence[RankFigures]) -> Straggler | None:
         slower=own[slow.rank] / usual - 1,
         waited=waited,
         part=part,
-        lost_s=own[slow.rank] - usual,
+        lost_s=lost,
     )
 
 
