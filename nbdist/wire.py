@@ -260,6 +260,8 @@ class RenewReply(TypedDict, total=False):
     """Fields of `rank.renew.Report`."""
     error: str
     """One sentence."""
+    broken: bool
+    """With an error: the groups do not work, and nothing else was touched."""
 
 
 class StacksReply(TypedDict):

@@ -470,7 +470,8 @@ class RankKernel(IPythonKernel):
             reply = wire.RenewReply(status="ok", report=report.to_json())
         except (SwitchError, RuntimeError) as error:
             log.exception("the ranks could not be made ready again")
-            reply = wire.RenewReply(status="error", error=str(error))
+            broken = not isinstance(error, SwitchError)
+            reply = wire.RenewReply(status="error", error=str(error), broken=broken)
         self._answer(stream, ident, parent, reply)
 
     def stacks_request(self, stream: Any, ident: Any, parent: Message) -> None:
