@@ -121,7 +121,8 @@ def _state(session: Session) -> tuple[State, str, float | None]:
         words = session.death.headline if session.death else "stopped"
         return session.state, words, session.since
     if work is not None and work.kind != "planning":
-        return work.kind, work.text, work.since
+        kind: State = "running" if work.kind == "calibrating" else work.kind
+        return kind, work.text, work.since
     if cell is not None:
         words = " \N{MIDDLE DOT} ".join(
             part for part in (_running(cell), session.standstill) if part

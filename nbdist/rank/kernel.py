@@ -164,6 +164,7 @@ class RankKernel(IPythonKernel):
             wire.GATHER: self.gather_request,
             wire.FOREIGN: self.foreign_request,
             wire.RENEW: self.renew_request,
+            wire.BANDWIDTH: self.bandwidth_request,
         }
         self.control_handlers |= {
             wire.MEASURED: self.measured_request,
@@ -434,6 +435,24 @@ class RankKernel(IPythonKernel):
         """Say what a long request is doing; one rank speaks for all."""
         if distributed.get_rank() == 0:
             self.publish(wire.PHASE, wire.Phase(text=text))
+
+    def bandwidth_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Measure links, devices and a disk; all ranks do it together."""
+        from nbdist.rank import bandwidth
+
+        request: wire.BandwidthRequest = parent["content"]
+        try:
+            figures = bandwidth.measure(
+                measure.state.device,
+                kinds=request["kinds"],
+                disk=request["disk"],
+                tell=self.tell_phase,
+            )
+            reply = wire.BandwidthReply(status="ok", figures=figures)
+        except (SessionError, RuntimeError) as error:
+            log.exception("the links could not be measured")
+            reply = wire.BandwidthReply(status="error", error=" ".join(str(error).split()))
+        self._answer(stream, ident, parent, reply)
 
     def measured_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Tell what the training held; on the control thread, also while a cell runs."""

@@ -2,7 +2,7 @@
 
 Runs on a rank. Ranks that train are never more than a step apart, so small files in the
 session's private folder are enough: each rank says at which step it was when it was asked, and
-rank 0 after which step all of them end.
+the first rank after which step all of them end.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 LEAD = {True: 2, False: 1}
@@ -22,12 +23,12 @@ class Agreement:
     """What the ranks tell one another of one profile."""
 
     def __init__(
-        self, folder: Path, profile: str, *, running: bool, rank: int, world_size: int
+        self, folder: Path, profile: str, *, running: bool, rank: int, ranks: Sequence[int]
     ) -> None:
-        """Meet in a folder that all ranks have, under the profile's own name."""
+        """Meet in a folder that all ranks have, under the profile's own name; `ranks` come."""
         self._lead = LEAD[running]
         self._folder, self._name = folder, f"profile-{''.join(filter(str.isalnum, profile))}"
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._ranks = rank, ranks
         self._begin: int | None = None
 
     def asked(self, at: int) -> None:
@@ -41,9 +42,9 @@ class Agreement:
         The window opens a step later, when all ranks have done so.
         """
         if self._begin is None:
-            asked = [self._said(str(rank)) for rank in range(self._world_size)]
+            asked = [self._said(str(rank)) for rank in self._ranks]
             known = [at for at in asked if at is not None]
-            if len(known) == self._world_size:
+            if len(known) == len(asked):
                 self._begin = max(known) + self._lead
         return self._begin
 
@@ -59,7 +60,7 @@ class Agreement:
     @property
     def decides(self) -> bool:
         """Whether this rank says when to end."""
-        return self._rank == 0
+        return self._rank == min(self._ranks)
 
     def _say(self, what: str, step: int) -> None:
         new = self._folder / f"{self._name}.{what}.new"

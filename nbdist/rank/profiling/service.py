@@ -34,7 +34,7 @@ def arm(
         asked["id"],
         running=asked["running"],
         rank=around.rank,
-        world_size=around.world_size,
+        ranks=asked["ranks"],
     )
     window = Window(asked, agreement, around)
     slot.window = window
