@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from nbdist.plan.cost import Cost
-    from nbdist.plan.devices import Collective, Device
+    from nbdist.plan.devices import Device
     from nbdist.plan.optimizers import Optimizer
     from nbdist.plan.result import Row
+    from nbdist.plan.speeds import Collective
     from nbdist.profile.figures import Part
     from nbdist.profile.result import Profile
     from nbdist.strategies import Options
@@ -90,7 +91,7 @@ class Planner:
             precision=profile.precision,
         )
         self.samples = model.samples
-        self._cluster = profile.setting.cluster
+        self._cluster = _by_catalogue(profile.setting.cluster)
         self.row = self._row(self._cluster, self.options, self.samples)
         self._base = _cost(self.row)
         self._as_measured = self._calibrated()
@@ -282,6 +283,12 @@ def enough(found: list[tuple[int, Changed]]) -> tuple[int, Changed] | None:
     """Of growing batches, the smallest that gains most of what the largest does."""
     best = max((one.gain.faster for _, one in found), default=0.0)
     return next((one for one in found if one[1].gain.faster >= _ENOUGH * best > 0), None)
+
+
+def _by_catalogue(cluster: Cluster) -> Cluster:
+    """The cluster without what earlier runs measured: this one's figures are of this loop."""
+    devices = tuple(replace(one, pace=None) for one in cluster.devices)
+    return replace(cluster, devices=devices, links=None, known=None)
 
 
 def _cost(row: Row) -> Cost:
