@@ -65,7 +65,7 @@ def _syncs(loop: StepLoop) -> Iterator[Remark]:
             f"{what} in every step: on a GPU it waits until the device has done all that was"
             " launched, and nothing is launched meanwhile",
             _instead(call, in_report=id(call) in reported),
-            "certain" if what == ".item()" else "likely",
+            "certain" if _is_item_of_tensor(loop, event, call) else "likely",
             "line",
         )
 
@@ -84,6 +84,12 @@ def _waits(loop: StepLoop, event: Event, call: ast.Call) -> str:
     if name in _SHOWING and any(loop.shows_tensor(event, one) for one in given):
         return f"{name}() of a tensor"
     return ""
+
+
+def _is_item_of_tensor(loop: StepLoop, event: Event, call: ast.Call) -> bool:
+    """Whether it is `.item()`, of what the model has made on its device."""
+    item = isinstance(call.func, ast.Attribute) and call.func.attr == "item"
+    return item and loop.is_tensor(event, call.func.value)  # type: ignore[attr-defined]
 
 
 def _instead(call: ast.Call, *, in_report: bool) -> str:

@@ -285,6 +285,20 @@ for batch in loader:
     optimizer.zero_grad()
 """
     ],
+    "a part that is frozen by a function": [
+        """\
+freeze_params(unet.parameters())
+optimizer = torch.optim.AdamW(text_encoder.get_input_embeddings().parameters(), lr=1e-4)
+text_encoder, optimizer = accelerator.prepare(text_encoder, optimizer)
+unet.eval()
+for batch in loader:
+    text_encoder.train()
+    loss = unet(text_encoder(batch)).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    ],
     "evaluated in each 100th step": [
         """\
 @torch.no_grad()
