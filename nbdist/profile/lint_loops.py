@@ -31,6 +31,16 @@ _OF_A_RANK = frozenset(
     }
 )
 """Words of conditions that hold in each round, on some rank."""
+_TOLD = frozenset(
+    {
+        "accumulate",
+        "no_sync",
+        "require_backward_grad_sync",
+        "set_gradient_accumulation_boundary",
+        "set_requires_gradient_sync",
+    }
+)
+"""Ways to tell an engine of accumulation."""
 
 
 def look(loop: StepLoop, before: Sequence[Event]) -> Iterator[Remark]:
@@ -158,13 +168,7 @@ def _gradients_zeroed(loop: StepLoop) -> Iterator[Remark]:
 
 def _accumulated(loop: StepLoop) -> Iterator[Remark]:
     """Accumulation that the engine does not know of."""
-    told = {
-        "accumulate",
-        "no_sync",
-        "set_gradient_accumulation_boundary",
-        "set_requires_gradient_sync",
-    }
-    if any(event.name(call.func) in told for event, call in loop.calls()):
+    if any(isinstance(one.node, ast.Attribute) and one.node.attr in _TOLD for one in loop.events):
         return
     found = _guarded(loop) or _divided(loop)
     if found is None:

@@ -425,6 +425,20 @@ while step < 100:
     step += 1
 """
     ],
+    "gradients summed as nanoGPT does": [
+        """\
+for step in range(1000):
+    for micro in range(accumulate):
+        model.require_backward_grad_sync = micro == accumulate - 1
+        loss = model(x, y) / accumulate
+        x, y = get_batch("train")
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % log_interval == 0:
+        print(f"loss {loss.item()}")
+"""
+    ],
     "gradients summed by one who knows how": [
         """\
 for step, batch in enumerate(loader):
