@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import re
 from collections import Counter
 from contextlib import contextmanager
@@ -99,6 +100,22 @@ def pynvml() -> ModuleType | None:
         return importlib.import_module("pynvml")
     except ImportError:
         return None
+
+
+def host(machine: Machine) -> str:
+    """What tells this host from others, but no name of it: "Intel Xeon ... @ 2.5GHz, 2 cores"."""
+    return f"{_processor()}, {machine.num_cpus} cores"
+
+
+@lru_cache(maxsize=1)
+def _processor() -> str:
+    """The processor's own name, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _num_cpus() -> int:

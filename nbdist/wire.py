@@ -27,6 +27,7 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_save_request/_reply    shell    begin to write a checkpoint
     nbdist_load_request/_reply    shell    a checkpoint into the prepared models
     nbdist_foreign_request/_reply  shell   what something else wrote, into the prepared model
+    nbdist_bandwidth_request/_reply  shell  how fast links, devices and a disk are
     nbdist_measured_request/_reply  control  a rank's own peak of memory
     nbdist_model_request/_reply   control  the prepared model, while its cell runs
     nbdist_where_request/_reply   control  the line and the collective that a cell is at
@@ -34,12 +35,14 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_release_request/_reply  control  free a rank that is stuck in a collective
     nbdist_renew_request/_reply   shell    a new process group in place of a broken one
     nbdist_stacks_request/_reply  control  what every thread of a rank is doing
+    nbdist_profile_request/_reply  control  record some steps of a cell, running or about to come
     interrupt_request             control  Jupyter's own, with the request to interrupt
     nbdist_report                 iopub    rows of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
     nbdist_chosen                 iopub    the options that auto chose, from rank 0
     nbdist_saved                  iopub    a checkpoint was begun, is there, or failed; from rank 0
     nbdist_phase                  iopub    what a long request is doing, from rank 0
+    nbdist_profiled               iopub    what a rank has recorded, or why it has nothing
     nbdist_advice                 iopub    why memory ran out on a rank, and what would fit
 """
 
@@ -62,12 +65,14 @@ SWITCH = "nbdist_switch_request"
 EXPORT = "nbdist_export_request"
 GATHER = "nbdist_gather_request"
 FOREIGN = "nbdist_foreign_request"
+BANDWIDTH = "nbdist_bandwidth_request"
 MEASURED = "nbdist_measured_request"
 WHERE = "nbdist_where_request"
 HOLD = "nbdist_hold_request"
 RELEASE = "nbdist_release_request"
 RENEW = "nbdist_renew_request"
 STACKS = "nbdist_stacks_request"
+PROFILE = "nbdist_profile_request"
 SAVE = "nbdist_save_request"
 LOAD = "nbdist_load_request"
 REPORT = "nbdist_report"
@@ -76,12 +81,13 @@ CHOSEN = "nbdist_chosen"
 ADVICE = "nbdist_advice"
 PHASE = "nbdist_phase"
 SAVED = "nbdist_saved"
+PROFILED = "nbdist_profiled"
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1
 """Asks a process for its stacks. SIGUSR1 and SIGUSR2 are left to the user's code: job schedulers
 send them to ask for a checkpoint."""
 
-OF_SESSION = frozenset({REPORT, CHOSEN, PHASE, SAVED})
+OF_SESSION = frozenset({REPORT, CHOSEN, PHASE, SAVED, PROFILED})
 """Messages on iopub that are the session's, whatever cell they came under."""
 
 NOTE = "nbdist"
@@ -187,6 +193,25 @@ class ModelReply(TypedDict, total=False):
     """One sentence."""
 
 
+class BandwidthRequest(TypedDict):
+    """Measure how fast links, devices and a disk are, all ranks together."""
+
+    kinds: list[str]
+    """Types of matrix products: fp32, bf16, fp16."""
+    disk: str | None
+    """A folder to write in and read from; None: no disk."""
+
+
+class BandwidthReply(TypedDict, total=False):
+    """What a rank has measured."""
+
+    status: Literal["ok", "error"]
+    figures: dict[str, Any]
+    """As `rank.bandwidth.measure` gives them."""
+    error: str
+    """One sentence, the same on all ranks."""
+
+
 class MeasuredReply(TypedDict):
     """What a rank's training held in its third step; None before that."""
 
@@ -264,6 +289,45 @@ class StacksReply(TypedDict):
     """The Python stacks of all threads of a rank, as text."""
 
     text: str
+
+
+class ProfileRequest(TypedDict):
+    """Record some optimizer steps of a cell; each rank answers by one `Profiled` later."""
+
+    id: str
+    """Of this profile; the same for all ranks."""
+    ranks: list[int]
+    """All that were asked."""
+    cell: str
+    """Request of the cell, as in `Interrupt`; of one that is to come not known yet."""
+    running: bool
+    """It was sent before; else it is the next one to come."""
+    steps: int | None
+    """None: until the figures are stable."""
+    limit_s: float
+    """Longest time of the window."""
+    trace: str
+    """Folder for traces; empty: none."""
+    memory: bool
+    """Whether to count the tensors of one step more."""
+
+
+class ProfileReply(TypedDict, total=False):
+    """The rank waits for steps, or why it does not."""
+
+    status: Literal["ok", "error"]
+    error: str
+    """One sentence."""
+
+
+class Profiled(TypedDict, total=False):
+    """What came of a profile on a rank; exactly one for each request that was accepted."""
+
+    id: str
+    figures: dict[str, Any]
+    """`profile.figures.RankFigures.to_json()`."""
+    error: str
+    """One sentence, instead of figures."""
 
 
 class SwitchRequest(TypedDict):

@@ -8,13 +8,13 @@ are kept in the user's cache folder, a JSON file that may be deleted at any time
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from nbdist.plan import cache
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FACTOR = 1.04
 """Default: caching allocator's unused remainder in a steady training loop."""
@@ -38,6 +38,8 @@ class Calibration:
     context_bytes: int = CUDA_CONTEXT_BYTES
     runs: int = 0
     """Measured sessions behind it; 0 for the defaults."""
+    day: str = ""
+    """Of the last one, as 2026-11-21; empty where it was not noted."""
 
     def device_bytes(self, allocated_bytes: int) -> int:
         """Bytes of the device for tensors of `allocated_bytes`."""
@@ -46,8 +48,7 @@ class Calibration:
 
 def path() -> Path:
     """The file: nbdist/calibration.json in XDG_CACHE_HOME, or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "nbdist" / "calibration.json"
+    return cache.folder() / "calibration.json"
 
 
 def default(kind: str, world_size: int) -> Calibration:
@@ -64,7 +65,7 @@ class Learned:
     def __init__(self, file: Path | None = None) -> None:
         """Read the file; one that cannot be read counts as empty."""
         self._file = file or path()
-        self._entries = _read(self._file)
+        self._entries = cache.read(self._file)
 
     def known(
         self, device: str, backend: str, offload: str, *, kind: str, world_size: int
@@ -101,13 +102,14 @@ class Learned:
         if old is not None:
             factor += (1 - WEIGHT_OF_NEW) * (old.factor - factor)
             context += int((1 - WEIGHT_OF_NEW) * (old.context_bytes - context))
-        made = Calibration(factor, context, 1 + (old.runs if old else 0))
+        made = Calibration(factor, context, 1 + (old.runs if old else 0), cache.today())
         self._entries[key] = {
             "factor": round(made.factor, 4),
             "context_bytes": made.context_bytes,
             "runs": made.runs,
+            "day": made.day,
         }
-        _write(self._file, self._entries)
+        cache.write(self._file, self._entries)
         return made
 
 
@@ -118,25 +120,13 @@ def _key(device: str, backend: str, offload: str) -> str:
 def _parsed(entry: Any) -> Calibration | None:
     """Read one entry; None for what this module did not write."""
     try:
-        made = Calibration(float(entry["factor"]), int(entry["context_bytes"]), int(entry["runs"]))
-    except (TypeError, KeyError, ValueError, OverflowError):
+        made = Calibration(
+            float(entry["factor"]),
+            int(entry["context_bytes"]),
+            int(entry["runs"]),
+            cache.day(entry.get("day")),
+        )
+    except (TypeError, KeyError, ValueError, OverflowError, AttributeError):
         return None
     low, high = FACTOR_LIMITS
     return made if low <= made.factor <= high and made.context_bytes >= 0 else None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        entries = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}  # none yet, or torn: it is only a cache
-    return entries if isinstance(entries, dict) else {}
-
-
-def _write(file: Path, entries: dict[str, Any]) -> None:
-    """Write whole or not at all; a folder that cannot be written costs only what was learned."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-            json.dump(entries, new, indent=1)
-        Path(new.name).replace(file)

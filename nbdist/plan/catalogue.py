@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from nbdist.plan.speeds import Pace
+
 GIB = 1 << 30
 GB = 1e9
 TERA = 1e12
 
+MEMORY_SHARE = 0.85
+"""Of a memory's peak bandwidth that kernels reach."""
 HOST_LINK_SHARE = 0.85
 """Of PCIe, for page-locked copies: 55 of 63 GB/s on an H200."""
 FP32_SUSTAINED = 0.75
@@ -25,6 +29,10 @@ FP32_SUSTAINED = 0.75
 FP8_GAIN = 1.45
 """Of linear layers in fp8 against bf16, casts included: with it the torchtitan runs of Llama 8B on
 H100 (2024) come out 1.28 times as fast as without, as published."""
+
+LOOP_DOUBT, FITTED_DOUBT, GUESSED_DOUBT = 0.15, 0.2, 0.4
+"""Shares by which the time of computing may differ: measured in a training loop, as large products
+or fitted to published runs, and estimated."""
 
 _TYPE_OF: Mapping[str, str] = MappingProxyType({"no": "fp32"})
 
@@ -57,6 +65,8 @@ class Device:
     """To the host's memory, page-locked."""
     source: str = ""
     """Where the figures are from."""
+    pace: Pace | None = None
+    """What was measured on this machine; it counts before the catalogue."""
 
     @property
     def bf16(self) -> bool:
@@ -70,11 +80,34 @@ class Device:
     def reached(self, precision: str) -> float:
         """FLOP/s that large matrix products reach in a training loop."""
         kind = _TYPE_OF.get(precision, precision)
+        if self.pace is not None and (measured := self.pace.flops(kind)) is not None:
+            return measured
         if kind == "fp32" or kind not in self.flops:
             return self.flops["fp32"] * FP32_SUSTAINED
         if kind == "fp8":
             return self.reached("bf16") * FP8_GAIN
         return self.flops[kind] * self.sustained
+
+    def memory_reached(self, precision: str) -> float:
+        """Bytes/s that elementwise kernels read and write in a training loop."""
+        kind = _computed_in(precision)
+        measured = None if self.pace is None else self.pace.memory_in(kind)
+        return MEMORY_SHARE * self.memory_bandwidth if measured is None else measured
+
+    def measured_on(self, precision: str) -> str:
+        """Day on which computing was measured on this machine; "" for the catalogue's figures."""
+        return "" if self.pace is None else self.pace.source(_computed_in(precision))
+
+    def doubt(self, precision: str) -> float:
+        """Share by which the time of computing may differ."""
+        if self.pace is None or not self.measured_on(precision):
+            return FITTED_DOUBT if self.fitted else GUESSED_DOUBT
+        return LOOP_DOUBT if _computed_in(precision) in self.pace.loops else FITTED_DOUBT
+
+
+def _computed_in(precision: str) -> str:
+    """The type that was measured for a precision."""
+    return "bf16" if precision == "fp8" else _TYPE_OF.get(precision, precision)
 
 
 class _Generation(NamedTuple):

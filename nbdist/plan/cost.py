@@ -21,9 +21,10 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbdist.plan.devices import Cluster, Collective
+    from nbdist.plan.devices import Cluster
     from nbdist.plan.memory import Setup
     from nbdist.plan.spec import MicroBatch, ModelSpec, Workload
+    from nbdist.plan.speeds import Collective
 
 Bound = Literal["compute", "communication", "optimizer", "offload"]
 
@@ -35,8 +36,6 @@ _BACKWARD = 2 / 3
 """Of a micro-batch's time."""
 _RECOMPUTE = 1 / 3
 """Of a micro-batch's work: its forward."""
-_MEMORY_SHARE = 0.85
-"""Of a memory's peak bandwidth that kernels reach."""
 _ACTIVATION_PASSES = 10
 """How often each saved byte goes through memory in forward and backward, elementwise kernels and
 the operands of matrix products together; fitted with the catalogue's `sustained`."""
@@ -59,6 +58,10 @@ overflowed to the host before it steps (0.19.8), so that launches fall behind; h
 on a GPU is estimated, not measured."""
 
 _ONE_PERCENT = 0.01
+
+_LINK_DOUBT, _MEASURED_LINK_DOUBT, _REST_DOUBT = 0.4, 0.25, 0.4
+"""Shares by which parts of a step may differ: exposed communication by the catalogue or as measured
+on this machine, optimizer and offload."""
 
 _BUCKET = 25 << 20
 """DDP's buckets."""
@@ -159,8 +162,14 @@ class Costs:
             bytes_on_wire=self._wire,
             mfu=steps * work.flops / total / cluster.slowest.peak(setup.options.precision or "no"),
             threshold_tokens=workload.tokens * _CONTENTION * communication / compute,
-            uncertainty=_uncertainty(cluster, compute, exposed, optimizer + offload) / total,
+            uncertainty=self._uncertainty(compute, exposed, optimizer + offload) / total,
         )
+
+    def _uncertainty(self, compute: float, exposed: float, rest: float) -> float:
+        """Seconds by which a step may differ: each part by its own share."""
+        known = self._cluster.slowest.doubt(self._setup.options.precision or "no")
+        link = _LINK_DOUBT if self._cluster.links is None else _MEASURED_LINK_DOUBT
+        return known * compute + link * exposed + _REST_DOUBT * rest
 
     def _exposed(self, seconds: float) -> float:
         """What micro-batches of so many seconds do not hide of communication."""
@@ -197,12 +206,6 @@ def _percent(share: float) -> str:
 def _rounded(number: float) -> str:
     """Two digits: a threshold is no more exact."""
     return f"{float(f'{number:.2g}'):,.0f}"
-
-
-def _uncertainty(cluster: Cluster, compute: float, exposed: float, rest: float) -> float:
-    """Seconds by which a step may differ: each part by its own share."""
-    known = 0.2 if cluster.slowest.fitted else 0.4
-    return known * compute + 0.4 * exposed + 0.4 * rest
 
 
 # -------------------------------------------------------------------------- computing
@@ -251,9 +254,9 @@ def _work(
     plain = replace(workload, activation_checkpointing=False) if recomputes else workload
     load = _load(model, plain)
     passes = _ACTIVATION_PASSES * (_COMPILED if options.compile else 1)
-    bandwidth = _MEMORY_SHARE * device.memory_bandwidth
-    again = 1 + _RECOMPUTE if recomputes else 1
     precision = options.precision or "no"
+    bandwidth = device.memory_reached(precision)
+    again = 1 + _RECOMPUTE if recomputes else 1
     linear_s = (load.flops - load.attention) / device.reached(precision)
     reached = _ATTENTION_SHARE * device.reached("bf16" if precision == "fp8" else precision)
     blocks = linear_s + load.attention / reached + passes * load.saved / bandwidth
@@ -465,19 +468,33 @@ def _seconds(transfers: tuple[_Transfer, ...], setup: Setup, cluster: Cluster) -
     """Time of collectives, one after the other."""
     if setup.world_size == 1:
         return _Waiting(0.0, 0.0)
-    share = (setup.world_size - 1) / setup.world_size
-    times = [(one.overlaps, _collective_s(one, share, cluster)) for one in transfers if one.size]
+    times = [(one.overlaps, _transfer_s(one, cluster)) for one in transfers if one.size]
     beside = sum(seconds for overlaps, seconds in times if overlaps)
     return _Waiting(beside, sum(seconds for _, seconds in times) - beside)
 
 
-def _collective_s(one: _Transfer, share: float, cluster: Cluster) -> float:
-    """Time of all messages of a transfer; small ones are far from full speed."""
-    speed = cluster.link_bytes_per_s(one.collective)
-    message = min(one.message, one.size)
-    ideal = share * _ROUNDS[one.collective] * message / speed
+def collective_s(collective: Collective, size: float, cluster: Cluster) -> float:
+    """Seconds of one collective over all ranks, as measured here or by the catalogue.
+
+    Small ones are far from a link's full speed.
+
+    Args:
+        collective: its kind.
+        size: bytes of the full tensor.
+        cluster: the ranks; at least two.
+    """
+    if (measured := cluster.measured_s(collective, size)) is not None:
+        return measured
+    share = (cluster.world_size - 1) / cluster.world_size
+    ideal = share * _ROUNDS[collective] * size / cluster.link_bytes_per_s(collective)
     slowed = ideal * (1 + math.pow(cluster.ramp_s / ideal, _SMOOTHNESS))
-    return one.size / message * (cluster.latency_s + slowed)
+    return cluster.latency_s + slowed
+
+
+def _transfer_s(one: _Transfer, cluster: Cluster) -> float:
+    """Time of all messages of a transfer."""
+    message = min(one.message, one.size)
+    return one.size / message * collective_s(one.collective, message, cluster)
 
 
 # --------------------------------------------------------------- optimizer and offload
@@ -510,9 +527,8 @@ def _on_device(shape: _Shape, setup: Setup, cluster: Cluster) -> float:
     """Seconds of an optimizer that is bound by the device's memory."""
     in_place = setup.optimizer.how == "fused"
     size = _owned(shape, setup) * _touched(shape, setup, in_place=in_place)
-    return _STEP_S[setup.options.strategy.engine] + size / (
-        _MEMORY_SHARE * cluster.slowest.memory_bandwidth
-    )
+    bandwidth = cluster.slowest.memory_reached(setup.options.precision or "no")
+    return _STEP_S[setup.options.strategy.engine] + size / bandwidth
 
 
 def _on_host(shape: _Shape, setup: Setup, cluster: Cluster) -> float:

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from nbdist.machine import Gpu, Machine, Usage
+    from nbdist.plan.known import Known
+    from nbdist.plan.speeds import Collective, Disk, Links
 
 __all__ = ["CATALOGUE", "Cluster", "Device", "cpu_ranks", "of_machine", "parse"]
 
 Link = Literal["nvlink", "pcie", "cpu", "none"]
 """cpu: ranks of one machine over its loopback; none: one device alone."""
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 MAX_DEVICES = 100_000
 """More than any cluster has: a slip of the keyboard, not a question."""
@@ -84,6 +85,12 @@ class Cluster:
     notes: tuple[str, ...] = ()
     """Sentences for the reader: what was assumed, what binds."""
     kind: Literal["cuda", "cpu"] = "cuda"
+    known: Known | None = None
+    """What was measured on this machine; None for devices that were described in words."""
+    links: Links | None = None
+    """Of it, between these very ranks."""
+    disk: Disk | None = None
+    """Of it, the disk measured last."""
 
     @property
     def world_size(self) -> int:
@@ -129,6 +136,28 @@ class Cluster:
         inside = self._inside(collective)
         return inside if self.nodes == 1 else min(inside, self.network * _LINK_SHARE)
 
+    def measured_s(self, collective: Collective, size: float) -> float | None:
+        """Time of a collective of this size as measured here; None where it was not."""
+        return None if self.links is None else self.links.seconds(collective, size)
+
+    def informed(self, known: Known | None) -> Cluster:
+        """The same with what was measured on this machine instead of the catalogue's figures."""
+        if known is None:
+            return self
+        disk = known.disk()
+        return replace(
+            self,
+            known=known,
+            links=known.links(self.describe()),
+            devices=tuple(_paced(one, known, self.place_of(one)) for one in self.devices),
+            disk=disk,
+            nvme_bandwidth=self.nvme_bandwidth if disk is None else disk.both,
+        )
+
+    def place_of(self, device: Device) -> str:
+        """What decides how fast one rank computes: CPU ranks share the cores."""
+        return self.describe() if self.kind == "cpu" else device.name
+
     def _inside(self, collective: Collective) -> float:
         """Bus bandwidth between the devices of one node."""
         if self.link == "none" or (self.ranks_per_node == 1 and self.nodes > 1):
@@ -159,7 +188,8 @@ class Cluster:
         """The same with another number of ranks; more nodes where one has not so many GPUs."""
         if self.kind == "cpu":
             memory = self.host_memory_bytes
-            return cpu_ranks(ranks, host_memory_bytes=memory, num_cpus=self.num_cpus)
+            made = cpu_ranks(ranks, host_memory_bytes=memory, num_cpus=self.num_cpus)
+            return made.informed(self.known)
         nodes = -(-ranks // max(self.ranks_per_node, NODE_SIZE))
         least = self.smallest
         kept = self.devices[:ranks] + (least,) * (ranks - self.world_size)
@@ -167,7 +197,15 @@ class Cluster:
         if link == "none" and ranks > 1:
             link = _usual_link(least, ranks)
         made = replace(self, devices=kept, link=link, nodes=nodes)
-        return made if nodes == 1 or self.network else _networked(made)
+        made = made if nodes == 1 or self.network else _networked(made)
+        return made.informed(self.known)
+
+
+def _paced(device: Device, known: Known, place: str) -> Device:
+    """A device with what was measured of it."""
+    pace = known.pace(place)
+    host_link = (pace and pace.host_link) or device.host_link
+    return replace(device, pace=pace, host_link=host_link)
 
 
 def _networked(cluster: Cluster) -> Cluster:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from nbdist import machine
 from nbdist.plan import devices
 from nbdist.plan.devices import Cluster
+from nbdist.plan.known import Known
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -41,6 +42,8 @@ def found(
 ) -> Cluster:
     """The GPUs of this machine with what is free on each now; without any, CPU ranks.
 
+    What was measured here counts before what the catalogue says.
+
     Args:
         world_size: number of CPU ranks.
         kind: "cpu" for CPU ranks although there are GPUs.
@@ -49,12 +52,13 @@ def found(
     there = machine.found()
     if kind == "cpu":
         there = replace(there, gpus=(), link=None)
-    return devices.of_machine(
+    made = devices.of_machine(
         there,
         machine.usage(there, own=own),
         cpu_ranks=world_size or machine.CPU_RANKS,
         host_free_bytes=machine.host_free_bytes(),
     )
+    return made.informed(Known(machine.host(there)))
 
 
 def say(text: str) -> None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.plan import calibration
+from nbdist.plan import cache, calibration
 from nbdist.plan.calibration import Calibration, Learned
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def test_a_measured_session_is_used_next_time(file: Path) -> None:
         **A100, allocated_bytes=10 * GIB, reserved_bytes=11 * GIB, device_bytes=12 * GIB
     )
     known = Learned(file).known(**A100, **GANG)
-    assert known == Calibration(1.1, GIB, 1)
+    assert known == Calibration(1.1, GIB, 1, cache.today())
     assert known.device_bytes(10 * GIB) == pytest.approx(12 * GIB, rel=1e-4)
     other = Learned(file).known("NVIDIA A100", "ddp", "none", **GANG)
     assert other.runs == 0, "another backend has learned nothing"
