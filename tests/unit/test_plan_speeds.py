@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.plan import cache, cost, devices, learning
+from nbdist.plan import known as kept
 from nbdist.plan.known import ENTRIES, Known
 from nbdist.plan.speeds import LOOP_SHARE, Disk, Links, Loop, Pace, slowest_curves
 
@@ -100,7 +101,7 @@ def test_it_counts_for_this_machine_these_ranks_and_this_torch_alone(
     assert ranks(file).resized(4).links is None
     assert devices.parse("2xcpu").links is None
     assert devices.parse("2xcpu").slowest.pace is None
-    monkeypatch.setattr("nbdist.plan.known._torch", lambda: "9.0")
+    monkeypatch.setattr(kept, "_torch", lambda: "9.0")
     assert ranks(file).links is None
 
 
