@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from results import Row
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("ddp", "fsdp2", "zero2")
 ROUNDS = 2
-BATCH, LENGTH = 4, 128
+BATCH, LENGTH = 4, 64
 SETUP = f"""
 import statistics, time
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -51,7 +51,7 @@ def step():
     optimizer.zero_grad()
     return forward - since, backward - forward, time.perf_counter() - backward
 
-def steps(count=6):
+def steps(count=5):
     torch.distributed.barrier()
     rows = [step() for _ in range(count)]
     return [statistics.median(map(sum, rows)), *map(statistics.median, zip(*rows))]
@@ -70,7 +70,7 @@ def measure() -> Iterator[Row]:
     for backend in BACKENDS:
         for seen, planned in rounds(backend):
             cells = (f"{1000 * planned[name]:9.0f} ms" for name in off)
-            print(f"{backend:8}{1000 * seen:9.0f} ms{''.join(cells)}")
+            print(f"{backend:8}{1000 * seen:9.0f} ms{''.join(cells)}", flush=True)
             for name, errors in off.items():
                 errors.append(abs(math.log(planned[name] / seen)))
     typical = {name: statistics.mean(errors) for name, errors in off.items()}
@@ -86,8 +86,9 @@ def measure() -> Iterator[Row]:
         )
 
 
-def rounds(backend: str) -> Iterator[tuple[float, dict[str, float]]]:
+def rounds(backend: str) -> list[tuple[float, dict[str, float]]]:
     """Measured and predicted seconds of a step, of a few rounds in one session."""
+    found = []
     with quiet(), Session(nproc=2, backend=backend, precision="no") as session:
         session.run(SETUP, output="none")
         seen = session.model_spec(kind="cpu")
@@ -101,7 +102,8 @@ def rounds(backend: str) -> Iterator[tuple[float, dict[str, float]]]:
                 teach(session, spec, times(session))
                 planned["profiled"] = predicted(session)
                 after = times(session)
-            yield math.sqrt(before[0] * after[0]), planned
+            found.append((math.sqrt(before[0] * after[0]), planned))
+    return found
 
 
 def times(session: Session) -> Times:
@@ -157,7 +159,8 @@ def put_back(before: str | None) -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[Any]:
+def quiet() -> Iterator[None]:
     """Show nothing of what a session says meanwhile."""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        yield said
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        yield
