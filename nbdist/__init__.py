@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         OptionError,
         PayloadError,
         PlanError,
+        ProfileError,
         RankDied,
         SessionBusy,
         SessionError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from nbdist.kernel.saving import Checkpoint, LoadReport, Save
     from nbdist.kernel.session import Session
     from nbdist.kernel.switching import SwitchReport
+    from nbdist.profile.result import Profile
 
 __version__ = "0.1.0"
 
@@ -55,6 +57,8 @@ __all__ = [
     "OptionError",
     "PayloadError",
     "PlanError",
+    "Profile",
+    "ProfileError",
     "RankDied",
     "Save",
     "Session",
@@ -76,6 +80,7 @@ _HOMES = {
     "ExportReport": "nbdist.kernel.exporting",
     "ForeignReport": "nbdist.kernel.foreign",
     "LoadReport": "nbdist.kernel.saving",
+    "Profile": "nbdist.profile.result",
     "Save": "nbdist.kernel.saving",
     "Session": "nbdist.kernel.session",
     "SwitchReport": "nbdist.kernel.switching",

@@ -7,6 +7,7 @@
     |   |-- SessionBusy      a cell is still running on the ranks
     |   |-- StartError       launcher or ranks did not come up
     |   `-- RankDied         a rank or the launcher ended; the ranks' variables are gone
+    |-- ProfileError         nothing can be profiled now
     |-- SwitchError          a model's training state cannot be taken to another engine
     |-- CheckpointError      a checkpoint cannot be written, read or trusted
     |-- PayloadError         a value that cannot be moved between kernel and ranks (also TypeError)
@@ -71,6 +72,10 @@ class RankDied(SessionError):  # noqa: N818 - reads as the event it names
 
 class SwitchError(NbdistError):
     """A training state that cannot be taken to another engine; the old one is in place."""
+
+
+class ProfileError(NbdistError):
+    """Nothing can be profiled now; the training goes on."""
 
 
 class CheckpointError(NbdistError):

@@ -34,11 +34,6 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-NOT_YET = {
-    "profile": "the profiler",
-}
-"""Commands of later versions, and what to do until then."""
-
 
 def norm(text: str) -> float | str:
     """Read --clip: a number, or "none"."""
@@ -141,6 +136,13 @@ class NbDist(Magics):
         "--output", metavar="WHOSE", help="whose output is shown: all, none or ranks; default: all"
     )
     @argument("--fresh", action="store_true", help="restart the ranks first")
+    @argument(
+        "--profile",
+        action="store_true",
+        help="say where the steps of this cell go, and what would make them faster",
+    )
+    @argument("--steps", type=int, metavar="N", help="with --profile: length of its window")
+    @argument("--trace", metavar="DIR", help="with --profile: write a trace of each rank")
     @argument("-h", "--help", action="store_true", help="show this text")
     @cell_magic
     def distribute(self, line: str, cell: str) -> None:
@@ -171,7 +173,12 @@ class NbDist(Magics):
         if asked.push:
             session.push(**self.notebook_values(asked.push))
         session.run(
-            code, asked.ranks, asked.background, output=asked.output or self.output, count=count
+            code,
+            asked.ranks,
+            asked.background,
+            output=asked.output or self.output,
+            count=count,
+            profile={"steps": asked.steps, "trace": asked.trace} if asked.profile else False,
         )
         if asked.pull:
             self.bind_pulled(session, asked.pull)
@@ -190,7 +197,7 @@ class NbDist(Magics):
         stop            end ranks and launcher
         log [RANK]      last lines of a rank; without RANK, of the launcher
         log --stacks    what every thread of each rank is doing now
-        doctor          what is wrong with this machine, and what to do; --json
+        doctor          what is wrong with this machine; --run: with this training; --json
         export DIR      the model as from_pretrained reads it; -h for its options
         switch NAME     another engine for the living models; -h for its options
         save NAME       a checkpoint of the training, written while it goes on; -h for its options
@@ -199,20 +206,15 @@ class NbDist(Magics):
         plan [MODEL]    predicted memory and speed under every strategy; -h for its options
         plan --check    predicted beside measured, for the model on the ranks
         panel           memory, curves, ranks and buttons, live; --face auto, widget, html, text
-        profile: in later versions
+        profile         where the steps of the loop that runs go, and what would make them faster
         """
         command, _, rest = line.strip().partition(" ")
         if not command:
             print(inspect.getdoc(type(self).nbdist))
-        elif command in NOT_YET:
-            print(
-                f"%nbdist {command} is not in nbdist {nbdist.__version__} yet: {NOT_YET[command]}."
-            )
         elif command in COMMANDS:
             COMMANDS[command](self, rest.strip())
         else:
-            known = ", ".join([*COMMANDS, *NOT_YET])
-            msg = f"%nbdist has no command {command!r}; it has {known}."
+            msg = f"%nbdist has no command {command!r}; it has {', '.join(COMMANDS)}."
             raise UsageError(msg)
 
     # -- the session
@@ -397,6 +399,27 @@ class NbDist(Magics):
         else:
             display(answer)
 
+    def profile_command(self, line: str) -> None:
+        """Profile the loop that runs, or the next cell; or show the last profile again."""
+        parser = profile_parser()
+        asked = parser.parse_args(words(line, "profile"))
+        if asked.help:
+            print(parser.format_help())
+            return
+        session = current()
+        if session is None:
+            msg = "There is no session to profile; %%distribute --profile starts one."
+            raise SessionError(msg)
+        if asked.calibrate:
+            display(session.calibrate(disk=asked.disk))
+        elif not asked.show:
+            print(f"nbdist: {session.profile(asked.steps, asked.trace, memory=asked.memory)}")
+        elif session.profiles:
+            display(session.profiles[-1])
+        else:
+            now = session.profiling
+            print(f"nbdist: there is no profile yet{'' if now is None else f'; {now.text}'}.")
+
     def panel_command(self, line: str) -> None:
         """Show the session: live where that is possible."""
         parser = panel_parser()
@@ -408,15 +431,17 @@ class NbDist(Magics):
             session.panel(asked.face)
 
     def doctor_command(self, line: str) -> None:
-        """Show what is wrong with this machine, and what to do."""
+        """Show what is wrong with this machine, or with this run, and what to do."""
         parser = doctor_parser()
         asked = parser.parse_args(words(line, "doctor"))
         if asked.help:
             print(parser.format_help())
-        elif asked.json:
-            print(nbdist.doctor().to_json())
+            return
+        found = nbdist.doctor(run=asked.run)
+        if asked.json:
+            print(found.to_json())
         else:
-            display(nbdist.doctor())
+            display(found)
 
 
 ENGINE_OPTIONS = (
@@ -447,6 +472,7 @@ COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
     "stop": NbDist.stop_command,
     "log": NbDist.log_command,
     "plan": NbDist.plan_command,
+    "profile": NbDist.profile_command,
     "switch": NbDist.switch_command,
     "export": NbDist.export_command,
     "save": NbDist.save_command,
@@ -546,6 +572,35 @@ def checkpoints_parser() -> MagicArgumentParser:
     return made
 
 
+def profile_parser() -> MagicArgumentParser:
+    """The options of `%nbdist profile`."""
+    made = MagicArgumentParser(
+        "%nbdist profile",
+        description="Say where the steps of the loop go that runs in the background, or of the"
+        " next cell; what would make them faster; and what the last advice has gained.",
+        add_help=False,
+    )
+    made.add_argument(
+        "--steps", type=int, metavar="N", help="of the window; default: until it is stable"
+    )
+    made.add_argument("--trace", metavar="DIR", help="write a trace of each rank, for Perfetto")
+    made.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="tell the peak of memory apart",
+    )
+    made.add_argument("--show", action="store_true", help="show the last profile again")
+    made.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="instead measure this machine's bandwidths for %%nbdist plan; a few seconds",
+    )
+    made.add_argument("--disk", metavar="PATH", help="with --calibrate: of the disk for NVMe too")
+    made.add_argument("-h", "--help", action="store_true", help="show this text")
+    return made
+
+
 def panel_parser() -> MagicArgumentParser:
     """The options of `%nbdist panel`."""
     made = MagicArgumentParser(
@@ -569,6 +624,9 @@ def doctor_parser() -> MagicArgumentParser:
         "%nbdist doctor",
         description="Look at this machine: what is wrong or disturbs, and what to do.",
         add_help=False,
+    )
+    made.add_argument(
+        "--run", action="store_true", help="the training: its profile, options and last errors"
     )
     made.add_argument("--json", action="store_true", help="the same as JSON")
     made.add_argument("-h", "--help", action="store_true", help="show this text")
@@ -605,7 +663,7 @@ def flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> list[str]
 MATCHER = completion.matcher(
     options=flags(NbDist.distribute.parser),
     valued=flags(NbDist.distribute.parser, valued=True),
-    commands=[*COMMANDS, *NOT_YET],
+    commands=list(COMMANDS),
     of_commands={
         "plan": flags(plan_magic.parser()),
         "switch": flags(switch_parser()),
@@ -613,6 +671,7 @@ MATCHER = completion.matcher(
         "save": flags(save_parser()),
         "load": flags(load_parser()),
         "checkpoints": flags(checkpoints_parser()),
+        "profile": flags(profile_parser()),
         "panel": flags(panel_parser()),
         "doctor": flags(doctor_parser()),
         "log": ["--stacks"],
@@ -655,6 +714,9 @@ def refuse_contradictions(asked: argparse.Namespace) -> None:
             f"--auto chooses the backend and --backend {asked.backend} names one;"
             " leave one of the two out."
         )
+        raise OptionError(msg)
+    if not asked.profile and (asked.steps is not None or asked.trace is not None):
+        msg = "--steps and --trace are of a profile; add --profile, or leave them out."
         raise OptionError(msg)
     if asked.background and asked.pull:
         msg = (

@@ -35,12 +35,14 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_release_request/_reply  control  free a rank that is stuck in a collective
     nbdist_renew_request/_reply   shell    a new process group in place of a broken one
     nbdist_stacks_request/_reply  control  what every thread of a rank is doing
+    nbdist_profile_request/_reply  control  record some steps of a cell, running or about to come
     interrupt_request             control  Jupyter's own, with the request to interrupt
     nbdist_report                 iopub    rows of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
     nbdist_chosen                 iopub    the options that auto chose, from rank 0
     nbdist_saved                  iopub    a checkpoint was begun, is there, or failed; from rank 0
     nbdist_phase                  iopub    what a long request is doing, from rank 0
+    nbdist_profiled               iopub    what a rank has recorded, or why it has nothing
     nbdist_advice                 iopub    why memory ran out on a rank, and what would fit
 """
 
@@ -70,6 +72,7 @@ HOLD = "nbdist_hold_request"
 RELEASE = "nbdist_release_request"
 RENEW = "nbdist_renew_request"
 STACKS = "nbdist_stacks_request"
+PROFILE = "nbdist_profile_request"
 SAVE = "nbdist_save_request"
 LOAD = "nbdist_load_request"
 REPORT = "nbdist_report"
@@ -78,12 +81,13 @@ CHOSEN = "nbdist_chosen"
 ADVICE = "nbdist_advice"
 PHASE = "nbdist_phase"
 SAVED = "nbdist_saved"
+PROFILED = "nbdist_profiled"
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1
 """Asks a process for its stacks. SIGUSR1 and SIGUSR2 are left to the user's code: job schedulers
 send them to ask for a checkpoint."""
 
-OF_SESSION = frozenset({REPORT, CHOSEN, PHASE, SAVED})
+OF_SESSION = frozenset({REPORT, CHOSEN, PHASE, SAVED, PROFILED})
 """Messages on iopub that are the session's, whatever cell they came under."""
 
 NOTE = "nbdist"
@@ -277,12 +281,53 @@ class RenewReply(TypedDict, total=False):
     """Fields of `rank.renew.Report`."""
     error: str
     """One sentence."""
+    broken: bool
+    """With an error: the groups do not work, and nothing else was touched."""
 
 
 class StacksReply(TypedDict):
     """The Python stacks of all threads of a rank, as text."""
 
     text: str
+
+
+class ProfileRequest(TypedDict):
+    """Record some optimizer steps of a cell; each rank answers by one `Profiled` later."""
+
+    id: str
+    """Of this profile; the same for all ranks."""
+    ranks: list[int]
+    """All that were asked."""
+    cell: str
+    """Request of the cell, as in `Interrupt`; of one that is to come not known yet."""
+    running: bool
+    """It was sent before; else it is the next one to come."""
+    steps: int | None
+    """None: until the figures are stable."""
+    limit_s: float
+    """Longest time of the window."""
+    trace: str
+    """Folder for traces; empty: none."""
+    memory: bool
+    """Whether to count the tensors of one step more."""
+
+
+class ProfileReply(TypedDict, total=False):
+    """The rank waits for steps, or why it does not."""
+
+    status: Literal["ok", "error"]
+    error: str
+    """One sentence."""
+
+
+class Profiled(TypedDict, total=False):
+    """What came of a profile on a rank; exactly one for each request that was accepted."""
+
+    id: str
+    figures: dict[str, Any]
+    """`profile.figures.RankFigures.to_json()`."""
+    error: str
+    """One sentence, instead of figures."""
 
 
 class SwitchRequest(TypedDict):

@@ -85,6 +85,15 @@ class LiveKernel:
         """Run a cell to its end."""
         return self.collect(self.send(code))
 
+    def below(self, request: str, *, until: str) -> Shown:
+        """Collect what comes below a cell that has returned, until `until` appears."""
+        shown = Shown()
+        deadline = time.monotonic() + DEADLINE_S
+        while until not in shown.text:
+            assert time.monotonic() < deadline, f"it shows:\n{shown.text}"
+            self._read_iopub(request, shown)
+        return shown
+
     def _read_iopub(self, request: str, shown: Shown) -> bool:
         try:
             message = self.client.get_iopub_msg(timeout=0.5)

@@ -142,6 +142,10 @@ class Cell:
         """Show a line of the session's below the cell; from any thread."""
         self._inbox.put((Cell.take_notice, -1, {"lines": [line]}))
 
+    def show(self, bundle: dict[str, str]) -> None:
+        """Display something of the session's below the cell; from any thread."""
+        self._inbox.put((Cell.take_shown, -1, {"bundle": bundle}))
+
     def detach(self, screen: Screen) -> None:
         """Let the reader thread show what comes from now on, on `screen`."""
         with self._lock:
@@ -385,6 +389,10 @@ class Cell:
     def take_notice(self, _rank: int, message: Message) -> None:
         """A line of the session's own."""
         self.renderer.note(message["lines"])
+
+    def take_shown(self, _rank: int, message: Message) -> None:
+        """A display of the session's own."""
+        self.renderer.show(message["bundle"])
 
     def take_send(self, _rank: int, message: Message) -> None:
         """A value of send(), while the cell runs."""

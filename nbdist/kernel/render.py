@@ -163,6 +163,12 @@ class Renderer:
         self._screen.write("stderr", "\n".join([*lines, ""]))
         self._screen.flush()
 
+    def show(self, bundle: Bundle) -> None:
+        """Display something of our own below what the ranks have printed."""
+        self._lane.tick(self._clock())
+        self._screen.display(bundle, {})
+        self._screen.flush()
+
     def notice(self, text: str) -> None:
         """Show one line that changes below the output; "" takes it away.
 

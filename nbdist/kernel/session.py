@@ -31,6 +31,7 @@ from nbdist.kernel import (
     exporting,
     foreign,
     handover,
+    judging,
     saving,
     settling,
     source,
@@ -45,6 +46,7 @@ from nbdist.kernel.ladder import Ladder
 from nbdist.kernel.marks import Mark, Marks
 from nbdist.kernel.metrics import Metrics
 from nbdist.kernel.peeking import Peek
+from nbdist.kernel.profiling import Profiler, Profiling, Wish
 from nbdist.kernel.progress import Activity
 from nbdist.kernel.ranklog import RankLog
 from nbdist.kernel.render import Renderer
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from nbdist.kernel.ladder import Rung
     from nbdist.kernel.render import Show
     from nbdist.kernel.saving import Checkpoints, LoadReport, Save
+    from nbdist.profile.result import Profile
 
 State = Literal["new", "ready", "running", "dead", "stopped"]
 
@@ -151,6 +154,7 @@ class Session:
         )
         self.whereabouts = Whereabouts(self._gang)
         self.peek = Peek(self._gang)
+        self._profiler = Profiler(self._gang, lambda one: judging.judged(self, self._gang, one))
         named = {"backend": backend, "precision": precision, "offload": offload}
         given = {name: value for name, value in named.items() if value is not None}
         self._configure({"nproc": nproc, "devices": devices, "auto": auto} | given | options)
@@ -291,6 +295,7 @@ class Session:
     @in_turn
     def _stop(self) -> None:
         self._saves.finish()
+        self._profiler.give_up("the session was stopped.")
         self._end_cells(RankDied("The session was stopped; %%distribute starts a new one."))
         self._gang.close()
         self._no_more_saves("the session was stopped")
@@ -335,6 +340,7 @@ class Session:
 
         From any thread, so that a restart is possible while a cell blocks.
         """
+        self._profiler.give_up("the ranks were restarted.")
         self._end_cells(RankDied("The ranks were restarted; their variables are gone."))
 
     def give_up(self) -> None:
@@ -376,6 +382,7 @@ class Session:
         )
         self.state = "dead"
         self._saves.give_up(self._death.headline)
+        self._profiler.give_up(self._death.headline)
         self._end_cells(self._death)
 
     def _cell_files(self) -> dict[str, int]:
@@ -410,6 +417,7 @@ class Session:
         *,
         output: str | Sequence[int] = "all",
         count: int | None = None,
+        profile: bool | Mapping[str, Any] = False,
     ) -> CellResult:
         """Run `code` on the ranks as a notebook cell.
 
@@ -422,6 +430,7 @@ class Session:
             background: return at once; `wait()` joins.
             output: whose output is shown: "all", "none" or ranks.
             count: number of the cell in tracebacks. Default: counts the session's cells.
+            profile: True, or arguments of `profile()`, to profile this cell.
 
         Raises:
             SyntaxError: of the code, or nothing to run; nothing was sent.
@@ -431,10 +440,13 @@ class Session:
             SessionBusy: a background cell is still running.
         """
         source.check(code)
+        wish = None if profile is False else Wish.of(**({} if profile is True else profile))
         chosen = rank_names.chosen(ranks, self.world_size)
         shown = self._shown(output)
         self._ensure_free()
         self.start()
+        if wish is not None:
+            self._profiler.arm(wish)
         pinned = PinnedScreen()  # this cell of the notebook, also when others run
         screen = pinned if background else LiveScreen()
         logs = {rank: self.logs[rank] for rank in chosen}
@@ -483,8 +495,11 @@ class Session:
     def _send_cell(
         self, code: str, ranks: Sequence[int], renderer: Renderer, count: int | None
     ) -> Cell:
+        profiling = self._profiler.begin(ranks, None)
         cell = Cell(ranks, renderer, on_send=self._take_sent, on_done=self._cell_done)
         cell.code, cell.count = code, count or next(self._counter)
+        if profiling is not None:
+            profiling.cell, profiling.sources = cell, self._sources(cell)
         self._running, self.state = cell, "running"
         self._ladder = Ladder(cell, self._gang, self.whereabouts, world_size=self.world_size)
         note = wire.CellNote(count=cell.count)
@@ -504,8 +519,10 @@ class Session:
         try:
             while not cell.finished.is_set():
                 cell.pump(cell.patience_s)
+            self._profiler.show_owed(cell)
         except KeyboardInterrupt:
             self._join_interrupted(cell)
+            self._profiler.show_owed(cell)
         finally:
             cell.detach(afterwards)
         problem = self._settle()
@@ -586,8 +603,10 @@ class Session:
             self._choice = self._choice.decided(chosen)
         elif message["header"]["msg_type"] == wire.SAVED:
             self._take_saved(content)
-        elif message["header"]["msg_type"] == wire.PHASE and self._on_phase is not None:
-            self._on_phase(content["text"])
+        elif message["header"]["msg_type"] == wire.PROFILED:
+            self._profiler.receive(rank, content)
+        elif message["header"]["msg_type"] == wire.PHASE:
+            (self._on_phase or self._profiler.hear)(content["text"])
 
     def _take_saved(self, content: wire.Saved) -> None:
         self._saves.receive(content)
@@ -602,6 +621,7 @@ class Session:
         """Watch the running cell; show output of background cells and what past ones write."""
         if self._running is not None and self._ladder is not None:
             self._ladder.tick()
+        self._profiler.tick()
         waiting = [cell for cell in self._cells if cell.detached and not cell.quiet]
         for cell in waiting:
             cell.pump(0)
@@ -909,6 +929,62 @@ class Session:
         ranks = range(self.world_size)
         with self.activity.doing("loading", f"loading {path}"):
             return foreign.load(path, ranks, self._gang, self._listen, trust=trust, model=model)
+
+    # -- the profiler
+
+    def profile(
+        self,
+        steps: int | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        *,
+        memory: bool = True,
+    ) -> Profiling:
+        """Profile the cell that runs now, or else the next one; returns at once.
+
+        The verdict appears below that cell and is added to `profiles`. From any thread.
+
+        Args:
+            steps: of the optimizer, after warm-up. Default: until the figures are stable, 30 s
+                at most.
+            trace: folder for a trace of each rank.
+            memory: tell the peak of memory apart.
+
+        Raises:
+            OptionError: a value that is not allowed, or a folder that cannot be written.
+            ProfileError: a profile is under way.
+            SessionError: the session was stopped, or its ranks are gone.
+        """
+        wish = Wish.of(steps, trace, memory)
+        self._ensure_alive()
+        cell = self._running
+        profiling = self._profiler.arm(wish)
+        if cell is not None:
+            profiling.sources = self._sources(cell)
+            self._profiler.begin(cell.running, cell)
+        return profiling
+
+    @property
+    def profiling(self) -> Profiling | None:
+        """The profile that is armed or under way."""
+        return self._profiler.now
+
+    @property
+    def profiles(self) -> list[Profile]:
+        """Profiles of this session, the newest last."""
+        return self._profiler.done
+
+    def why_no_profile(self) -> str:
+        """Why nothing can be profiled now; "" where it can."""
+        if self.state == "stopped":
+            return "the session was stopped."
+        if self._death is not None:
+            return self._death.headline
+        return self._profiler.why_busy()
+
+    def _sources(self, cell: Cell) -> list[tuple[str, str]]:
+        """What this cell and those before it run, for advice on their lines."""
+        before = [one for one in self._cells if one is not cell]
+        return [(f"In[{one.count}]", one.code) for one in (*before, cell)]
 
     # -- the planner
 

@@ -1,6 +1,8 @@
 """Where the time of a step goes, and what would make it faster.
 
 Pure arithmetic on what ranks have measured, in the kernel. Read in this order: `figures` (what
-a rank sends), `result` (all ranks together, the verdict first), `verdict`, `advice` and `gains`
-(through the planner), `lint` (what the cell's text alone tells), `show`.
+a rank sends), `compared` (whom ranks wait for), `result` (all of it, the verdict first),
+`verdict`, `gains` and `calibrated` (what a change brings, by the planner), `changes` and
+`engine` (which `advice` to give), `taken` (what it brought), `remark` and `lint` (what the
+cell's text alone tells), `show`.
 """

@@ -30,6 +30,7 @@ from torch import nn
 from nbdist.errors import OptionError, SessionError
 from nbdist.rank import fsdp, leftovers, measure, positions, rehearsal, training, wrap, zero
 from nbdist.rank.gate import gate
+from nbdist.rank.profiling import steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -146,7 +147,8 @@ def install(options: Options, hardware: Hardware, *, chooser: Chooser | None = N
     for cls in (AcceleratedOptimizer, zero.StepsItself):
         for name in ("step", "zero_grad"):
             setattr(cls, name, training.using_gradients(getattr(cls, name)))
-        setattr(cls, "step", gate.around_step(cls.step))  # noqa: B010 - no plain attribute to mypy
+        step = steps.around_step(gate.around_step(cls.step))
+        setattr(cls, "step", step)  # noqa: B010 - no plain attribute to mypy
     return late
 
 

@@ -216,7 +216,7 @@ def _call(name: str, args: Sequence[Any], options: object) -> Call:
     """What one rank calls, so that it can be compared and read."""
     called = (_SAME_SIZE | _ANY_SIZE)[name]
     given = args[1:2] if name in _INPUT_SECOND else args[:1]
-    tensors = list(_tensors(given))
+    tensors = list(tensors_of(given))
     kinds = sorted(set(map(_kind, tensors)))
     what = [called, *kinds]
     if name in _SAME_SIZE:
@@ -233,13 +233,13 @@ def _call(name: str, args: Sequence[Any], options: object) -> Call:
     return Call.of("|".join([*what, *how]), f"{called}{by}{of}")
 
 
-def _tensors(values: object) -> Iterator[torch.Tensor]:
+def tensors_of(values: object) -> Iterator[torch.Tensor]:
     """Tensors of arguments, which may be lists in lists."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 def _kind(tensor: torch.Tensor) -> str:

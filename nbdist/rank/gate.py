@@ -48,6 +48,11 @@ class Gate:
             self._last: int | None = None
             """Number of the step after which to stop; 0 at once."""
 
+    @property
+    def entered(self) -> int:
+        """Steps of this cell that have begun."""
+        return self._entered
+
     # -- the control thread
 
     def hold(self) -> tuple[int, float]:

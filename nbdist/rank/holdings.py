@@ -118,8 +118,12 @@ def ddp_bucket_bytes(model: nn.Module) -> int:
     """Bytes of the buckets in which DDP's C++ reducer keeps a copy of all gradients."""
     if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0
-    reduced = [one for one in model.parameters() if one.requires_grad]
-    return sum(one.numel() * one.element_size() for one in reduced)
+    return size(one for one in model.parameters() if one.requires_grad)
+
+
+def size(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def _flat_parameters(model: nn.Module) -> list[Any]:

@@ -37,6 +37,7 @@ from nbdist.errors import (
 from nbdist.rank import advice, describe, measure, release, stacks, where
 from nbdist.rank.gate import gate
 from nbdist.rank.long_text import LONGEST_ERROR, shortened
+from nbdist.rank.profiling import service
 from nbdist.rank.standing import Standing
 from nbdist.signed import KEY_BYTES, Briefly, Signer
 from nbdist.strategies import Options
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from nbdist.rank.collectives import Meeting
     from nbdist.rank.handover import Report
     from nbdist.rank.namespace import Beginning
+    from nbdist.rank.profiling.window import Surroundings
     from nbdist.rank.saving import Saver
 
 log = logging.getLogger(__name__)
@@ -140,8 +142,12 @@ class RankKernel(IPythonKernel):
         self.meeting: Meeting | None = None
         """Where CPU ranks meet before collectives; `for_rank` sets it."""
         self.standing = Standing(None)
+        self.surroundings: Surroundings
+        """What a profile needs of this rank; `namespace.connect` sets it."""
         self.running: str | None = None
         """Request of the cell that runs now."""
+        self.over: str | None = None
+        """Request of the cell that ended last."""
         self.unwanted: str | None = None
         """Request of the cell that was interrupted last; it may not have begun."""
         self.shell_handlers |= {
@@ -167,6 +173,7 @@ class RankKernel(IPythonKernel):
             wire.HOLD: self.hold_request,
             wire.STACKS: self.stacks_request,
             wire.MODEL: self.prepared_request,
+            wire.PROFILE: self.profile_request,
         }
 
     async def execute_request(self, stream: Any, ident: Any, parent: Message) -> None:
@@ -193,7 +200,7 @@ class RankKernel(IPythonKernel):
         try:
             reply: Message = await super().do_execute(code, silent, *args, **kwargs)
         finally:
-            self.running = None
+            self.running, self.over = None, self.running
             gate.begin_cell()
             self.after_code()
         self.before_reply()
@@ -482,13 +489,21 @@ class RankKernel(IPythonKernel):
             reply = wire.RenewReply(status="ok", report=report.to_json())
         except (SwitchError, RuntimeError) as error:
             log.exception("the ranks could not be made ready again")
-            reply = wire.RenewReply(status="error", error=str(error))
+            broken = not isinstance(error, SwitchError)
+            reply = wire.RenewReply(status="error", error=str(error), broken=broken)
         self._answer(stream, ident, parent, reply)
 
     def stacks_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Tell what every thread is doing; on the control thread, while a cell runs."""
         text = stacks.text(self.shell.compile.format_code_name)
         self._answer(stream, ident, parent, wire.StacksReply(text=text))
+
+    def profile_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Let steps of a cell be recorded; on the control thread, also while it runs."""
+        reply = service.arm(
+            parent["content"], self.surroundings, running=self.running, over=self.over
+        )
+        self._answer(stream, ident, parent, reply)
 
     def _named(self, names: list[str]) -> dict[str, object]:
         missing = [name for name in names if name not in self.shell.user_ns]

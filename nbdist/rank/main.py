@@ -74,7 +74,7 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
     spare = Path(launch.run_dir).parent
     checkpoints = Path(launch.cwd or Path.cwd()) / "checkpoints"
     bulk = Path(launch.bulk_dir)
-    namespace.connect(app.kernel, bulk=bulk, spare=spare, checkpoints=checkpoints)
+    namespace.connect(app.kernel, run_dir=run_dir, bulk=bulk, spare=spare, checkpoints=checkpoints)
     group.prove()
     return app
 

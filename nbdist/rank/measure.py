@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 
 from nbdist.plan.calibration import Learned
 from nbdist.rank import holdings, zero
+from nbdist.rank.profiling.steps import slot
 from nbdist.trace.footprint import OTHER, Footprint
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     elif (
         following.figures is None
         and not following.begun
+        and slot.window is None
         and following.steps >= following.first_step
     ):
         with _logged():
@@ -251,12 +253,21 @@ def _begin(following: Watch, model: nn.Module) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif not following.compiled:
-        # A mode would make torch.compile run everything eagerly.
-        if _get_current_dispatch_mode() is not None or not _on_main_thread():
+        if why_not_counted(following) is not None:
             return
         following.counting = _entered(model, innermost(following))
-    _reset_rss_peak()
+    reset_rss_peak()
     following.begun = True
+
+
+def why_not_counted(following: Watch) -> str | None:
+    """Say why no footprint can count the operations of the main thread now; None: it can."""
+    if following.compiled:
+        # A mode would make torch.compile run everything eagerly.
+        return "the memory of a compiled model is not told apart on CPU ranks."
+    if _get_current_dispatch_mode() is not None or not _on_main_thread():
+        return "memory was not told apart: the cell has a dispatch mode of its own."
+    return None
 
 
 def _entered(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Footprint:
@@ -300,7 +311,7 @@ def _end(following: Watch) -> None:
         "accumulate": following.accumulate,
         "optimizer": following.described,
         "compiled": following.compiled,
-        "rss_bytes": _rss_peak(),
+        "rss_bytes": rss_peak(),
         "rss_before_bytes": following.rss_before,
     }
     inner = innermost(following)
@@ -333,10 +344,14 @@ def _learn(options: Options, found: dict[str, Any]) -> None:
 
 
 def _stop(following: Watch) -> None:
-    """Leave the footprint, also where modes of the user lie above it."""
+    """Count no more."""
     following.begun, counting, following.counting = False, following.counting, None
-    if counting is None:
-        return
+    if counting is not None:
+        leave(counting)
+
+
+def leave(counting: Footprint) -> None:
+    """Leave a footprint, also where modes of the user lie above it."""
     above = []
     while (top := _get_current_dispatch_mode()) is not None and top is not counting:
         above.append(_pop_mode())
@@ -453,13 +468,14 @@ def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _reset_rss_peak() -> None:
+def reset_rss_peak() -> None:
+    """Let the peak of resident memory be that of now."""
     with contextlib.suppress(OSError):  # a sandbox without it: the peak since the start counts
         _CLEAR.write_text(_CLEAR_PEAK)
 
 
-def _rss_peak() -> int:
-    """Most resident memory since `_reset_rss_peak`, in bytes."""
+def rss_peak() -> int:
+    """Most resident memory since `reset_rss_peak`, in bytes."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -13,6 +13,7 @@ from IPython.display import display
 from nbdist import payload, wire
 from nbdist.errors import OptionError
 from nbdist.rank import advice, measure
+from nbdist.rank.profiling import service, window
 from nbdist.rank.report import Reporter
 from nbdist.rank.saving import Saver
 
@@ -53,11 +54,21 @@ def initial(
     }
 
 
-def connect(kernel: RankKernel, *, bulk: Path, spare: Path, checkpoints: Path) -> None:
+def connect(
+    kernel: RankKernel, *, run_dir: Path, bulk: Path, spare: Path, checkpoints: Path
+) -> None:
     """Add `report`, `send` and `save`, which need the rank's kernel."""
     reporter = Reporter(Publisher(kernel).report)
     kernel.before_reply = functools.partial(reporter.flush, FLUSH_S)
-    kernel.after_code = measure.cell_ended
+    kernel.after_code = _after_code
+    kernel.surroundings = window.Surroundings(
+        rank=kernel.shell.user_ns["rank"],
+        world_size=kernel.shell.user_ns["world_size"],
+        folder=run_dir,
+        cell_of=kernel.shell.compile.format_code_name,
+        publish=functools.partial(kernel.publish, wire.PROFILED),
+        tell=kernel.tell_phase,
+    )
     kernel.advice_on = advice.on
     sender = Sender(kernel, [bulk, spare])
     kernel.saver = Saver(checkpoints, Publisher(kernel).saved, kernel.complain_later)
@@ -65,6 +76,11 @@ def connect(kernel: RankKernel, *, bulk: Path, spare: Path, checkpoints: Path) -
     kernel.beginning = Beginning(
         names=dict(kernel.shell.user_ns), environ=dict(os.environ), reporter=reporter
     )
+
+
+def _after_code() -> None:
+    measure.cell_ended()
+    service.cell_ended()
 
 
 def show_choice(kernel: RankKernel, chooser: Chooser) -> None:

@@ -215,7 +215,7 @@ def test_fresh_takes_new_ranks(notebook: LiveKernel) -> None:
 def test_commands(notebook: LiveKernel) -> None:
     assert "rank 1: pid" in notebook.run("%nbdist status").text
     assert "interrupt" in notebook.run("%nbdist").text
-    assert "not in nbdist" in notebook.run("%nbdist profile").text
+    assert "--steps" in notebook.run("%nbdist profile -h").text
     assert "--face" in notebook.run("%nbdist panel -h").text
     shown = notebook.run("%nbdist panel --face html")
     assert any("text/html" in output.get("data", {}) for output in shown.outputs)
@@ -254,6 +254,7 @@ def test_help_is_complete(notebook: LiveKernel) -> None:
         ("%%distribute --backend ze", {"zero1", "zero2", "zero3"}),
         ("%%distribute --precision ", {"no", "fp16", "bf16", "fp8"}),
         ("%nbdist sta", {"status"}),
+        ("%nbdist profile --st", {"--steps"}),
         ("%%distribute --offload n", {"none", "nvme:"}),
         ("%nbdist plan 7b --dev", {"--devices"}),
         ("%nbdist plan 7b --precision f", {"fp16", "fp8"}),

@@ -28,19 +28,21 @@ MAY_IMPORT = {
     "trace": {"errors"},
     "state": {"errors", "checkpoint"},
     "plan": {"errors", "machine", "paths", "strategies", "trace"},
+    "profile": {"errors", "plan", "ranks", "strategies", "wire"},
     "engines": {"errors", "owner", "redacted", "shared_memory", "wire"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     # "panel" where a session is displayed; test_the_kernel_shows_a_panel_only_when_asked
-    "kernel": {*PURE, "checkpoint", "engines", "plan", "state", "panel"},
-    "panel": {*PURE, "", "kernel", "plan"},
+    "kernel": {*PURE, "checkpoint", "engines", "plan", "profile", "state", "panel"},
+    "panel": {*PURE, "", "kernel", "plan", "profile"},
     "launcher": {*PURE, "rank"},
-    "rank": {*PURE, "checkpoint", "launcher", "plan", "state", "trace"},
+    # of "profile" the figures alone; test_a_rank_measures_and_does_not_judge
+    "rank": {*PURE, "checkpoint", "launcher", "plan", "profile", "state", "trace"},
     "completion": {"strategies"},
     "builds": set(),
-    "doctor": {*PURE, "", "engines", "kernel", "panel"},
+    "doctor": {*PURE, "", "engines", "kernel", "panel", "profile"},
     "plan_magic": {"", "errors", "strategies", "plan", "kernel"},
-    "magics": {*PURE, "", "completion", "kernel", "engines", "plan_magic"},
-    "": {*PURE, "doctor", "kernel", "magics", "plan", "rank"},
+    "magics": {*PURE, "", "completion", "kernel", "engines", "plan_magic", "profile"},
+    "": {*PURE, "doctor", "kernel", "magics", "plan", "profile", "rank"},
 }
 """Room -> rooms it may import from; "" is the package itself."""
 UNPICKLES = {
@@ -106,6 +108,13 @@ def test_heavy_libraries_stay_on_the_ranks(path: Path) -> None:
     }
     names |= {str(node.module).split(".")[0] for node in top if isinstance(node, ast.ImportFrom)}
     assert not names & HEAVY
+
+
+def test_a_rank_measures_and_does_not_judge() -> None:
+    for path in modules():
+        if room(path) == "rank":
+            judged = {name for name in imported(path) if name.startswith("nbdist.profile")}
+            assert all(name.startswith("nbdist.profile.figures") for name in judged), path
 
 
 def test_loading_brings_no_torch() -> None:

@@ -1,0 +1,89 @@
+"""From the figures of the ranks to a profile; runs in the notebook's kernel, without torch.
+
+A rank describes the prepared model meanwhile, while its cell runs: by its closed form, so that
+the verdict does not wait for a trace.
+"""
+
+from __future__ import annotations
+
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from nbdist import ranks as rank_names
+from nbdist import wire
+from nbdist.errors import NbdistError
+
+if TYPE_CHECKING:
+    from nbdist.kernel.channel import Channel, Message
+    from nbdist.kernel.gang import Gang
+    from nbdist.kernel.profiling import Profiling
+    from nbdist.kernel.session import Session
+    from nbdist.plan.devices import Cluster
+    from nbdist.plan.spec import ModelSpec
+    from nbdist.profile.result import Profile
+
+ASKED_S = 2.0
+"""A rank that computes answers within milliseconds; the verdict waits no longer."""
+
+
+def judged(session: Session, gang: Gang, one: Profiling) -> Profile:
+    """Put the figures together with what the session knows of its model, options and cells."""
+    from nbdist.plan import learning
+    from nbdist.profile import lint
+    from nbdist.profile.result import Profile, Setting
+
+    cluster, spec = _cluster(session), _spec(session, gang, min(one.figures))
+    setting = Setting(options=session.options, cluster=cluster, spec=spec)
+    figures = [one.figures[rank] for rank in sorted(one.figures)]
+    made = Profile.of(
+        figures,
+        setting,
+        remarks=lint.confirmed(lint.remarks(one.sources), figures, bf16=session.hardware.bf16),
+        before=session.profiles[-1] if session.profiles else None,
+        notes=_absent(one, session.world_size),
+    )
+    if spec is not None:
+        learning.learn(made.ranks, spec=spec, options=session.options, cluster=cluster)
+    return made
+
+
+def _absent(one: Profiling, world_size: int) -> list[str]:
+    """Say which ranks are not in the profile, and why."""
+    others = sorted(set(range(world_size)) - set(one.ranks))
+    said = [f"{rank_names.words(others)} did not run this cell."] if others else []
+    return said + one.refused()
+
+
+def _spec(session: Session, gang: Gang, rank: int) -> ModelSpec | None:
+    """The prepared model as the planner sees it; None where it has no closed form."""
+    from nbdist.plan import read
+
+    content = wire.ModelRequest(
+        name=None, batch_size=None, seq_len=None, kind=session.hardware.kind, quick=True
+    )
+    answers: SimpleQueue[Any] = SimpleQueue()
+
+    def take(_rank: int, channel: Channel, message: Message) -> None:
+        if channel == "control":
+            answers.put(message["content"])
+
+    request = gang.post(rank, "control", wire.MODEL, content, take)
+    gang.wake()
+    try:
+        reply: wire.ModelReply = answers.get(timeout=ASKED_S)
+    except Empty:
+        return None
+    finally:
+        gang.forget([request])
+    try:
+        return read.spec_from_json(reply["spec"]) if reply["status"] == "ok" else None
+    except NbdistError:
+        return None
+
+
+def _cluster(session: Session) -> Cluster:
+    """The machine as the planner sees it."""
+    from nbdist.plan import here
+
+    pids = {rank["pid"] for rank in session.status()["ranks"]}
+    return here.found(session.world_size, kind=session.hardware.kind, own=pids)

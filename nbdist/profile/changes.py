@@ -1,0 +1,170 @@
+"""Which changes to advise: at most three, the one that gains most first; pure.
+
+A change is proposed only where it shortens what the verdict blames, or the computing itself:
+those of the cell here, those of the engine in `engine`. Each one's gain comes from `gains`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.profile import engine, gains
+from nbdist.profile.advice import CHEAP, Advice
+from nbdist.profile.words import source, time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nbdist.profile.compared import Straggler
+    from nbdist.profile.figures import Line
+    from nbdist.profile.remark import Remark
+    from nbdist.profile.result import Profile
+    from nbdist.profile.verdict import Blame
+
+MOST = 3
+
+
+def best(profile: Profile) -> list[Advice]:
+    """At most three changes, the one that gains most first."""
+    kinds = {blame.kind for blame in profile.blamed}
+    found: list[Advice] = []
+    for blame in profile.blamed:
+        found += _OF_CELL.get(blame.kind, _nothing)(profile, blame)
+    planner = profile.planner
+    if planner is not None:
+        found += engine.changes(profile, planner, kinds)
+    worth = sorted(
+        (one for one in found if _gains(one) or _frees_much(profile, one)),
+        key=lambda one: -one.gain.faster,
+    )
+    # What removes the cause has its place, although it may gain memory alone.
+    causes = [one for one in worth if "largest_unit" in one.change]
+    others = [one for one in worth if one not in causes]
+    shown = [*causes, *others[: MOST - len(causes)]]
+    return sorted(shown, key=lambda one: -one.gain.faster)
+
+
+def _gains(one: Advice) -> bool:
+    """Whether it is cheap to take, and gains something even where the planner is wrong."""
+    return one.gain.faster >= CHEAP and one.gain.low >= CHEAP / 2
+
+
+def _frees_much(profile: Profile, one: Advice) -> bool:
+    memories = [rank.memory for rank in profile.ranks if rank.memory]
+    peak = max((sum(memory.parts.values()) for memory in memories), default=0)
+    return "largest_unit" in one.change and one.saves_bytes > CHEAP * peak
+
+
+# ------------------------------------------------------------------- changes of the cell
+
+
+def _nothing(_profile: Profile, _blame: Blame) -> Iterator[Advice]:
+    yield from ()
+
+
+def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
+    """More workers, or page-locked batches."""
+    loader = profile.loader
+    if "copies" in blame.parts:
+        if profile.kind == "cuda" and loader is not None and not loader.pin_memory:
+            yield Advice(
+                title="pin_memory=True",
+                why="Copies from page-locked memory take about half as long.",
+                line="DataLoader(..., pin_memory=True)",
+                gain=gains.pinned(profile),
+                change={"pin_memory": True},
+            )
+        return
+    found = gains.workers(profile)
+    if loader is None or found is None:
+        return
+    count, gain = found
+    now = f"{loader.num_workers} workers" if loader.num_workers else "the main thread"
+    yield Advice(
+        title=f"num_workers={count}",
+        why=(
+            f"Batches are made by {now} and a step waits {time(profile.parts['data'])} for them;"
+            f" {count} workers make them while the ranks compute{_at(profile, 'num_workers')}."
+        ),
+        line=f"DataLoader(..., num_workers={count}, persistent_workers=True)",
+        gain=gain,
+        change={"num_workers": count},
+    )
+
+
+def _straggler(profile: Profile, blame: Blame) -> Iterator[Advice]:
+    """Make the slow rank as fast as the others."""
+    slow = profile.slowest
+    if slow is None:
+        return
+    line = _own_line(profile, slow)
+    here = (
+        f"{line.cell}, line {line.line}: {source(line)}"
+        if line
+        else "see what else runs on its device, and whether its batches are larger"
+    )
+    yield Advice(
+        title=f"rank {slow.rank} as fast as the others",
+        why=(
+            f"It takes {time(slow.lost_s)} longer than they do, most of it in {slow.where}; {here}."
+        ),
+        line="%nbdist doctor",
+        gain=gains.without(profile, min(slow.lost_s, blame.share * profile.step_s)),
+        change={"straggler": slow.rank},
+    )
+
+
+def _own_line(profile: Profile, slow: Straggler) -> Line | None:
+    """The line on which the slow rank alone loses at least half of its time."""
+    theirs = {
+        (line.cell, line.line): line.seconds
+        for one in profile.ranks
+        if one.rank != slow.rank
+        for line in one.lines
+    }
+    mine = next(one for one in profile.ranks if one.rank == slow.rank)
+    for line in mine.lines:
+        if line.seconds - theirs.get((line.cell, line.line), 0.0) >= slow.lost_s / 2:
+            return line
+    return None
+
+
+def _host(profile: Profile, blame: Blame) -> Iterator[Advice]:
+    """Do a line less often."""
+    line = blame.line
+    if line is None:
+        return
+    told = _remark(profile, "sync", line.cell, line.line)
+    lost = min(line.seconds, blame.share * profile.step_s)
+    yield Advice(
+        title=f"{line.cell}, line {line.line}",
+        why=(
+            told.reason
+            if told
+            else f"`{source(line)}` takes {time(line.seconds)} of every step; do it less often."
+        ),
+        line=told.change if told else f"if step % 50 == 0: {source(line)}",
+        gain=gains.without(profile, lost),
+        change={"line": line.source.strip()},
+    )
+
+
+_OF_CELL: dict[str, Callable[[Profile, Blame], Iterator[Advice]]] = {
+    "input": _input,
+    "straggler": _straggler,
+    "host": _host,
+}
+
+
+def _at(profile: Profile, kind: str) -> str:
+    """Where the cell's text has it."""
+    told = next((one for one in profile.remarks if one.kind == kind), None)
+    return f" ({told.cell}, line {told.line})" if told else ""
+
+
+def _remark(profile: Profile, kind: str, cell: str, line: int) -> Remark | None:
+    """What the lint says of a line."""
+    return next(
+        (one for one in profile.remarks if (one.kind, one.cell, one.line) == (kind, cell, line)),
+        None,
+    )

@@ -1,0 +1,70 @@
+"""What the text of a cell alone tells about its training loop; pure, nothing is run.
+
+`remarks` reads the cells, `confirmed` asks the profile; a remark that a profile could prove and
+has not proved is not shown.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from nbdist.profile import lint_loaders, lint_loops, lint_modes
+from nbdist.profile.cells import parsed
+from nbdist.profile.confirm import confirmed
+from nbdist.profile.loops import step_loops
+from nbdist.profile.walk import events
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from nbdist.profile.remark import Remark
+    from nbdist.profile.walk import Event
+
+__all__ = ["confirmed", "remarks"]
+
+_MOST_CELLS = 64
+"""Those of before define what the last one calls."""
+
+
+def remarks(cells: Sequence[tuple[str, str]]) -> list[Remark]:
+    """Look at the training loops that the last cell runs.
+
+    Args:
+        cells: name and text, the oldest first: [("In[3]", "..."), ...]. What the earlier ones
+            define is known; loops that they ran are not judged again.
+    """
+    read = [parsed(name, source) for name, source in cells[-_MOST_CELLS:]]
+    if not read or read[-1] is None:
+        return []
+    known = [one for one in read if one is not None]
+    try:
+        found = list(_found(events(known), known[-1].lines))
+    except RecursionError:
+        return []  # thousands of brackets: nobody's training loop
+    unique = {(one.kind, one.cell, one.line): one for one in reversed(found)}
+    return sorted(unique.values(), key=lambda one: (one.cell, one.line))
+
+
+def _found(all_events: list[Event], lines: list[str]) -> Iterator[Remark]:
+    root = all_events[-1].root if all_events else None
+    if root is None or root.lines is not lines:
+        return
+    loops = step_loops(all_events, root)
+    for loop in loops:
+        yield from lint_loops.look(loop, all_events)
+        yield from lint_modes.modes(loop, all_events)
+        yield from lint_loaders.look(loop, all_events)
+    if loops or _trains(all_events):
+        yield from lint_modes.half_precision(all_events)
+
+
+def _trains(all_events: list[Event]) -> bool:
+    """Whether a Trainer of transformers does the loop."""
+    return any(
+        isinstance(one.node, ast.Call)
+        and one.root is all_events[-1].root
+        and one.name(one.node.func) == "train"
+        and "trainer" in one.name(getattr(one.node.func, "value", None)).lower()
+        for one in all_events
+    )

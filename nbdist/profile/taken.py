@@ -1,0 +1,99 @@
+"""What the advice of one profile has brought by the next: recognised, measured; pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbdist.profile.words import faster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nbdist.profile.advice import Advice
+    from nbdist.profile.result import Profile
+
+
+def gained(before: Profile, now: Profile) -> str:
+    """What advice of the profile before was taken, what it promised and what it brought."""
+    taken = [one for one in before.advice if _taken(one, before, now)]
+    if not taken or not _alike(before, now, taken):
+        return ""
+    was, is_now = _speed(before), _speed(now)
+    predicted = 1.0
+    for one in taken:
+        predicted *= 1 + one.gain.faster
+    together = " together" if len(taken) > 1 else ""
+    titles = " and ".join(one.title for one in taken)
+    promised, measured = faster(predicted - 1), faster(is_now / was - 1)
+    if promised.endswith(" faster") and measured.endswith(" faster"):
+        measured = measured.removesuffix(" faster")
+    return f"{titles}{together}: predicted {promised}, measured {measured}"
+
+
+def _alike(before: Profile, now: Profile, taken: Sequence[Advice]) -> bool:
+    """Whether both profiles are of one training, but for what was advised."""
+    was, is_now = before.model, now.model
+    if was is None or is_now is None or len(before.ranks) != len(now.ranks):
+        return False
+    same = (was.params, was.seq_len) == (is_now.params, is_now.seq_len)
+    return same and (
+        was.samples == is_now.samples or any("micro_batch" in one.change for one in taken)
+    )
+
+
+def _speed(profile: Profile) -> float:
+    """Samples a second, or steps where samples are not known."""
+    return profile.samples_per_s or 1 / profile.step_s
+
+
+def _taken(one: Advice, before: Profile, now: Profile) -> bool:
+    """Whether the profile now shows the change."""
+    return any(_RECOGNISED[name](value, before, now) for name, value in one.change.items())
+
+
+def _options_taken(wanted: dict[str, Any], _before: Profile, now: Profile) -> bool:
+    options = now.options.to_json()
+    return all(options[name] == value for name, value in wanted.items())
+
+
+def _micro_batch_taken(wanted: int, _before: Profile, now: Profile) -> bool:
+    return now.model is not None and now.model.samples == wanted
+
+
+def _workers_taken(_wanted: int, before: Profile, now: Profile) -> bool:
+    return (
+        before.loader is not None
+        and now.loader is not None
+        and now.loader.num_workers > before.loader.num_workers
+    )
+
+
+def _pinning_taken(_wanted: bool, _before: Profile, now: Profile) -> bool:  # noqa: FBT001 - a value of `change`
+    return now.loader is not None and now.loader.pin_memory
+
+
+def _units_taken(wanted: int, _before: Profile, now: Profile) -> bool:
+    return now.model is not None and 0 < now.model.largest_unit <= wanted
+
+
+def _line_taken(wanted: str, before: Profile, now: Profile) -> bool:
+    def on_it(profile: Profile) -> float:
+        return sum(line.seconds for line in profile.ranks[0].lines if line.source.strip() == wanted)
+
+    return on_it(now) < on_it(before) / 2
+
+
+def _straggler_gone(wanted: int, _before: Profile, now: Profile) -> bool:
+    return now.straggler != wanted
+
+
+_RECOGNISED: dict[str, Callable[[Any, Profile, Profile], bool]] = {
+    "options": _options_taken,
+    "micro_batch": _micro_batch_taken,
+    "num_workers": _workers_taken,
+    "pin_memory": _pinning_taken,
+    "largest_unit": _units_taken,
+    "line": _line_taken,
+    "straggler": _straggler_gone,
+}
+"""Key of `Advice.change` -> whether the profile after shows it."""

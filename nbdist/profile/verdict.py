@@ -1,0 +1,267 @@
+"""What a step is bound by, in one sentence; pure.
+
+Each cause has a threshold, with its reason beside it. A cause under its threshold is not
+blamed: a wrong blame costs a user more than a missing one. Where a rank makes the others wait,
+the others' figures are judged, for its own loss is told once already.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from nbdist.profile.words import percent, source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbdist.profile.figures import Line, Part
+    from nbdist.profile.result import Profile
+
+Kind = Literal["straggler", "input", "communication", "offload", "optimizer", "host", "memory"]
+
+_WAITED_FOR_DATA = 0.12
+"""Batches that are fetched ahead cost a step 1 to 3 %; a loader in the main thread that makes
+small tensors up to 8 %."""
+_COPIED = 0.12
+"""Page-locked copies of a batch take 1 to 5 % of a step."""
+_COMMUNICATED = 0.25
+"""A model of a few megabytes on two CPU ranks has 10 to 20 % that nothing can hide; on GPUs a
+tenth of what overlaps is never hidden (see plan.cost)."""
+_ONE_UNIT = 0.10
+"""Less is enough where the wrapping itself says why nothing hides it."""
+_WHOLE = 0.8
+"""Of the parameters: a unit that has so many leaves nothing to gather while it is gathered."""
+_HIDDEN = 0.5
+"""Of all communication; where more is hidden, more units would not hide much more."""
+_OFFLOADED = 0.10
+"""The lowest of all, as nothing but the option can be its cause: on its device the optimizer
+takes 2 to 5 % of a step, and copies nothing."""
+_OPTIMIZED = 0.30
+"""On CPU ranks AdamW of a small model at a small batch takes up to 25 %."""
+_HOST = 0.20
+"""Small models on CPU ranks spend up to 15 % in Python and in scheduling."""
+_ONE_LINE = 0.12
+"""Less than _HOST is enough where one line of the cell explains it."""
+_ON_THE_LINE = 1.2
+"""A line that takes so many times the Python of a step is of another part, as `backward()`."""
+_HALF = 0.5
+_ELEMENTWISE = 0.6
+"""Of the device's computing; transformers at a fair size have 20 to 40 %."""
+_WELL_USED = 0.35
+"""An MFU from which on elementwise kernels do not keep the device from its work."""
+_COMPUTING: tuple[Part, ...] = ("forward", "backward")
+_MATRICES = re.compile(r"mm\b|gemm|nvjet|conv|attention|linear|flash|matmul|wgmma", re.IGNORECASE)
+"""Operators and kernels that multiply matrices."""
+_LINKS = {"nvlink": "NVLink", "pcie": "PCIe", "cpu": "the loopback"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blame:
+    """One cause that costs more than it should."""
+
+    kind: Kind
+    share: float
+    """Of the step."""
+    parts: tuple[Part, ...]
+    """What it is made of; advice must make one of them shorter."""
+    sentence: str
+    line: Line | None = None
+    """Of the cell, where one explains it."""
+
+
+def blamed(profile: Profile) -> list[Blame]:
+    """All causes above their thresholds, gravest first."""
+    causes = (_straggler, _input, _copies, _communication, _optimizer, _host, _elementwise)
+    found = [blame for cause in causes for blame in cause(profile)]
+    return sorted(found, key=lambda blame: -blame.share)
+
+
+def bound(profile: Profile) -> str:
+    """The gravest cause in a word; without any "compute", or "mixed" where that is no half."""
+    if profile.blamed:
+        return profile.blamed[0].kind
+    return "compute" if profile.share(*_COMPUTING) >= _HALF else "mixed"
+
+
+def sentence(profile: Profile) -> str:
+    """The verdict."""
+    if profile.blamed:
+        return profile.blamed[0].sentence
+    computing = profile.share(*_COMPUTING)
+    if computing < _HALF:
+        largest = sorted(profile.parts.items(), key=lambda item: -item[1])[:3]
+        words = ", ".join(f"{part} {percent(profile.share(part))}" for part, _ in largest)
+        return f"no single bottleneck: {words}"
+    if profile.advice:
+        return f"compute-bound: {percent(computing)} of the step is forward and backward"
+    return "compute-bound, nothing cheap to gain"
+
+
+def usual(profile: Profile, *parts: Part) -> float:
+    """Share of parts in the step, in the mean of the ranks that nobody waits for."""
+    ranks = [one for one in profile.ranks if one.rank != profile.straggler]
+    step = statistics.fmean(one.step_s for one in ranks)
+    spent = statistics.fmean(sum(one.parts.get(part, 0.0) for part in parts) for one in ranks)
+    return spent / step if step > 0 else 0.0
+
+
+# ------------------------------------------------------------------------------- causes
+
+
+def _straggler(profile: Profile) -> Iterator[Blame]:
+    slow = profile.slowest
+    if slow is None:
+        return
+    who = "the others wait" if len(profile.ranks) > 2 else "the other waits"  # noqa: PLR2004
+    yield Blame(
+        kind="straggler",
+        share=slow.waited,
+        parts=("waiting",),
+        sentence=(
+            f"rank {slow.rank} is {percent(slow.slower)} slower: {who} {percent(slow.waited)} of"
+            f" the step; it loses the time in {slow.where}"
+        ),
+    )
+
+
+def _input(profile: Profile) -> Iterator[Blame]:
+    share = usual(profile, "data")
+    if share < _WAITED_FOR_DATA:
+        return
+    loader = profile.loader
+    workers = f" (num_workers={loader.num_workers})" if loader else ""
+    yield Blame(
+        kind="input",
+        share=share,
+        parts=("data",),
+        sentence=f"input-bound: {percent(share)} of the step waits for the next batch{workers}",
+    )
+
+
+def _copies(profile: Profile) -> Iterator[Blame]:
+    share = usual(profile, "copies")
+    if share < _COPIED:
+        return
+    yield Blame(
+        kind="input",
+        share=share,
+        parts=("copies",),
+        sentence=f"input-bound: {percent(share)} of the step copies batches to the device",
+    )
+
+
+def _communication(profile: Profile) -> Iterator[Blame]:
+    share = usual(profile, "communication")
+    one_unit = unhidden_unit(profile)
+    if share < (_ONE_UNIT if one_unit else _COMMUNICATED):
+        return
+    exposed = max(profile.traffic, key=lambda one: one.exposed_s - one.waiting_s, default=None)
+    name = exposed.name if exposed else "other ranks"
+    link = profile.setting.cluster.link
+    where = _unit_words(profile) if one_unit else _LINKS.get(link, link)
+    yield Blame(
+        kind="communication",
+        share=share,
+        parts=("communication",),
+        sentence=(f"communication-bound: {percent(share)} of the step waits for {name}; {where}"),
+    )
+
+
+def _unit_words(profile: Profile) -> str:
+    model = profile.model
+    which = (
+        "the model is one FSDP unit"
+        if model is None or model.units == 1
+        else f"one FSDP unit has {percent(model.largest_unit / model.params)} of the model"
+    )
+    return f"{which}, so nothing is gathered ahead"
+
+
+def unhidden_unit(profile: Profile) -> bool:
+    """Whether FSDP gathers the whole model at once, and computing hides little of it."""
+    model = profile.model
+    if model is None or not model.units or model.largest_unit < _WHOLE * model.params:
+        return False
+    exposed = profile.parts["communication"]
+    return profile.hidden_s < _HIDDEN * (profile.hidden_s + exposed)
+
+
+def _optimizer(profile: Profile) -> Iterator[Blame]:
+    offload = profile.setting.options.offload_device
+    if offload != "none":
+        share = usual(profile, "optimizer", "offload")
+        if share >= _OFFLOADED:
+            yield Blame(
+                kind="offload",
+                share=share,
+                parts=("optimizer", "offload"),
+                sentence=(
+                    f"optimizer-bound (offloaded): {percent(share)} of the step is the optimizer"
+                    f" on the CPU and what moves to and from {_PLACES[offload]}"
+                ),
+            )
+        return
+    share = usual(profile, "optimizer")
+    if share >= _OPTIMIZED:
+        yield Blame(
+            kind="optimizer",
+            share=share,
+            parts=("optimizer",),
+            sentence=f"optimizer-bound: {percent(share)} of the step is the optimizer's own",
+        )
+
+
+_PLACES = {"cpu": "host memory", "nvme": "NVMe"}
+
+
+def _host(profile: Profile) -> Iterator[Blame]:
+    share = usual(profile, "python", "idle")
+    line = costly_line(profile)
+    one_line = line is not None and line.seconds >= _ONE_LINE * profile.step_s
+    if share < (_ONE_LINE if one_line else _HOST):
+        return
+    sleeping = usual(profile, "idle") > share / 2
+    what = "nothing to compute" if sleeping else "the cell's own Python"
+    at = f"; most of it at {line.cell}, line {line.line}: {source(line)}" if line else ""
+    yield Blame(
+        kind="host",
+        share=share,
+        parts=("python", "idle"),
+        sentence=f"host-bound: {percent(share)} of the step is {what}{at}",
+        line=line,
+    )
+
+
+def costly_line(profile: Profile) -> Line | None:
+    """The line of the cell that most of the Python or idle time is on; None where none is."""
+    ranks = [one for one in profile.ranks if one.rank != profile.straggler]
+    lost = profile.step_s * usual(profile, "python", "idle")
+    lines = [line for line in ranks[0].lines if line.seconds <= _ON_THE_LINE * lost]
+    longest = max(lines, key=lambda line: line.seconds, default=None)
+    return longest if longest and longest.seconds >= lost / 2 else None
+
+
+def _elementwise(profile: Profile) -> Iterator[Blame]:
+    """A GPU that waits for its own memory, not the user's."""
+    mfu = profile.mfu
+    computing = usual(profile, *_COMPUTING)
+    if mfu is None or mfu >= _WELL_USED or computing < _HALF or profile.setting.options.compile:
+        return
+    operators = profile.ranks[0].operators
+    total = sum(one.seconds for one in operators)
+    products = sum(one.seconds for one in operators if _MATRICES.search(one.name))
+    if total <= 0 or 1 - products / total < _ELEMENTWISE:
+        return
+    share = computing * (1 - products / total)
+    yield Blame(
+        kind="memory",
+        share=share,
+        parts=_COMPUTING,
+        sentence=(
+            f"memory-bound: {percent(share)} of the step is elementwise kernels, which wait for"
+            " the device's memory"
+        ),
+    )

@@ -1,0 +1,85 @@
+"""What the engine made of the model, and the loaders that were used; runs on a rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+
+from nbdist.profile.figures import Loader, Model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from nbdist.rank import measure
+    from nbdist.rank.profiling.marks import Taken
+
+
+def model(watch: measure.Watch) -> Model | None:
+    """Facts of the model that is followed; None where it is gone."""
+    prepared, options = watch.prepared, watch.options
+    if prepared is None:
+        return None
+    sizes = units(prepared)
+    samples, tokens = watch.shape or (0, 0)
+    return Model(
+        backend=options.backend if options is not None else "",
+        params=sum(one.numel() for one in (watch.twin or prepared).parameters()),
+        units=len(sizes),
+        largest_unit=max(sizes, default=0),
+        training=prepared.training,
+        precision=str(options.precision) if options is not None else "",
+        optimizer=str(watch.described.get("class", "")),
+        samples=samples,
+        seq_len=tokens,
+        accumulate=watch.accumulate,
+    )
+
+
+def units(prepared: nn.Module) -> list[int]:
+    """Parameters of each unit that FSDP gathers at once; none under other engines."""
+    found = [sum(map(_whole, _own(one))) for one in prepared.modules()]
+    return [size for size in found if size]
+
+
+def _own(module: nn.Module) -> list[Any]:
+    """FSDP's own record of the parameters of one unit."""
+    if isinstance(module, FSDPModule):
+        groups = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001
+        return [one for group in groups for one in group.fsdp_params]
+    handle = getattr(module, "_handle", None) if isinstance(module, Fsdp1) else None
+    return [] if handle is None else [handle.flat_param]
+
+
+def _whole(parameter: Any) -> int:
+    """Elements of a parameter on all ranks together."""
+    size = getattr(parameter, "_orig_size", None)
+    if size is None:
+        size = parameter._unpadded_unsharded_size  # noqa: SLF001 - FSDP1
+    return int(size.numel())
+
+
+def loaders(taken: Iterable[Taken], steps: int) -> list[Loader]:
+    """Loaders that batches were taken from; iterators of one loader count together."""
+    kinds: dict[tuple[object, ...], list[Taken]] = {}
+    for one in taken:
+        kind = (one.num_workers, one.pin_memory, one.batch_size, one.sharded)
+        kinds.setdefault(kind, []).append(one)
+    found = []
+    for same in kinds.values():
+        first, batches = same[0], sum(one.batches for one in same)
+        seconds = sum(one.seconds for one in same)
+        found.append(
+            Loader(
+                num_workers=first.num_workers,
+                pin_memory=first.pin_memory,
+                batch_size=first.batch_size,
+                sharded=first.sharded,
+                batches=batches / max(1, steps),
+                fetch_s=seconds / batches if batches and not first.num_workers else 0.0,
+            )
+        )
+    return found

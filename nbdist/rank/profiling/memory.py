@@ -1,0 +1,223 @@
+"""What a step's tensors are for, and which lines of the cells allocated them; runs on a rank.
+
+One step is counted, after those whose time is told: counting takes time. On CPU ranks
+`trace.footprint` sees each operation; on a GPU the allocator does, and its snapshot is written
+for PyTorch's memory viewer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist.profile.figures import Line, Memory
+from nbdist.rank import holdings, measure
+from nbdist.rank.profiling.sampler import place_of, source
+from nbdist.trace.footprint import OTHER, Footprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import nn
+
+MOST_LINES = 8
+OUTSIDE = "outside"
+"""What was there before the step and belongs to no model."""
+_TOLD = {
+    "parameters": "parameters",
+    "master": "optimizer",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "gathered": "buffers",
+    "buffers": "buffers",
+    OTHER: "activations",
+    OUTSIDE: "other",
+}
+"""Part of `rank.holdings` -> as figures name it."""
+
+Place = tuple[str, str, int]
+"""Cell, file, line."""
+
+
+class LineFootprint(Footprint):
+    """Counts living bytes by the line of a cell that allocated them, too."""
+
+    def __init__(
+        self,
+        cell_of: Callable[[str], tuple[str, str] | None],
+        *,
+        on_change: Callable[[], object],
+    ) -> None:
+        """Know nothing yet."""
+        self._cell_of = cell_of
+        self._by_line: Counter[Place] = Counter()
+        self._places: dict[int, tuple[Place, int]] = {}
+        self.lines_at_peak: Counter[Place] = Counter()
+        super().__init__(on_change=on_change)
+
+    def _add(self, storage: torch.UntypedStorage, part: str) -> None:
+        place = None
+        if part == OTHER:
+            place = place_of(sys._getframe(1), self._cell_of)  # noqa: SLF001
+        if place is not None:
+            size = storage.nbytes()
+            self._places[storage._cdata] = place, size  # noqa: SLF001
+            self._by_line[place] += size
+        super()._add(storage, part)
+
+    def _remove(self, key: int, gone: object) -> None:
+        if (known := self._places.pop(key, None)) is not None:
+            self._by_line[known[0]] -= known[1]
+        super()._remove(key, gone)
+
+    def _set_peak(self) -> None:
+        super()._set_peak()
+        self.lines_at_peak = Counter(self._by_line)
+
+
+class Counting:
+    """One step of a model that is counted on a CPU rank."""
+
+    def __init__(
+        self, watch: measure.Watch, model: nn.Module, cell_of: Callable[[str], Any]
+    ) -> None:
+        """Begin to count."""
+        self._watch, self._model = watch, model
+        self._counting = LineFootprint(
+            cell_of, on_change=lambda: self._counting.know("buffers", holdings.buckets(model))
+        )
+        self._counting.know(OUTSIDE, holdings.everything())
+        for part, tensors in holdings.held(model, measure.innermost(watch)):
+            self._counting.know(part, tensors)
+        self._counting.restart_peak()
+        measure.reset_rss_peak()
+        self._counting.__enter__()
+        self._hooks = [
+            model.register_forward_pre_hook(lambda *_: self._know_gradients()),
+        ]
+
+    def before_step(self) -> None:
+        """Tell gradients from activations while they are there."""
+        self._know_gradients()
+
+    def _know_gradients(self) -> None:
+        self._counting.know("gradients", holdings.gradients(self._model))
+
+    def stop(self) -> None:
+        """Count no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        measure.leave(self._counting)
+
+    def figures(self) -> Memory:
+        """What there was at the peak."""
+        counted: Counter[str] = Counter()
+        for part, size in self._counting.at_peak.items():
+            counted[_TOLD.get(part, "other")] += max(0, size)
+        buckets = holdings.ddp_bucket_bytes(self._model)
+        if buckets:
+            counted["buffers"] += buckets
+        return Memory(
+            parts=dict(counted),
+            lines=_lines(self._counting.lines_at_peak),
+            device_bytes=measure.rss_peak(),
+        )
+
+
+def _lines(counted: Counter[Place]) -> list[Line]:
+    return [
+        Line(cell=cell, line=line, source=source(file, line), bytes=size)
+        for (cell, file, line), size in counted.most_common(MOST_LINES)
+        if size > 0
+    ]
+
+
+class History:
+    """One step that a GPU's allocator writes down."""
+
+    def __init__(
+        self,
+        watch: measure.Watch,
+        model: nn.Module,
+        cell_of: Callable[[str], Any],
+        folder: str,
+        rank: int,
+    ) -> None:
+        """Begin to write down."""
+        self._watch, self._model, self._cell_of = watch, model, cell_of
+        self._folder, self._rank = folder, rank
+        self._device = measure.state.device
+        torch.cuda.memory._record_memory_history(  # noqa: SLF001
+            "all", stacks="python", device=self._device
+        )
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._gradients = 0
+
+    def before_step(self) -> None:
+        """Note the gradients while they are there."""
+        found = holdings.gradients(self._model)
+        self._gradients = sum(
+            one.untyped_storage().nbytes() for one in found if isinstance(one, torch.Tensor)
+        )
+
+    def stop(self) -> None:
+        """Write down no more."""
+        torch.cuda.memory._record_memory_history(None, device=self._device)  # noqa: SLF001
+
+    def figures(self) -> Memory:
+        """What there was at the peak; writes the snapshot where a folder is given."""
+        peak = torch.cuda.memory_stats(self._device)["allocated_bytes.all.peak"]
+        parts: Counter[str] = Counter()
+        resting = measure.resting(self._model, measure.innermost(self._watch))
+        for part, size in resting.items():
+            parts[_TOLD.get(part, "other")] += size
+        parts["gradients"] = max(parts["gradients"], self._gradients)
+        parts["activations"] = max(0, peak - sum(parts.values()))
+        snapshot = torch.cuda.memory._snapshot(self._device)  # noqa: SLF001
+        path = self._write() if self._folder else ""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return Memory(
+            parts=dict(parts),
+            lines=_lines(self._by_line(snapshot)),
+            device_bytes=total - free,
+            snapshot=path,
+        )
+
+    def _write(self) -> str:
+        """Write the snapshot beside the traces."""
+        path = Path(self._folder) / f"rank{self._rank}.memory.pickle"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))  # noqa: SLF001
+        return str(path)
+
+    def _by_line(self, snapshot: dict[str, Any]) -> Counter[Place]:
+        """Bytes by line that were alive when most was, by what the allocator wrote down."""
+        alive: dict[int, tuple[Place | None, int]] = {}
+        counted: Counter[Place] = Counter()
+        best, total, found = 0, 0, Counter[Place]()
+        for event in (one for trace in snapshot.get("device_traces", []) for one in trace):
+            if event["action"] == "alloc":
+                place = self._place(event.get("frames", ()))
+                alive[event["addr"]] = place, event["size"]
+                total += event["size"]
+                if place is not None:
+                    counted[place] += event["size"]
+                if total > best:
+                    best, found = total, Counter(counted)
+            elif event["action"] == "free_completed" and event["addr"] in alive:
+                place, size = alive.pop(event["addr"])
+                total -= size
+                if place is not None:
+                    counted[place] -= size
+        return found
+
+    def _place(self, frames: Iterable[dict[str, Any]]) -> Place | None:
+        for frame in frames:
+            if (cell := self._cell_of(frame["filename"])) is not None:
+                return cell[1], frame["filename"], frame["line"]
+        return None

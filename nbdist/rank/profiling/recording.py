@@ -1,0 +1,178 @@
+"""Everything that records a window of steps: put in place together, removed together; on a rank."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.profile.figures import RankFigures
+from nbdist.rank import holdings, measure
+from nbdist.rank.profiling import facts, kineto, marks, offload
+from nbdist.rank.profiling.partition import Recorded, told_apart
+from nbdist.rank.profiling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.profile.figures import Ended
+    from nbdist.rank.profiling.partition import Collective
+
+log = logging.getLogger(__name__)
+NS = 1e-9
+
+
+class Recording:
+    """Records from its making until `stop`."""
+
+    def __init__(
+        self, cell_of: Callable[[str], tuple[str, str] | None], *, rank: int, trace: str
+    ) -> None:
+        """Put everything in place and begin.
+
+        Raises:
+            RuntimeError: another profiler runs in the cell.
+        """
+        self._rank, self._trace = rank, trace
+        self._marks = marks.Marks()
+        self._sampler = Sampler(self._marks, cell_of)
+        self._recorder = kineto.Recorder(measure.state.device, shapes=bool(trace))
+        self._recorder.start()
+        self._patches: marks.Patches | None = None
+        try:
+            self._patches = marks.install(self._marks)
+            offload.mark(self._marks, self._patches)
+            self._sampler.start()
+        except BaseException:
+            self.stop()
+            raise
+        self.ends: list[int] = []
+        """Moments at which steps ended. The step that is under way here is left out: some rank
+        puts its recording in place during it."""
+
+    @property
+    def steps(self) -> int:
+        """Whole steps so far."""
+        return max(0, len(self.ends) - 1)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each step."""
+        pairs = zip(self.ends, self.ends[1:], strict=False)
+        return [(then - now) * NS for now, then in pairs]
+
+    def step_begins(self) -> None:
+        """The prepared optimizer steps."""
+        self._marks.begin("optimizer")
+
+    def step_ended(self) -> None:
+        """A step is whole; the first one opens the window."""
+        self._marks.end("optimizer")
+        if not self.ends:
+            self._marks.loaders.clear()
+            self._sampler.restart()
+        self.ends.append(time.time_ns())
+
+    def stop(self) -> None:
+        """Remove everything; a second time nothing."""
+        try:
+            if self._patches is not None:
+                self._patches.undo()
+        finally:
+            try:
+                self._sampler.stop()
+            finally:
+                self._recorder.stop()
+                self._marks.closed()
+
+    def wait_for_device(self) -> None:
+        """Let the last step end on the device too."""
+        self._recorder.synchronize()
+        self.ends[-1] = time.time_ns()
+
+    def figures(self, ended: Ended) -> RankFigures:
+        """Make sense of what was recorded; after `stop`."""
+        window, device = (self.ends[0], self.ends[-1]), measure.state.device
+        main = threading.main_thread().native_id or 0
+        seen = self._recorder.seen(window, main, self.steps)
+        kernels = None
+        if device.type == "cuda":
+            moved, kernels = kineto.of_device(
+                seen, self._marks.spans, offloads=offload.configured()
+            )
+        else:
+            moved = kineto.collectives(seen, self._marks.met)
+            _size_those_of_ddp(moved, self.steps)
+        told = told_apart(
+            Recorded(
+                window=window,
+                steps=self.steps,
+                marks=self._marks.spans,
+                operators=seen.operators,
+                collectives=moved,
+                waits=self._marks.waits,
+                queued_s=self._sampler.queued_s,
+                kernels=kernels,
+            )
+        )
+        made = RankFigures(
+            rank=self._rank,
+            kind="cuda" if device.type == "cuda" else "cpu",
+            device=_name(device),
+            ends=[one * NS for one in self.ends],
+            parts=told.parts,
+            traffic=told.traffic,
+            hidden_s=told.hidden_s,
+            begins=told.begins,
+            lines=self._sampler.lines(self.steps),
+            loaders=facts.loaders(self._marks.loaders.values(), self.steps),
+            operators=seen.table,
+            model=facts.model(measure.state.watch) if measure.state.watch else None,
+            ended=ended,
+        )
+        if self._trace:
+            self._save(made)
+        return made
+
+    def _save(self, made: RankFigures) -> None:
+        """Write the trace into the folder that was asked for."""
+        stamp = self.ends[0] // 1_000_000
+        path = Path(self._trace) / f"rank{self._rank}.{stamp}.pt.trace.json.gz"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._recorder.save(path)
+            made.trace = str(path)
+        except (OSError, RuntimeError) as error:
+            made.notes.append(f"the trace could not be written to {path}: {error}.")
+
+
+def _size_those_of_ddp(moved: list[Collective], steps: int) -> None:
+    """Give what DDP sends from C++ its size: all gradients once a step, buffers at a forward."""
+    watch = measure.state.watch
+    model = inner(watch.prepared) if watch is not None else None
+    if not isinstance(model, DistributedDataParallel):
+        return
+    by_name: dict[str, list[Collective]] = defaultdict(list)
+    for one in moved:
+        if one.meeting is None:
+            by_name[one.name].append(one)
+    gradients = holdings.size([one for one in model.parameters() if one.requires_grad])
+    for one in by_name["all_reduce"]:
+        one.bytes = round(gradients * steps / len(by_name["all_reduce"]))
+    for one in by_name["broadcast"]:
+        one.bytes = holdings.size(model.buffers())
+
+
+def inner(model: Any) -> Any:
+    """The engine's module, also where torch.compile wraps it."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,281 @@
+"""When a profile records on this rank: after a warm-up, until the figures are stable.
+
+`steps` tells of the steps of prepared optimizers, on the main thread. What fails here is told
+in a sentence, and training goes on as it would have without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nbdist import wire
+from nbdist.rank import measure
+from nbdist.rank.gate import gate
+from nbdist.rank.profiling.memory import Counting, History
+from nbdist.rank.profiling.recording import Recording
+from nbdist.rank.profiling.steps import slot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from nbdist.profile.figures import Ended, RankFigures
+    from nbdist.rank.profiling.agreement import Agreement
+
+log = logging.getLogger(__name__)
+
+FEWEST_STEPS = 5
+"""Before step times can be called stable."""
+MOST_STEPS = 10
+"""Where no number was asked for."""
+PATIENCE_STEPS = 3
+"""For which a rank waits for rank 0's word on the end."""
+STABLE = 0.03
+"""Relative spread of step times."""
+TOLD_EVERY_S = 0.5
+NO_STEP = (
+    "the cell made no optimizer step that could be profiled; profile a cell that calls step() of"
+    " an optimizer from accelerator.prepare()."
+)
+TOO_FEW = (
+    "the cell made {made} before it ended; a profile needs {need}: two to warm up and one or more"
+    " to record."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a window needs of its rank."""
+
+    rank: int
+    folder: Path
+    """Private to the session, the same on all ranks."""
+    world_size: int
+    cell_of: Callable[[str], tuple[str, str] | None]
+    """IPython's `compile.format_code_name`."""
+    publish: Callable[[wire.Profiled], object]
+    tell: Callable[[str], object]
+    """Says how far it is, for all ranks."""
+
+
+class Window:
+    """One profile of this rank, from the request to what is published."""
+
+    def __init__(
+        self, asked: wire.ProfileRequest, agreement: Agreement, around: Surroundings
+    ) -> None:
+        """Wait for steps."""
+        self._asked, self._agreement, self._around = asked, agreement, around
+        self._lock = threading.RLock()
+        self._seen = 0
+        """Steps since it was asked for."""
+        self._optimizer: weakref.ref[Any] | None = None
+        self._recording: Recording | None = None
+        self._counting: Counting | History | None = None
+        self._figures: RankFigures | None = None
+        self._told_at = 0.0
+        self._late = 0
+        """Steps for which rank 0 has not said what this rank could say."""
+        agreement.asked(gate.entered)
+
+    # -- the main thread
+
+    def step_begins(self) -> None:
+        """A prepared optimizer is about to use gradients."""
+        with self._harmless():
+            if self._recording is not None:
+                self._recording.step_begins()
+            elif self._counting is not None:
+                self._counting.before_step()
+
+    def step_ended(self, optimizer: Any) -> None:
+        """A prepared optimizer has used them."""
+        with self._harmless():
+            if self._optimizer is None or self._optimizer() is optimizer:
+                self._on_step(optimizer)
+
+    def cell_ended(self) -> None:
+        """The code of the cell is over, in whatever way: publish what there is."""
+        with self._harmless():
+            if self._figures is not None:
+                self._figures.notes.append(
+                    "no whole step followed the window, so its memory was not counted."
+                )
+                self._close()
+            elif self._recording is not None and self._recording.steps:
+                self._stop_recording("cell")
+            else:
+                self._close(self._too_few())
+
+    # -- any thread
+
+    def expire(self) -> None:
+        """Give up where no step has come in all this time."""
+        with self._harmless():
+            if slot.window is self and not self._seen:
+                self._close(NO_STEP)
+
+    # -- inside
+
+    def _on_step(self, optimizer: Any) -> None:
+        self._seen += 1
+        if self._counting is not None:
+            self._end_counting()
+        elif self._recording is not None:
+            self._recording.step_ended()
+            self._tell()
+            if (ended := self._ended()) is not None:
+                self._stop_recording(ended)
+        elif self._may_begin():
+            self._optimizer = weakref.ref(optimizer)
+            self._recording = Recording(
+                self._around.cell_of, rank=self._around.rank, trace=self._asked["trace"]
+            )
+
+    def _may_begin(self) -> bool:
+        begin, watch = self._agreement.begin, measure.state.watch
+        return begin is not None and gate.entered >= begin and not (watch and watch.begun)
+
+    def _ended(self) -> Ended | None:
+        """Why the window is over now; rank 0 says so a step before."""
+        recording, asked = self._recording, self._asked
+        if recording is None:
+            return None
+        if asked["steps"] and recording.steps >= asked["steps"]:
+            return "steps"
+        end = self._agreement.end
+        if end is not None and gate.entered >= end:
+            return self._why()
+        if end is None and self._enough():
+            if not self._agreement.decides:
+                # rank 0 takes no part, or is another number of steps away
+                late = self._late = self._late + 1
+                return self._why() if late > PATIENCE_STEPS else None
+            self._agreement.end_after(gate.entered + 1)
+        return None
+
+    def _enough(self) -> bool:
+        """Whether one step more is enough."""
+        seconds = self._recording.seconds if self._recording is not None else []
+        asked = self._asked
+        if not seconds:
+            return False
+        if sum(seconds) + seconds[-1] >= asked["limit_s"]:
+            return True
+        if asked["steps"]:
+            return False
+        return len(seconds) >= MOST_STEPS - 1 or _are_stable(seconds)
+
+    def _why(self) -> Ended:
+        seconds = self._recording.seconds if self._recording is not None else []
+        if sum(seconds) >= self._asked["limit_s"]:
+            return "time"
+        return "stable" if len(seconds) < MOST_STEPS else "steps"
+
+    def _stop_recording(self, ended: Ended) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        try:
+            if ended != "cell":
+                recording.wait_for_device()
+        finally:
+            recording.stop()
+        self._figures = recording.figures(ended)
+        if ended == "cell" or not self._asked["memory"]:
+            self._close()
+        else:
+            self._begin_counting()
+
+    def _begin_counting(self) -> None:
+        """Count the memory of the step that comes."""
+        watch = measure.state.watch
+        model = watch.prepared if watch is not None else None
+        if watch is None or model is None or self._figures is None:
+            return
+        try:
+            if self._figures.kind == "cuda":
+                self._counting = History(
+                    watch, model, self._around.cell_of, self._asked["trace"], self._around.rank
+                )
+            elif (reason := measure.why_not_counted(watch)) is None:
+                self._counting = Counting(watch, model, self._around.cell_of)
+            else:
+                self._figures.notes.append(reason)
+        except Exception:
+            log.exception("memory could not be counted")
+            self._figures.notes.append("the memory of a step could not be counted; see the log.")
+        if self._counting is None:
+            self._close()
+
+    def _end_counting(self) -> None:
+        counting, self._counting = self._counting, None
+        if counting is None or self._figures is None:
+            return
+        counting.stop()
+        try:
+            self._figures.memory = counting.figures()
+        except Exception:
+            log.exception("memory could not be counted")
+            self._figures.notes.append("the memory of a step could not be counted; see the log.")
+        self._close()
+
+    def _tell(self) -> None:
+        if self._recording is not None and time.monotonic() - self._told_at > TOLD_EVERY_S:
+            self._told_at = time.monotonic()
+            self._around.tell(f"profiling: step {self._recording.steps + 1}")
+
+    def _too_few(self) -> str:
+        if not self._seen:
+            return NO_STEP
+        made = "one optimizer step" if self._seen == 1 else f"{self._seen} optimizer steps"
+        return TOO_FEW.format(made=made, need=self._seen + 1 if self._recording else 3)
+
+    def _close(self, error: str = "") -> None:
+        """Publish once, figures or why there are none, and remove everything."""
+        if slot.window is self:
+            slot.window = None
+            try:
+                self._remove()
+            finally:
+                self._around.publish(self._told(error))
+
+    def _told(self, error: str) -> wire.Profiled:
+        if error or self._figures is None:
+            return wire.Profiled(id=self._asked["id"], error=error)
+        return wire.Profiled(id=self._asked["id"], figures=self._figures.to_json())
+
+    def _remove(self) -> None:
+        recording, self._recording = self._recording, None
+        counting, self._counting = self._counting, None
+        with contextlib.ExitStack() as both:
+            for one in (recording, counting):
+                if one is not None:
+                    both.callback(one.stop)
+
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Let profiling fail without the user's training; Stop goes through."""
+        with self._lock:
+            try:
+                yield
+            except Exception as error:
+                log.exception("the profile failed; training goes on")
+                with contextlib.suppress(Exception):
+                    self._close(f"the profile failed ({type(error).__name__}: {error}).")
+            except BaseException:  # Stop, in the middle of it
+                self._close("Stop was pressed while the profile was made.")
+                raise
+
+
+def _are_stable(seconds: list[float]) -> bool:
+    if len(seconds) < FEWEST_STEPS:
+        return False
+    return statistics.pstdev(seconds) < STABLE * statistics.fmean(seconds)

@@ -1,0 +1,296 @@
+"""How a profile is asked for: in a cell, of a running loop, wrongly; training goes on unharmed."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+import nbdist
+from nbdist import CellError, OptionError, ProfileError, RankDied, SessionError
+from tests import planted
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from nbdist import Session
+    from tests.live_kernel import LiveKernel
+
+SMALL = "model, optimizer, loader = build(batch_size=1, length=16, hidden=64)"
+PLAIN = """
+weight = torch.nn.Parameter(torch.ones(64, 64))
+alone = accelerator.prepare(torch.optim.SGD([weight], lr=1e-3))
+for step in range(10):
+    (torch.ones(8, 64) @ weight).square().mean().backward()
+    alone.step()
+    alone.zero_grad()
+"""
+"""Needs no other rank."""
+FOREVER = """
+batch = next(iter(loader))
+while True:
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    report(loss=loss)
+"""
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """Two CPU ranks with a small model."""
+    with nbdist.Session(nproc=2, precision="no") as running:
+        running.run(planted.SETUP + SMALL)
+        yield running
+
+
+def loop(steps: int) -> str:
+    """The training cell."""
+    return planted.Planted(name="").cell(steps)
+
+
+def running_loop(session: Session) -> nbdist.CellResult:
+    """Begin a loop in the background; returns once it trains."""
+    before = len(session.metrics)
+    result = session.run(FOREVER, background=True)
+    eventually(lambda: len(session.metrics) > before + 1, within_s=60)
+    return result
+
+
+def end(session: Session, result: nbdist.CellResult) -> None:
+    """Stop a loop; its variables stay."""
+    session.interrupt()
+    with pytest.raises(CellError):
+        result.wait(60)
+
+
+def trains(session: Session) -> bool:
+    """Whether the ranks still train together, with equal weights."""
+    session.run(loop(2))
+    digest = "round(sum(p.double().abs().sum().item() for p in model.parameters()), 6)"
+    return len(set(session.run(digest).values.values())) == 1
+
+
+# ------------------------------------------------------------------ the ways to ask for one
+
+
+def test_a_cell_ends_with_its_verdict(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    session.run(loop(9), profile={"steps": 3})
+    profile = session.profiles[-1]
+    assert [len(one.steps) for one in profile.ranks] == [3, 3]
+    assert profile.verdict in capsys.readouterr().out
+    assert session.profiling is None
+
+
+def test_a_loop_that_runs_is_profiled_while_it_goes_on(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, result = len(session.profiles), running_loop(session)
+    asked = session.profile(steps=3)
+    assert "is profiled while it runs" in str(asked)
+    assert not asked.armed
+    eventually(lambda: len(session.profiles) > seen, within_s=60)
+    assert not result.done
+    shown = ""
+
+    def told() -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return session.profiles[-1].verdict in shown
+
+    eventually(told, within_s=10)
+    reported = len(session.metrics)
+    eventually(lambda: len(session.metrics) > reported, within_s=30)
+    end(session, result)
+    assert trains(session)
+
+
+def test_the_next_cell_is_profiled_where_none_runs(session: Session) -> None:
+    seen = len(session.profiles)
+    assert "next %%distribute cell" in str(session.profile(steps=2))
+    assert session.profiling is not None
+    assert session.profiling.armed
+    session.run(loop(8))
+    assert len(session.profiles) == seen + 1
+    session.run(loop(2))
+    assert len(session.profiles) == seen + 1
+
+
+def test_traces_of_all_ranks_are_written(session: Session, tmp_path: Path) -> None:
+    session.run(loop(8), profile={"steps": 2, "trace": tmp_path / "new" / "traces"})
+    files = {path.name for path in (tmp_path / "new" / "traces").iterdir()}
+    assert len(files) >= 2
+    assert all(one.trace for one in session.profiles[-1].ranks)
+
+
+# ------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("for batch in loader:\n    model(**batch).loss\n    break", "optimizer step"),
+        (loop(0), "step"),
+        ("1 + 1", "optimizer step"),
+    ],
+    ids=["no step", "one step", "no loop"],
+)
+def test_what_is_no_loop_is_said_in_a_sentence(
+    session: Session, capsys: pytest.CaptureFixture[str], code: str, says: str
+) -> None:
+    seen = len(session.profiles)
+    session.run(code, profile=True)
+    shown = capsys.readouterr().err
+    (line,) = [line for line in shown.splitlines() if "nothing was profiled" in line]
+    assert says in line
+    assert "Traceback" not in shown
+    assert len(session.profiles) == seen
+    assert session.profiling is None
+    assert trains(session)
+
+
+def test_an_exception_inside_the_window_is_the_cells_own(session: Session) -> None:
+    cell = loop(30).replace(
+        "    report(loss=loss)\n", "    report(loss=loss)\n    if step == 6: 1 / 0\n"
+    )
+    with pytest.raises(CellError, match="ZeroDivisionError"):
+        session.run(cell, profile={"steps": 20})
+    assert session.profiling is None
+    assert trains(session)
+
+
+def test_stop_inside_the_window_keeps_the_training(session: Session) -> None:
+    result = running_loop(session)
+    session.profile(steps=1000)
+    eventually(lambda: re.search(r"step [1-9]", session.profiling.text), within_s=60)
+    end(session, result)
+    eventually(lambda: session.profiling is None, within_s=10)
+    assert trains(session)
+
+
+def test_a_second_profile_is_refused(session: Session) -> None:
+    result = running_loop(session)
+    session.profile(steps=1000)
+    assert "under way" in session.why_no_profile()
+    with pytest.raises(ProfileError, match="under way"):
+        session.profile()
+    end(session, result)
+    eventually(lambda: session.profiling is None, within_s=10)
+    assert session.why_no_profile() == ""
+
+
+def test_a_rank_that_does_not_take_part_is_said(session: Session) -> None:
+    session.run(PLAIN, ranks=[0], profile={"steps": 3})
+    profile = session.profiles[-1]
+    assert [one.rank for one in profile.ranks] == [0]
+    assert "rank 1 did not run this cell." in profile.notes
+
+
+def test_a_rank_without_steps_is_said(session: Session) -> None:
+    session.run(f"if rank == 0:{PLAIN}".replace("\n", "\n    "), profile={"steps": 3})
+    profile = session.profiles[-1]
+    assert [one.rank for one in profile.ranks] == [0]
+    assert any(note.startswith("rank 1: ") for note in profile.notes)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1001, "three", 2.5, True])
+def test_a_bad_number_of_steps_is_refused(session: Session, steps: object) -> None:
+    with pytest.raises(OptionError, match="1 to 1000"):
+        session.run("1", profile={"steps": steps})
+    with pytest.raises(OptionError, match="1 to 1000"):
+        session.profile(steps=steps)  # type: ignore[arg-type]
+    assert session.profiling is None
+
+
+@pytest.mark.parametrize("trace", ["/proc/nowhere", __file__])
+def test_a_folder_that_cannot_be_written_is_refused(session: Session, trace: str) -> None:
+    with pytest.raises(OptionError, match="cannot be written"):
+        session.profile(trace=trace)
+    assert session.profiling is None
+
+
+def test_a_wish_outlives_a_switch_and_a_restart() -> None:
+    with nbdist.Session(nproc=2, precision="no") as session:
+        session.profile(steps=2)
+        session.run(planted.SETUP + SMALL)
+        assert session.profiling is None
+        session.profile(steps=2)
+        session.switch("fsdp2")
+        session.run(loop(8))
+        assert session.profiles[-1].ranks[0].model.backend == "fsdp2"
+        session.profile(steps=2)
+        session.restart()
+        session.run(planted.SETUP + SMALL + loop(8))
+        assert len(session.profiles) == 2
+
+
+def test_a_profile_ends_with_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    with nbdist.Session(nproc=2, precision="no") as session:
+        session.run(planted.SETUP + SMALL)
+        running_loop(session)
+        session.profile(steps=1000)
+        session.restart()
+        assert session.profiling is None
+        assert "the ranks were restarted" in capsys.readouterr().err
+        with pytest.raises(RankDied):
+            session.run("import os\nif rank == 1: os._exit(3)\nimport time; time.sleep(60)")
+        with pytest.raises(RankDied):
+            session.profile()
+        assert session.why_no_profile()
+    with pytest.raises(SessionError, match="stopped"):
+        session.profile()
+
+
+# ----------------------------------------------------------------------------- the magics
+
+
+def test_without_a_session_the_magic_says_how_to_get_one(notebook: LiveKernel) -> None:
+    shown = notebook.run("%nbdist profile")
+    assert shown.status == "error"
+    assert "%%distribute --profile" in shown.text
+
+
+def test_the_verdict_stands_below_the_cell(notebook: LiveKernel) -> None:
+    notebook.run(f"%%distribute -n 2 --precision no\n{planted.SETUP}{SMALL}")
+    assert "no profile yet" in notebook.run("%nbdist profile --show").text
+    shown = notebook.run(f"%%distribute --profile --steps 3\n{loop(9)}")
+    assert shown.status == "ok", shown.text
+    assert any("text/html" in output.get("data", {}) for output in shown.outputs)
+    notebook.run("import nbdist")
+    verdict = notebook.run("print(nbdist.session().profiles[-1].verdict)").text.strip()
+    assert verdict in shown.text
+    assert verdict in notebook.run("%nbdist profile --show").text
+
+
+def test_the_magic_profiles_a_loop_in_the_background(notebook: LiveKernel) -> None:
+    request = notebook.send(f"%%distribute --background\n{loop(4000)}")
+    assert notebook.collect(request).status == "ok"
+    said = notebook.run("%nbdist profile --steps 3")
+    assert "is profiled while it runs" in said.text, said.text
+    below = notebook.below(request, until="of the step")
+    assert any("text/html" in output.get("data", {}) for output in below.outputs)
+    notebook.run("%nbdist interrupt")
+    notebook.run("%nbdist wait")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("%nbdist profile --steps 0", "1 to 1000"),
+        ("%nbdist profile --steps two", "invalid int"),
+        ("%nbdist profile --trace /proc/nowhere", "cannot be written"),
+        ("%nbdist profile --nonsense", "unrecognized"),
+        ("%%distribute --steps 3\n1", "add --profile"),
+        ("%%distribute --profile --steps 0\n1", "1 to 1000"),
+    ],
+)
+def test_bad_lines_are_one_sentence(notebook: LiveKernel, line: str, says: str) -> None:
+    shown = notebook.run(line)
+    assert shown.status == "error"
+    assert says in shown.text
+    assert "Traceback" not in shown.text
+    assert notebook.run("%%distribute\nrank").status == "ok"

@@ -1,0 +1,372 @@
+"""What would make a step faster: which changes, what they gain, and what they have gained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist import magics
+from nbdist.plan.models import sizes
+from nbdist.profile.advice import CHEAP, Advice
+from nbdist.profile.figures import Line, Memory
+from nbdist.profile.remark import Remark
+from nbdist.profile.verdict import blamed
+from tests.unit.profiled import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
+
+if TYPE_CHECKING:
+    from nbdist.profile.result import Profile
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plan with the defaults, whatever was learned on this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def titles(found: Profile) -> list[str]:
+    """All advice by its title."""
+    return [one.title for one in found.advice]
+
+
+def advised(found: Profile, title: str) -> Advice:
+    """One piece of advice."""
+    return next(one for one in found.advice if one.title == title)
+
+
+# ------------------------------------------------------------------------ changes of the cell
+
+
+def test_a_slow_loader_gets_as_many_workers_as_hide_it() -> None:
+    found = profile(*both(data=0.2))
+    (one,) = found.advice
+    assert one.title == "num_workers=4"
+    assert one.line == "DataLoader(..., num_workers=4, persistent_workers=True)"
+    rest = found.step_s - 0.2
+    assert one.gain.faster == pytest.approx(found.step_s / (rest + 0.1 * 0.2 / 4) - 1)
+    assert one.gain.low < one.gain.faster < one.gain.high
+
+
+def test_a_loader_slower_than_the_step_however_many_workers_keeps_what_they_do_not_hide() -> None:
+    found = profile(*both(data=2.0))
+    (one,) = found.advice
+    assert one.title == "num_workers=8"
+    left = 1.2 * 2.0 / 8 - (found.step_s - 2.0)
+    assert one.gain.faster < found.step_s / (found.step_s - 2.0 + left) - 1
+
+
+def test_a_loader_with_workers_that_do_not_suffice_gets_more() -> None:
+    found = profile(*both(data=0.1, loader={"num_workers": 2}))
+    assert titles(found)[0] in {"num_workers=4", "num_workers=8"}
+
+
+def test_the_straggler_s_own_line_is_named() -> None:
+    own = sum(BALANCED.values()) - BALANCED["communication"]
+    line = Line(cell="In[2]", line=4, source="time.sleep(0.03)", seconds=0.3 * own)
+    waits = rank(0, communication=BALANCED["communication"] + 0.3 * own)
+    slow = replace(rank(1, idle=0.3 * own), lines=[line])
+    (one,) = profile(waits, slow).advice
+    assert "In[2], line 4: time.sleep(0.03)" in one.why
+    assert one.gain.faster == pytest.approx(0.27, abs=0.02)
+
+
+def test_a_line_is_advised_with_the_words_of_the_lint() -> None:
+    line = Line(cell="In[3]", line=12, source="total += loss.item()", seconds=0.04)
+    remark = Remark(
+        kind="sync",
+        cell="In[3]",
+        line=12,
+        source="total += loss.item()",
+        reason="`.item()` waits for the device in every step.",
+        change="total += loss.detach()",
+        sure="certain",
+        evidence="line",
+    )
+    ranks = [replace(one, lines=[line]) for one in both(python=0.045)]
+    found = profile(*ranks, remarks=[remark])
+    one = advised(found, "In[3], line 12")
+    assert one.line == "total += loss.detach()"
+    assert one.why == "`.item()` waits for the device in every step."
+    assert one.gain.faster == pytest.approx(found.step_s / (found.step_s - 0.04) - 1)
+    assert "in the text" not in str(found)
+
+
+def test_copies_on_a_gpu_get_page_locked_memory() -> None:
+    ranks = both(kind="cuda", copies=0.04)
+    found = profile(*ranks, where=setting("2xH100-80GB,nvlink"))
+    assert "pin_memory=True" in titles(found)
+    pinned = [replace(one, loaders=[replace(one.loaders[0], pin_memory=True)]) for one in ranks]
+    again = profile(*pinned, where=setting("2xH100-80GB,nvlink"))
+    assert "pin_memory=True" not in titles(again)
+
+
+# ---------------------------------------------------------------------- changes of the engine
+
+
+def test_a_slow_link_is_shared_by_larger_batches() -> None:
+    found = profile(*both(communication=0.3))
+    kinds = [next(iter(one.change)) for one in found.advice]
+    assert kinds == ["micro_batch", "options"]
+    assert all(one.gain.faster > 1 for one in found.advice)
+    assert advised(found, titles(found)[1]).changes == {"accumulate": 8}
+
+
+def test_a_larger_batch_gains_what_it_shares_and_no_more() -> None:
+    found = profile(*both(communication=0.3))
+    planner = found.planner
+    assert planner is not None
+    double = planner.changed(samples=2 * SAMPLES)
+    assert double is not None
+    shared = 0.3 + BALANCED["optimizer"] + BALANCED["python"]
+    most = found.step_s / (found.step_s - shared / 2) - 1
+    assert double.gain.faster == pytest.approx(most, rel=0.1)
+
+
+def test_the_planner_at_what_was_measured_says_what_was_measured() -> None:
+    for ranks in (both(), both(communication=0.3), both(optimizer=0.2)):
+        planner = profile(*ranks).planner
+        assert planner is not None
+        same = planner.changed()
+        assert same is not None
+        assert same.gain.faster == pytest.approx(0, abs=1e-9)
+
+
+def test_a_batch_that_does_not_fit_is_not_advised() -> None:
+    ranks = both(kind="cuda", communication=0.3, model={"samples": 16, "seq_len": 4096})
+    where = replace(setting("2xA100-40GB,pcie", precision="bf16"), spec=sizes.with_size("1b"))
+    assert not [one for one in profile(*ranks, where=where).advice if "micro_batch" in one.change]
+
+
+def test_gpus_over_pcie_are_told_to_move_less() -> None:
+    model = {"backend": "zero3", "samples": 1, "seq_len": 512, "accumulate": 4}
+    ranks = both(
+        kind="cuda",
+        forward=0.3,
+        backward=0.6,
+        communication=3.0,
+        collective="all_gather",
+        model=model,
+    )
+    where = replace(
+        setting("2xH100-80GB,pcie", backend="zero3", precision="bf16"), spec=sizes.with_size("3b")
+    )
+    found = profile(*ranks, where=where)
+    assert any("backend" in one.changes for one in found.advice)
+    assert any(one.line.startswith("%nbdist switch ") for one in found.advice)
+
+
+def test_an_offload_that_is_not_needed_is_left_out() -> None:
+    ranks = both(
+        kind="cuda", optimizer=0.5, offload=0.3, forward=0.1, backward=0.2, model={"seq_len": 512}
+    )
+    where = replace(
+        setting("2xH100-80GB,nvlink", backend="zero2", precision="bf16", offload="cpu"),
+        spec=sizes.with_size("1b"),
+    )
+    found = profile(*ranks, where=where)
+    one = advised(found, "offload none")
+    assert one.line == "%nbdist switch --offload none"
+    assert one.changes == {"offload": "none"}
+    assert one.gain.faster > 1
+
+
+def test_an_offload_that_memory_needs_is_kept() -> None:
+    ranks = both(kind="cuda", optimizer=0.5, offload=0.3, model={"seq_len": 512, "samples": 1})
+    where = setting("2xA100-40GB,pcie", backend="zero2", precision="bf16", offload="cpu")
+    assert "offload none" not in titles(profile(*ranks, where=where))
+
+
+def test_activation_checkpointing_that_memory_does_not_need_is_switched_off() -> None:
+    where = setting(activation_checkpointing=True)
+    found = profile(*both(), where=where)
+    (one,) = found.advice
+    assert one.line == "%nbdist switch --no-activation-checkpointing"
+    assert one.gain.faster == pytest.approx(0.25, abs=0.08)
+    assert found.verdict == "compute-bound: 78 % of the step is forward and backward"
+
+
+def test_full_precision_on_tensor_cores_gets_bf16() -> None:
+    model = {"samples": 1, "seq_len": 2048}
+    ranks = both(kind="cuda", forward=0.3, backward=0.6, model=model)
+    where = replace(setting("2xH100-80GB,nvlink"), spec=sizes.with_size("1b"))
+    found = profile(*ranks, where=where)
+    assert advised(found, "bf16").line == "%nbdist switch --precision bf16"
+    assert advised(found, "bf16").gain.faster > 1
+
+
+def test_one_unit_on_cpu_ranks_is_advised_for_its_memory() -> None:
+    model = {"backend": "fsdp2", "units": 1, "largest_unit": 1 << 20}
+    ranks = both(communication=0.03, collective="all_gather", model=model)
+    found = profile(*ranks, where=setting(backend="fsdp2"))
+    one = advised(found, "FSDP units")
+    assert one.gain.faster == 0
+    assert one.gain_words == "frees 3.5 MiB of the peak"
+    assert '"min_num_params": 131072' in one.line
+
+
+def test_one_unit_on_gpus_is_advised_for_its_time() -> None:
+    model = {"backend": "fsdp2", "units": 1, "largest_unit": 1 << 30, "params": 1 << 30}
+    ranks = both(
+        kind="cuda",
+        forward=0.3,
+        backward=0.6,
+        communication=0.4,
+        collective="all_gather",
+        model=model | {"seq_len": 2048},
+    )
+    where = replace(
+        setting("2xH100-80GB,nvlink", backend="fsdp2", precision="bf16"), spec=sizes.with_size("1b")
+    )
+    one = advised(profile(*ranks, where=where), "FSDP units")
+    assert one.gain.faster > 0.2
+    assert one.change == {"largest_unit": 1 << 29}
+
+
+def test_a_gpu_that_waits_for_launches_gets_larger_kernels_for_nothing() -> None:
+    ranks = both(kind="cuda", forward=0.01, backward=0.02, idle=0.06)
+    found = profile(*ranks, where=replace(setting("2xH100-80GB,nvlink"), spec=setting().spec))
+    one = next(one for one in found.advice if "micro_batch" in one.change)
+    # launches take 90 ms whatever the batch, so twice the samples take no longer
+    assert one.gain.faster > 1
+
+
+def test_without_a_plan_only_the_cell_is_advised() -> None:
+    where = replace(setting(), spec=None)
+    assert profile(*both(communication=0.3), where=where).advice == ()
+    assert titles(profile(*both(data=0.2), where=where)) == ["num_workers=4"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"communication": 0.3},
+        {"optimizer": 0.2},
+        {"data": 0.1, "communication": 0.2},
+        {"python": 0.1},
+        {"idle": 0.1, "communication": 0.1},
+    ],
+)
+def test_at_most_three_are_advised_the_one_that_gains_most_first(changes: dict[str, Any]) -> None:
+    found = profile(*both(**changes))
+    gains = [one.gain.faster for one in found.advice]
+    assert gains == sorted(gains, reverse=True)
+    assert len(gains) <= 3
+    assert all(gain >= CHEAP for gain in gains)
+
+
+def test_every_line_to_switch_is_one_that_the_magic_takes() -> None:
+    seen = set()
+    cases = [
+        (both(communication=0.3), setting()),
+        (both(), setting(activation_checkpointing=True)),
+        (both(optimizer=0.5, kind="cuda"), setting("2xH100-80GB,nvlink", backend="fsdp2")),
+        (both(communication=0.5, kind="cuda"), setting("8xH100-80GB,nvlink", backend="fsdp2")),
+        (
+            both(communication=0.1, model={"units": 1, "largest_unit": 1 << 20}),
+            setting(backend="fsdp2"),
+        ),
+    ]
+    for ranks, where in cases:
+        for one in profile(*ranks, where=replace(where, spec=setting().spec)).advice:
+            if one.changes:
+                line = one.line.removeprefix("%nbdist switch ")
+                asked = magics.switch_parser().parse_args(magics.words(line, "switch"))
+                for name, value in one.changes.items():
+                    given = getattr(asked, name)
+                    assert given == value or "{" in str(given)
+                    seen.add(name)
+    assert {"accumulate", "activation_checkpointing", "fsdp_config"} <= seen
+
+
+# ------------------------------------------------------------------------- what was gained
+
+
+def test_workers_that_were_taken_are_told_with_what_they_gained() -> None:
+    before = profile(*both(data=0.2))
+    after = profile(*both(data=0.02, loader={"num_workers": 4}), before=before)
+    measured = before.step_s / after.step_s
+    assert after.gained == (
+        f"num_workers=4: predicted 2.7 times as fast, measured {measured:.1f} times as fast"
+    )
+    assert str(after).splitlines()[1].strip() == after.gained
+
+
+def test_a_switch_that_was_taken_is_told() -> None:
+    checkpointed = setting(activation_checkpointing=True)
+    before = profile(*both(), where=checkpointed)
+    after = profile(*both(forward=0.02, backward=0.045), before=before)
+    assert after.gained == "activation checkpointing off: predicted 20 % faster, measured 28 %"
+
+
+def test_a_larger_batch_is_compared_per_sample() -> None:
+    before = profile(*both(communication=0.3))
+    size = before.advice[0].change["micro_batch"]
+    times = size // SAMPLES
+    after = profile(
+        *both(
+            communication=0.3,
+            forward=0.03 * times,
+            backward=0.06 * times,
+            model={"samples": size},
+        ),
+        before=before,
+    )
+    assert f"micro-batch {size}: predicted" in after.gained
+    assert "times as fast, measured" in after.gained
+    assert after.tokens_per_s == pytest.approx(2 * size * LENGTH / after.step_s)
+
+
+def test_several_that_were_taken_at_once_are_told_together() -> None:
+    before = profile(*both(data=0.2), where=setting(activation_checkpointing=True))
+    assert len(before.advice) == 2
+    after = profile(*both(loader={"num_workers": 2}), before=before)
+    assert after.gained.startswith("num_workers=4 and activation checkpointing off together:")
+
+
+def test_advice_that_was_not_taken_is_not_told() -> None:
+    before = profile(*both(data=0.2))
+    assert profile(*both(data=0.2), before=before).gained == ""
+    assert profile(*both(), before=profile(*both())).gained == ""
+
+
+@pytest.mark.parametrize("other", [{"params": 5}, {"seq_len": 32}, {"samples": 1}])
+def test_another_model_or_batch_is_not_compared(other: dict[str, int]) -> None:
+    before = profile(*both(data=0.2))
+    after = profile(*both(loader={"num_workers": 4}, model=other), before=before)
+    assert after.gained == ""
+
+
+def test_a_line_and_a_straggler_that_are_gone_are_told() -> None:
+    line = Line(cell="In[3]", line=12, source="x = loss.item()", seconds=0.04)
+    before = profile(*[replace(one, lines=[line]) for one in both(python=0.045)])
+    after = profile(*both(), before=before)
+    assert after.gained.startswith("In[3], line 12: predicted")
+
+    own = sum(BALANCED.values()) - BALANCED["communication"]
+    waits = rank(0, communication=BALANCED["communication"] + 0.3 * own)
+    before = profile(waits, rank(1, backward=BALANCED["backward"] + 0.3 * own))
+    after = profile(*both(), before=before)
+    assert after.gained.startswith("rank 1 as fast as the others: predicted 28 % faster")
+
+
+def test_profiles_are_no_chain() -> None:
+    first = profile(*both(data=0.2))
+    second = profile(*both(), before=first)
+    third = profile(*both(), before=second)
+    assert third.before is not None
+    assert third.before.before is None
+
+
+def test_memory_saved_counts_against_the_measured_peak() -> None:
+    model = {"backend": "fsdp2", "units": 1, "largest_unit": 1 << 20}
+    huge = Memory(parts={"parameters": 1 << 40}, lines=[])
+    ranks = [
+        replace(one, memory=huge)
+        for one in both(communication=0.03, collective="all_gather", model=model)
+    ]
+    found = profile(*ranks, where=setting(backend="fsdp2"))
+    assert blamed(found)
+    assert "FSDP units" not in titles(found)

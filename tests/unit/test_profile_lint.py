@@ -1,0 +1,242 @@
+"""Remarks on the text of a cell: all that was planted, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from nbdist.profile.cells import parsed
+from nbdist.profile.figures import Line, Loader, Model, RankFigures
+from nbdist.profile.lint import confirmed, remarks
+from tests.unit.loops import BAD, GOOD
+
+if TYPE_CHECKING:
+    from nbdist.profile.remark import Remark
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+def alone(*sources: str) -> list[Remark]:
+    """Remarks on the last cell, without a profile."""
+    return confirmed(remarks(named(sources)), [])
+
+
+def named(sources: tuple[str, ...] | list[str]) -> list[tuple[str, str]]:
+    return [(f"In[{number}]", source) for number, source in enumerate(sources, start=1)]
+
+
+def kinds(found: list[Remark]) -> list[str]:
+    return sorted(one.kind for one in found)
+
+
+def rank(
+    number: int = 0,
+    *,
+    kind: str = "cuda",
+    loaders: list[Loader] | None = None,
+    lines: list[Line] | None = None,
+    training: bool = True,
+    precision: str = "no",
+    **parts: float,
+) -> RankFigures:
+    """Figures of a rank with steps of a second."""
+    model = Model(
+        backend="ddp",
+        params=10,
+        units=0,
+        largest_unit=0,
+        training=training,
+        precision=precision,
+        optimizer="AdamW",
+        samples=4,
+        seq_len=8,
+        accumulate=1,
+    )
+    rest = {"forward": 1 - sum(parts.values())}
+    return RankFigures(
+        rank=number,
+        kind=kind,
+        device=kind,
+        ends=[0.0, 1.0, 2.0],
+        parts=parts | rest,
+        loaders=loaders or [],
+        lines=lines or [],
+        model=model,
+    )
+
+
+def loader(*, num_workers: int = 0, pin_memory: bool = False, sharded: bool = True) -> Loader:
+    return Loader(
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        batch_size=4,
+        sharded=sharded,
+        batches=1,
+        fetch_s=0.2,
+    )
+
+
+# -- both corpora
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_loop_gets_no_remark(name: str) -> None:
+    assert alone(*GOOD[name]) == []
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_loop_gets_no_remark_beside_a_profile_that_is_computing(name: str) -> None:
+    cells = named(GOOD[name])
+    for kind in ("cuda", "cpu"):
+        figures = [rank(one, kind=kind, loaders=[loader()]) for one in range(2)]
+        assert confirmed(remarks(cells), figures) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebooks_of_this_repository_get_no_remark(path: Path) -> None:
+    cells = [one for one in json.loads(path.read_text())["cells"] if one["cell_type"] == "code"]
+    sources = ["".join(one["source"]) for one in cells]
+    for number in range(len(sources)):
+        assert alone(*sources[: number + 1]) == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_was_planted_is_found_and_nothing_else(name: str) -> None:
+    cells, planted = BAD[name]
+    found = alone(*cells)
+    lines = {number: source.split("\n") for number, source in enumerate(cells, start=1)}
+    for one in found:
+        number = int(one.cell.removeprefix("In[").removesuffix("]"))
+        assert one.source == lines[number][one.line - 1].strip()
+        assert one.reason
+        assert one.change
+    assert sorted((one.kind, one.source) for one in found) == sorted(planted)
+
+
+# -- what a profile says to it
+
+LOADER = GOOD["with a loader"]
+ITEM = BAD["item in each step"][0]
+HALF = BAD["fp16 in the line of the magic"][0]
+WHOLE = BAD["a loader that is not prepared"][0]
+MODE = BAD["evaluated, and not made to train again"][0]
+
+
+def judged(cells: list[str], *figures: RankFigures, bf16: bool = True) -> list[Remark]:
+    return confirmed(remarks(named(cells)), figures, bf16=bf16)
+
+
+def test_a_loader_without_workers_is_told_where_the_step_waits_for_data() -> None:
+    (one,) = judged(LOADER, rank(loaders=[loader()], data=0.4), rank(1, loaders=[loader()]))
+    assert (one.kind, one.sure, one.seconds) == ("num_workers", "certain", 0.4)
+    assert "40% of the step (400 ms) waits for batches" in one.reason
+    assert "num_workers=4" in one.change
+
+
+def test_a_loader_that_has_workers_at_run_time_is_not_told() -> None:
+    assert judged(LOADER, rank(loaders=[loader(num_workers=2)], data=0.4)) == []
+
+
+def test_memory_is_pinned_where_copies_take_time_on_a_gpu() -> None:
+    (one,) = judged(LOADER, rank(loaders=[loader()], copies=0.1))
+    assert (one.kind, one.seconds) == ("pin_memory", 0.1)
+    assert judged(LOADER, rank(kind="cpu", loaders=[loader()], copies=0.1)) == []
+    assert judged(LOADER, rank(loaders=[loader(pin_memory=True)], copies=0.1)) == []
+
+
+def test_a_wait_for_the_device_costs_what_the_device_idles() -> None:
+    (told,) = [one for one in remarks(named(ITEM)) if one.kind == "sync"]
+    lines = [Line(cell=told.cell, line=told.line, source=told.source, seconds=0.7)]
+    (one,) = judged(ITEM, rank(lines=lines, idle=0.2))
+    assert one.seconds == 0.2
+    assert "20% of the step (200 ms) the device idles" in one.reason
+    assert judged(ITEM, rank(lines=lines, idle=0.001)) == []
+
+
+def test_a_wait_for_the_device_costs_nothing_on_cpu_ranks() -> None:
+    (one,) = judged(ITEM, rank(kind="cpu", idle=0.2))
+    assert one.seconds == 0
+    assert "on a GPU it waits" in one.reason
+    assert "here: nothing on CPU ranks" in one.reason
+
+
+def test_fp16_is_told_where_bf16_exists_and_fp16_is_used() -> None:
+    (one,) = judged(HALF, rank(precision="fp16"))
+    assert (one.kind, one.sure) == ("fp16", "certain")
+    assert judged(HALF, rank(precision="bf16")) == []
+    assert judged(HALF, rank(precision="fp16"), bf16=False) == []
+
+
+def test_one_rank_needs_no_shards() -> None:
+    assert judged(WHOLE, rank()) == []
+    assert kinds(judged(WHOLE, rank(), rank(1))) == ["sharding"]
+    (one,) = judged(WHOLE, rank(loaders=[loader(sharded=False)]), rank(1))
+    assert one.sure == "certain"
+    shards = loader()
+    assert judged(WHOLE, rank(loaders=[shards]), rank(1, loaders=[shards])) == []
+
+
+def test_the_mode_of_the_model_decides_whether_train_is_missing() -> None:
+    assert judged(MODE, rank(training=True)) == []
+    (one,) = judged(MODE, rank(training=False))
+    assert (one.kind, one.sure) == ("train_mode", "certain")
+
+
+def test_the_dearest_comes_first() -> None:
+    cells = [LOADER[0].replace("report(loss=loss)", "print(loss)")]
+    found = judged(cells, rank(loaders=[loader()], data=0.2, copies=0.1, idle=0.4))
+    assert [one.kind for one in found] == ["sync", "num_workers", "pin_memory"]
+
+
+# -- any input
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["", "\n", "for", "x = (", "%%bash\nfor x in y; do step; done", "\x00", "\ud800", "(" * 5000],
+)
+def test_what_is_no_python_gets_no_remark(source: str) -> None:
+    assert remarks([("In[1]", source)]) == []
+
+
+def test_no_cells_get_no_remark() -> None:
+    assert remarks([]) == []
+
+
+def test_ipythons_own_lines_keep_the_numbers_of_the_others() -> None:
+    source = "%%distribute -n 2\n!ls \\\n  -l\nfiles = !ls\n%timeit x\nif x:\n    %pwd\nx?\ny = 1"
+    cell = parsed("In[1]", source)
+    assert cell is not None
+    assert cell.tree.body[-1].lineno == 9
+    assert cell.line(9) == "y = 1"
+
+
+TEXTS = st.text() | st.lists(st.sampled_from([*"\n\n  ():=.", *GOOD["with a loader"][0].split()]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(TEXTS, max_size=3))
+@example(["x = " + "-" * 3000 + "1"])
+@example(["x" + ".a" * 3000])
+def test_any_text_is_read_without_an_error(texts: list[str | list[str]]) -> None:
+    sources = [one if isinstance(one, str) else " ".join(one) for one in texts]
+    remarks(named(sources))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(BAD)), st.data())
+def test_a_damaged_loop_is_read_without_an_error(name: str, data: st.DataObject) -> None:
+    source = "\n".join(BAD[name][0])
+    begin = data.draw(st.integers(0, len(source)))
+    end = data.draw(st.integers(begin, len(source)))
+    remarks([("In[1]", source[:begin] + source[end:])])
+
+
+def test_functions_that_call_one_another_without_end_are_read() -> None:
+    calls = "\n".join(f"def f{i}():\n    f{i + 1}(); f{i + 1}(); f{i + 1}()" for i in range(30))
+    assert remarks([("In[1]", calls + "\ndef g():\n    g()\ng()\nf0()")]) == []

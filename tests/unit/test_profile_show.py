@@ -1,0 +1,192 @@
+"""How a profile reads: text for a terminal, HTML for a notebook, plain fields for programs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nbdist.profile import tables
+from nbdist.profile.figures import PARTS, Line, Memory, RankFigures
+from nbdist.profile.remark import Remark
+from nbdist.profile.result import Profile
+from nbdist.profile.show import COLORS
+from tests.unit.profiled import both, profile, rank, setting
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 1 << 20
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan with the defaults, whatever was learned on this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+class _Tags(HTMLParser):
+    """The tags that stand open at the end, and all that there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def full() -> list[RankFigures]:
+    """Two ranks with everything that a profile can show."""
+    line = Line(cell="In[3]", line=12, source=f"x = {EVIL}", seconds=0.04, bytes=3 * MIB)
+    memory = Memory(
+        parts={"parameters": 4 * MIB, "optimizer": 8 * MIB, "activations": 2 * MIB},
+        lines=[line],
+        device_bytes=700 * MIB,
+        snapshot="/runs/snapshot.pickle",
+    )
+    return [
+        replace(one, lines=[line], memory=memory, trace=f"/runs/rank{one.rank}.json", notes=[EVIL])
+        for one in both(python=0.045, data=0.1)
+    ]
+
+
+def test_the_verdict_is_the_first_line_and_advice_follows() -> None:
+    found = profile(*full())
+    lines = str(found).splitlines()
+    assert lines[0] == found.verdict
+    assert lines[1].startswith("  1. ")
+    assert lines[2].strip() == found.advice[0].line
+    assert repr(found) == str(found)
+
+
+def test_the_tables_say_shares_and_times_of_each_rank() -> None:
+    shown = str(profile(*full()))
+    assert re.search(r"part of a step +rank 0 +rank 1", shown)
+    assert re.search(r"data +40 % +100 ms +40 % +100 ms", shown)
+    assert re.search(r"all_reduce +1 +4.0 MiB +500.0 MiB/s", shown)
+    assert re.search(r"In\[3\], line 12 +40 ms", shown)
+    assert re.search(r"all tensors +14.0 MiB +\d", shown)
+    assert re.search(r"resident memory +700.0 MiB", shown)
+    assert "/runs/rank0.json, /runs/rank1.json" in shown
+    assert "8 steps of 253 ms (p90 253 ms); 4,047 tokens/s; 2 x CPU rank, ddp" in shown
+
+
+def test_memory_stands_beside_what_was_predicted() -> None:
+    found = profile(*full())
+    expected = tables.expected(found)
+    assert found.predicted is not None
+    assert sum(expected.values()) == found.predicted.allocated_bytes
+    assert expected["optimizer"] > 0
+
+
+def test_the_html_has_no_script_closes_what_it_opens_and_escapes_what_is_the_user_s() -> None:
+    shown = profile(*full())._repr_html_()
+    tags = _Tags()
+    tags.feed(shown)
+    assert tags.open == []
+    assert not tags.seen & {"script", "style", "svg", "img", "iframe", "button"}
+    assert EVIL not in shown
+    assert "&lt;script&gt;" in shown
+
+
+def test_each_rank_has_a_bar_that_says_its_parts_in_words() -> None:
+    shown = profile(*full())._repr_html_()
+    labels = re.findall(r"role='img' aria-label='([^']*)'", shown)
+    assert [label.split(":")[0] for label in labels] == ["rank 0", "rank 1"]
+    assert "data 40 %" in labels[0]
+    assert ">data</div>" in shown
+
+
+def test_the_pieces_of_a_bar_fill_it() -> None:
+    shown = profile(*both())._repr_html_()
+    first = shown.split("role='img'")[1]
+    widths = re.findall(r"height:100%;width:([\d.]+)%", first)
+    assert sum(map(float, widths)) == pytest.approx(100, abs=0.1)
+
+
+def test_every_part_has_a_colour_on_which_white_can_be_read() -> None:
+    assert list(COLORS) == list(PARTS)
+    for color in COLORS.values():
+        channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        assert 1.05 / (light + 0.05) >= 3.5, color  # of 11 px text that the table repeats
+
+
+def test_of_many_ranks_some_are_shown_the_straggler_among_them() -> None:
+    ranks = [rank(number, communication=0.038) for number in range(30)]
+    ranks[20] = rank(20, backward=0.09)
+    found = profile(*ranks)
+    assert found.straggler == 20
+    assert [one.rank for one in tables.shown(found)] == [0, 1, 2, 3, 4, 5, 6, 20]
+    assert "and 22 more ranks: profile.ranks" in str(found)
+    assert "rank 20 (slowest)" in found._repr_html_()
+
+
+def test_what_the_text_of_the_cell_tells_is_shown_once() -> None:
+    remark = Remark(
+        kind="train_mode",
+        cell="In[3]",
+        line=1,
+        source="for batch in loader:",
+        reason="The model is in evaluation mode.",
+        change="model.train()",
+        sure="certain",
+    )
+    workers = replace(remark, kind="num_workers", change="num_workers=4")
+    shown = str(profile(*both(data=0.2), remarks=[remark, workers]))
+    assert "In[3], line 1 (certain): The model is in evaluation mode. model.train()" in shown
+    assert shown.count("num_workers=4, persistent_workers=True") == 1
+    assert "(certain): The model is in evaluation mode. num_workers=4" not in shown
+
+
+def test_a_gpu_says_its_mfu_and_the_peak_that_it_is_of() -> None:
+    model = {"seq_len": 2048, "samples": 2, "precision": "bf16"}
+    ranks = both(kind="cuda", forward=3.0, backward=6.0, model=model)
+    where = setting("2xH100-80GB,nvlink", precision="bf16")
+    found = profile(
+        *[replace(one, model=replace(one.model, precision="bf16")) for one in ranks if one.model],
+        where=where,
+    )
+    assert found.mfu is not None
+    assert found.model_flops == pytest.approx(6 * 6.7e9 * 2 * 2048, rel=0.15)
+    assert f"MFU {100 * found.mfu:.0f} % of 989T FLOP/s (bf16)" in str(found)
+    assert profile(*both()).mfu is None
+
+
+def test_a_profile_is_plain_json() -> None:
+    found = profile(*full())
+    plain = json.loads(json.dumps(found.to_json()))
+    assert plain["verdict"] == found.verdict
+    assert plain["advice"][0]["line"] == found.advice[0].line
+    again = [RankFigures.from_json(one) for one in plain["ranks"]]
+    assert [one.parts for one in again] == [one.parts for one in found.ranks]
+
+
+def test_no_figures_are_no_profile() -> None:
+    with pytest.raises(ValueError, match="one rank at least"):
+        Profile.of([], setting())
+
+
+def test_figures_without_model_loader_and_moments_are_shown_too() -> None:
+    bare = RankFigures(
+        rank=0, kind="cpu", device="CPU rank", ends=[0.0, 1.0], parts={"python": 1.0}
+    )
+    found = profile(bare)
+    assert found.bound == "host"
+    assert found.tokens_per_s == 0
+    assert "host-bound" in str(found)
+    assert found._repr_html_()
