@@ -101,7 +101,7 @@ def checked(sizes: dict[str, int], disk: str | None) -> Iterator[Finding]:
         before = here.cluster(here.found(session.world_size), session.world_size)
         old = planning.plan(session).row("ddp").step_time_s
         held = session.run(HELD).values
-        measured = session.calibrate(disk=disk or False)
+        measured = session.calibrate(disk=disk)
         print(measured)
         for rank, (allocated, reserved) in session.run(HELD).values.items():
             yield over("tensors, bytes more", allocated - held[rank][0], 0)
