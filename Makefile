@@ -40,7 +40,7 @@ check: env ## lint, formatting, types and unit tests: before each commit
 	@$(BIN)/python -m pytest -q tests/unit
 
 faults: env ## every fault of tests/faults/rows.py that has a test, as one table
-	@$(BIN)/python -m pytest -m fault
+	@$(BIN)/python -m pytest -m "fault and not chaos" --numprocesses 2 --dist loadfile
 
 chaos: env ## random faults, a thousand cells, 10,000 inputs for each parser (NBDIST_CHAOS_SEED, _FAULTS)
 	@$(BIN)/python -m pytest -m chaos tests/faults tests/hostile

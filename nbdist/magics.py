@@ -197,7 +197,7 @@ class NbDist(Magics):
         stop            end ranks and launcher
         log [RANK]      last lines of a rank; without RANK, of the launcher
         log --stacks    what every thread of each rank is doing now
-        doctor          what is wrong with this machine, and what to do; --json
+        doctor          what is wrong with this machine; --run: with this training; --json
         export DIR      the model as from_pretrained reads it; -h for its options
         switch NAME     another engine for the living models; -h for its options
         save NAME       a checkpoint of the training, written while it goes on; -h for its options
@@ -431,15 +431,17 @@ class NbDist(Magics):
             session.panel(asked.face)
 
     def doctor_command(self, line: str) -> None:
-        """Show what is wrong with this machine, and what to do."""
+        """Show what is wrong with this machine, or with this run, and what to do."""
         parser = doctor_parser()
         asked = parser.parse_args(words(line, "doctor"))
         if asked.help:
             print(parser.format_help())
-        elif asked.json:
-            print(nbdist.doctor().to_json())
+            return
+        found = nbdist.doctor(run=asked.run)
+        if asked.json:
+            print(found.to_json())
         else:
-            display(nbdist.doctor())
+            display(found)
 
 
 ENGINE_OPTIONS = (
@@ -622,6 +624,9 @@ def doctor_parser() -> MagicArgumentParser:
         "%nbdist doctor",
         description="Look at this machine: what is wrong or disturbs, and what to do.",
         add_help=False,
+    )
+    made.add_argument(
+        "--run", action="store_true", help="the training: its profile, options and last errors"
     )
     made.add_argument("--json", action="store_true", help="the same as JSON")
     made.add_argument("-h", "--help", action="store_true", help="show this text")

@@ -27,6 +27,7 @@ plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter
     nbdist_save_request/_reply    shell    begin to write a checkpoint
     nbdist_load_request/_reply    shell    a checkpoint into the prepared models
     nbdist_foreign_request/_reply  shell   what something else wrote, into the prepared model
+    nbdist_bandwidth_request/_reply  shell  how fast links, devices and a disk are
     nbdist_measured_request/_reply  control  a rank's own peak of memory
     nbdist_model_request/_reply   control  the prepared model, while its cell runs
     nbdist_where_request/_reply   control  the line and the collective that a cell is at
@@ -64,6 +65,7 @@ SWITCH = "nbdist_switch_request"
 EXPORT = "nbdist_export_request"
 GATHER = "nbdist_gather_request"
 FOREIGN = "nbdist_foreign_request"
+BANDWIDTH = "nbdist_bandwidth_request"
 MEASURED = "nbdist_measured_request"
 WHERE = "nbdist_where_request"
 HOLD = "nbdist_hold_request"
@@ -191,6 +193,25 @@ class ModelReply(TypedDict, total=False):
     """One sentence."""
 
 
+class BandwidthRequest(TypedDict):
+    """Measure how fast links, devices and a disk are, all ranks together."""
+
+    kinds: list[str]
+    """Types of matrix products: fp32, bf16, fp16."""
+    disk: str | None
+    """A folder to write in and read from; None: no disk."""
+
+
+class BandwidthReply(TypedDict, total=False):
+    """What a rank has measured."""
+
+    status: Literal["ok", "error"]
+    figures: dict[str, Any]
+    """As `rank.bandwidth.measure` gives them."""
+    error: str
+    """One sentence, the same on all ranks."""
+
+
 class MeasuredReply(TypedDict):
     """What a rank's training held in its third step; None before that."""
 
@@ -260,6 +281,8 @@ class RenewReply(TypedDict, total=False):
     """Fields of `rank.renew.Report`."""
     error: str
     """One sentence."""
+    broken: bool
+    """With an error: the groups do not work, and nothing else was touched."""
 
 
 class StacksReply(TypedDict):
@@ -275,8 +298,10 @@ class ProfileRequest(TypedDict):
     """Of this profile; the same for all ranks."""
     ranks: list[int]
     """All that were asked."""
+    cell: str
+    """Request of the cell, as in `Interrupt`; of one that is to come not known yet."""
     running: bool
-    """The cell that runs now; else the next one to come."""
+    """It was sent before; else it is the next one to come."""
     steps: int | None
     """None: until the figures are stable."""
     limit_s: float

@@ -69,7 +69,7 @@ for step, batch in enumerate(loader):
     if step == STEPS:
         break
 """
-UNLIMITED = 2**32 - 1
+UNLIMITED = -1
 """Of `limit_link`: as fast as before."""
 
 

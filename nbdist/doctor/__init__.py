@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from nbdist.doctor.diagnosis import Diagnosis
 
 
-def doctor() -> Diagnosis:
+def doctor(*, run: bool = False) -> Diagnosis:
     """Look at this machine, this kernel and what runs, and say what is wrong.
 
     Takes less than a second, changes nothing, and works without a session too. The answer
     displays itself; `.findings` are its parts, `.to_json()` gives them to programs.
-    """
-    from nbdist.doctor.diagnosis import diagnose
 
-    return diagnose()
+    Args:
+        run: look at the training instead: its last profile, its options, its last errors.
+    """
+    from nbdist.doctor.diagnosis import diagnose, diagnose_run
+
+    return diagnose_run() if run else diagnose()

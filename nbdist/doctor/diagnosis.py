@@ -19,6 +19,7 @@ from nbdist.doctor import (
     notebook,
     ports,
     resources,
+    run,
     session,
     versions,
 )
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 WIDTH, TOPIC_WIDTH = 110, 15
 """Of a line, and of the column of topics."""
+PASTED = "%nbdist switch "
+"""Beginning of a remedy that is a line to paste."""
 COLORS = {"problem": "#c0392b", "note": "#b7791f", "ok": "#2f855a"}
 
 
@@ -92,6 +95,14 @@ def diagnose() -> Diagnosis:
     return Diagnosis(tuple(found))
 
 
+def diagnose_run() -> Diagnosis:
+    """Look at the training that runs, or has ended."""
+    running = current()
+    profiles = getattr(running, "profiles", ())
+    look = _looked("run", lambda: run.findings(next(reversed(profiles), None), running))
+    return Diagnosis(tuple(look))
+
+
 def _looked(topic: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """Findings of one kind; a look that fails is a finding too, and the page stays whole."""
     found: list[Finding] = []
@@ -107,12 +118,17 @@ def _looked(topic: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
 def _text(one: Finding) -> str:
     first = f"{one.level:<8} {one.topic:<{TOPIC_WIDTH}} "
     indent = " " * len(first)
-    lines = [first + one.says] + ([f"{indent}-> {one.do}"] if one.do else [])
-    return "\n".join(
-        textwrap.fill(
-            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
-        for line in lines
+    lines = [_filled(first + one.says, indent)]
+    if one.do.startswith(PASTED):
+        lines.append(f"{indent}-> {one.do}")  # a break would be pasted too
+    elif one.do:
+        lines.append(_filled(f"{indent}-> {one.do}", indent))
+    return "\n".join(lines)
+
+
+def _filled(line: str, indent: str) -> str:
+    return textwrap.fill(
+        line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 

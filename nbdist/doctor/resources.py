@@ -44,7 +44,7 @@ def look(*, ranks: int | None = None, checkpoints: Path | None = None) -> Iterat
     ranks = ranks or len(machine.found().gpus) or machine.CPU_RANKS
     yield shared_memory(_room(run_dir.SHARED_MEMORY))
     yield descriptors(limits.descriptor_limit(), limits.descriptors_needed(ranks), ranks)
-    yield memory(machine.host_free_bytes(), _memory_total(), ranks)
+    yield memory(machine.host_free_bytes(), memory_total(), ranks)
     yield disk("checkpoints", checkpoints or Path.cwd() / "checkpoints")
     yield disk("temp folder", Path(tempfile.gettempdir()))
     yield sockets(run_dir.roots())
@@ -109,7 +109,8 @@ def sockets(folders: list[Path]) -> Finding:
     return ok("private folders", f"in {best}, mode 0700")
 
 
-def _memory_total() -> int:
+def memory_total() -> int:
+    """Of the host, or what the container may take."""
     total = int(psutil.virtual_memory().total)
     limit = machine.memory_limit()
     return total if limit is None else min(total, limit)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Kind = Literal["starting", "switching", "saving", "loading", "exporting", "planning"]
+Kind = Literal["starting", "switching", "saving", "loading", "exporting", "planning", "calibrating"]
 
 _SHARE = re.compile(r"(\d{1,3})\s?%$")
 _TITLE = "nbdist: "

@@ -26,6 +26,7 @@ from nbdist.errors import (
 )
 from nbdist.kernel import (
     asked,
+    calibrating,
     causes,
     exporting,
     foreign,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
+    from nbdist.kernel.calibrating import Calibrated
     from nbdist.kernel.causes import Death
     from nbdist.kernel.channel import Message
     from nbdist.kernel.devices import Placement
@@ -1031,6 +1033,34 @@ class Session:
         if reply["status"] == "error":
             raise PlanError(reply["error"])
         return reply
+
+    @in_turn
+    def calibrate(self, disk: str | os.PathLike[str] | Literal[True] | None = None) -> Calibrated:
+        """Measure links, devices and a disk for the planner; some seconds, no model is touched.
+
+        From then on `nbdist.plan` and `%nbdist plan` take these figures for this machine and
+        this number of ranks, and say "measured here".
+
+        Args:
+            disk: a folder whose disk is measured too, for offload to NVMe; True: the temp folder.
+                The disk that the session offloads to is measured in any case.
+
+        Raises:
+            SessionError: the ranks cannot be measured; nothing was kept.
+            SessionBusy: a cell is still running.
+        """
+        self._ensure_free()
+        self.start()
+        with self.activity.doing("calibrating", "measuring links and devices"):
+            return calibrating.calibrate(
+                self._gang,
+                self._listen,
+                options=self.options,
+                world_size=self.world_size,
+                kind=self.hardware.kind,
+                own={member.pid for member in self._gang.members},
+                disk=disk,
+            )
 
     # -- state
 

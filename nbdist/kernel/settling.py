@@ -55,6 +55,8 @@ def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
         request: Any = wire.RenewRequest(era=next(_eras), groups=groups)
         replies = gang.ask(range(world_size), wire.RENEW, request, all_or_error=True)
         failed = {rank: one["error"] for rank, one in replies.items() if one["status"] == "error"}
+        if failed and not groups and all(replies[rank]["broken"] for rank in failed):
+            return renew(gang, world_size=world_size, groups=True)
         if failed:
             why = " / ".join(dict.fromkeys(failed.values())).removesuffix(".")
             problem = (

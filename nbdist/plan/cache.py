@@ -16,7 +16,7 @@ from typing import Any
 
 
 def folder() -> Path:
-    """Nbdist in XDG_CACHE_HOME, or in ~/.cache."""
+    """The folder: nbdist in XDG_CACHE_HOME, or in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "nbdist"
 

@@ -281,6 +281,7 @@ class _Variant:
             host_bytes=sum(peak.host.values()),
             nvme_bytes=peak.nvme,
             peak_moment=peak.name,
+            learned=self._calibration.day,
             cost=self._costs.of(workload),
         )
         return replace(row, fits=not _shortage(row, self._question))

@@ -468,21 +468,33 @@ def _seconds(transfers: tuple[_Transfer, ...], setup: Setup, cluster: Cluster) -
     """Time of collectives, one after the other."""
     if setup.world_size == 1:
         return _Waiting(0.0, 0.0)
-    share = (setup.world_size - 1) / setup.world_size
-    times = [(one.overlaps, _collective_s(one, share, cluster)) for one in transfers if one.size]
+    times = [(one.overlaps, _transfer_s(one, cluster)) for one in transfers if one.size]
     beside = sum(seconds for overlaps, seconds in times if overlaps)
     return _Waiting(beside, sum(seconds for _, seconds in times) - beside)
 
 
-def _collective_s(one: _Transfer, share: float, cluster: Cluster) -> float:
-    """Time of all messages of a transfer; small ones are far from full speed."""
-    message = min(one.message, one.size)
-    if (measured := cluster.measured_s(one.collective, message)) is not None:
-        return one.size / message * measured
-    speed = cluster.link_bytes_per_s(one.collective)
-    ideal = share * _ROUNDS[one.collective] * message / speed
+def collective_s(collective: Collective, size: float, cluster: Cluster) -> float:
+    """Seconds of one collective over all ranks, as measured here or by the catalogue.
+
+    Small ones are far from a link's full speed.
+
+    Args:
+        collective: its kind.
+        size: bytes of the full tensor.
+        cluster: the ranks; at least two.
+    """
+    if (measured := cluster.measured_s(collective, size)) is not None:
+        return measured
+    share = (cluster.world_size - 1) / cluster.world_size
+    ideal = share * _ROUNDS[collective] * size / cluster.link_bytes_per_s(collective)
     slowed = ideal * (1 + math.pow(cluster.ramp_s / ideal, _SMOOTHNESS))
-    return one.size / message * (cluster.latency_s + slowed)
+    return cluster.latency_s + slowed
+
+
+def _transfer_s(one: _Transfer, cluster: Cluster) -> float:
+    """Time of all messages of a transfer."""
+    message = min(one.message, one.size)
+    return one.size / message * collective_s(one.collective, message, cluster)
 
 
 # --------------------------------------------------------------- optimizer and offload

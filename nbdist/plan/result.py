@@ -37,6 +37,8 @@ class Row:
     peak_moment: str = ""
     """When the device is fullest: "loss", "backward of block 3", "optimizer step"."""
     fits: bool = False
+    learned: str = ""
+    """Day on which the step from tensors to the device was last measured here; "" for defaults."""
     cost: Cost | None = None
     """None for a row that its backend refuses."""
     why: str = ""

@@ -107,6 +107,38 @@ def _closing(plan: Plan) -> Iterator[str]:
         yield threshold_sentence(best.cost, batch)
 
 
+def sources(plan: Plan) -> str:
+    """Where the figures of a plan are from: measured on this machine, or the catalogue."""
+    ask, cluster = plan.question, plan.question.cluster
+    days: dict[str, str] = {}
+    if cluster.world_size > 1:
+        days["link"] = cluster.links.day if cluster.links else ""
+    days["compute speed"] = cluster.slowest.measured_on(ask.precision)
+    if cluster.kind == "cuda":
+        row = plan.best or min(plan.rows, key=lambda one: (one.cost is None, one.device_bytes))
+        days["memory"] = row.learned if cluster.known else ""
+    if cluster.disk is not None:
+        days["disk"] = cluster.disk.day
+    by_day: dict[str, list[str]] = {}
+    for what, day in days.items():
+        by_day.setdefault(day, []).append(what)
+    here = [f"{_and(whats)} measured here ({day})" for day, whats in by_day.items() if day]
+    rest = [f"{_and(by_day[''])} from the catalogue"] if "" in by_day else []
+    return f"figures: {'; '.join([*here, *rest])}{_how_to_measure(plan, here)}"
+
+
+def _how_to_measure(plan: Plan, here: Sequence[str]) -> str:
+    """The line to paste where this machine was not measured yet."""
+    if here or plan.question.cluster.known is None:
+        return ""
+    return " (%nbdist profile --calibrate measures them here)"
+
+
+def _and(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def _others(plan: Plan) -> Iterator[str]:
     """One line each for the best rows of the backends that were not taken."""
     rows = [row for row in briefly(plan) if row is not plan.best]
@@ -147,6 +179,7 @@ def text(plan: Plan) -> str:
     free = plan.question.cluster.smallest.free_bytes
     lines = [heading(plan)]
     lines += [f"  note: {note}" for note in plan.question.notes]
+    lines += [f"  {sources(plan)}"]
     lines += [""] + [_line(row, plan, free) for row in briefly(plan)]
     hidden = len(plan.rows) - len(briefly(plan))
     if hidden:
@@ -204,6 +237,7 @@ def html(plan: Plan) -> str:
             f"<div><b>{escape(_verdict(plan))}</b></div>{_list(plan.advice)}",
             f"<div>{escape(heading(plan))}</div>",
             *(f"<div>{escape(note)}</div>" for note in plan.question.notes),
+            f"<div>{escape(sources(plan))}</div>",
             _table(plan, rows),
             _key(rows),
             *(f"<div>{escape(sentence)}</div>" for sentence in _closing(plan)),

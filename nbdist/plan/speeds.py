@@ -11,7 +11,7 @@ seconds, speeds in bytes/s and FLOP/s.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -150,6 +150,19 @@ class Pace:
         """Bytes/s of elementwise kernels of a loop in a type."""
         return self.loops[kind].memory if kind in self.loops else self.memory
 
+    def faster(self, factor: float) -> Pace:
+        """The same of a rank that computes so many times as fast."""
+        loops = {
+            kind: replace(one, flops=factor * one.flops, memory=factor * one.memory)
+            for kind, one in self.loops.items()
+        }
+        return replace(
+            self,
+            products={kind: factor * one for kind, one in self.products.items()},
+            memory=None if self.memory is None else factor * self.memory,
+            loops=loops,
+        )
+
     def source(self, kind: str) -> str:
         """Day on which computing in a type was measured; "" where it was not."""
         if kind in self.loops:
@@ -195,7 +208,12 @@ class Disk:
     @property
     def in_memory(self) -> bool:
         """It is no disk."""
-        return self.filesystem.partition(" ")[0] in {"tmpfs", "ramfs"}
+        return self.is_memory(self.filesystem)
+
+    @staticmethod
+    def is_memory(filesystem: str) -> bool:
+        """Whether a file system is no disk."""
+        return filesystem.partition(" ")[0] in {"tmpfs", "ramfs"}
 
     @classmethod
     def parsed(cls, entry: Any) -> Self | None:
@@ -215,7 +233,7 @@ class Disk:
 
 
 def slowest_curves(
-    everyone: Iterable[Mapping[str, Iterable[Iterable[float]]]],
+    everyone: Iterable[Mapping[str, Iterable[tuple[int, float]]]],
 ) -> Mapping[str, Curve]:
     """Curves of a calibration: of each size the slowest rank's time."""
     times: dict[str, dict[int, float]] = {}

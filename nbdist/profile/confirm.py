@@ -94,7 +94,7 @@ def _line(one: Remark, figures: Sequence[RankFigures]) -> Remark | None:
         seconds = on_line if _share(figures, on_line) >= SMALL else 0.0
         told = f"{_words(figures, seconds)} is on this line" if seconds else "nothing on CPU ranks"
         return replace(one, reason=f"{one.reason}; here: {told}", seconds=seconds)
-    idle = _longest(figures, "idle")
+    idle = max(one.parts.get("idle", 0.0) + one.parts.get("python", 0.0) for one in figures)
     if _share(figures, idle) < SMALL:
         return None
     seconds = min(idle, on_line) if on_line else idle

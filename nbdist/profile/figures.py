@@ -54,8 +54,8 @@ idle            the main thread (on a GPU: the device) had nothing to do: asleep
 """
 
 Ended = Literal["steps", "stable", "time", "cell"]
-"""What ended a window: the steps that were asked for, step times that differ by less than 3 %,
-its longest time, or the end of the cell."""
+"""What ended a window: the steps that were asked for, or the most of them; step times that differ
+by less than 3 %, its longest time, or the end of the cell."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -146,6 +146,8 @@ class RankKernel(IPythonKernel):
         """What a profile needs of this rank; `namespace.connect` sets it."""
         self.running: str | None = None
         """Request of the cell that runs now."""
+        self.over: str | None = None
+        """Request of the cell that ended last."""
         self.unwanted: str | None = None
         """Request of the cell that was interrupted last; it may not have begun."""
         self.shell_handlers |= {
@@ -162,6 +164,7 @@ class RankKernel(IPythonKernel):
             wire.GATHER: self.gather_request,
             wire.FOREIGN: self.foreign_request,
             wire.RENEW: self.renew_request,
+            wire.BANDWIDTH: self.bandwidth_request,
         }
         self.control_handlers |= {
             wire.MEASURED: self.measured_request,
@@ -197,7 +200,7 @@ class RankKernel(IPythonKernel):
         try:
             reply: Message = await super().do_execute(code, silent, *args, **kwargs)
         finally:
-            self.running = None
+            self.running, self.over = None, self.running
             gate.begin_cell()
             self.after_code()
         self.before_reply()
@@ -433,6 +436,24 @@ class RankKernel(IPythonKernel):
         if distributed.get_rank() == 0:
             self.publish(wire.PHASE, wire.Phase(text=text))
 
+    def bandwidth_request(self, stream: Any, ident: Any, parent: Message) -> None:
+        """Measure links, devices and a disk; all ranks do it together."""
+        from nbdist.rank import bandwidth
+
+        request: wire.BandwidthRequest = parent["content"]
+        try:
+            figures = bandwidth.measure(
+                measure.state.device,
+                kinds=request["kinds"],
+                disk=request["disk"],
+                tell=self.tell_phase,
+            )
+            reply = wire.BandwidthReply(status="ok", figures=figures)
+        except (SessionError, RuntimeError) as error:
+            log.exception("the links could not be measured")
+            reply = wire.BandwidthReply(status="error", error=" ".join(str(error).split()))
+        self._answer(stream, ident, parent, reply)
+
     def measured_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Tell what the training held; on the control thread, also while a cell runs."""
         self._answer(stream, ident, parent, wire.MeasuredReply(figures=measure.figures()))
@@ -468,7 +489,8 @@ class RankKernel(IPythonKernel):
             reply = wire.RenewReply(status="ok", report=report.to_json())
         except (SwitchError, RuntimeError) as error:
             log.exception("the ranks could not be made ready again")
-            reply = wire.RenewReply(status="error", error=str(error))
+            broken = not isinstance(error, SwitchError)
+            reply = wire.RenewReply(status="error", error=str(error), broken=broken)
         self._answer(stream, ident, parent, reply)
 
     def stacks_request(self, stream: Any, ident: Any, parent: Message) -> None:
@@ -478,7 +500,9 @@ class RankKernel(IPythonKernel):
 
     def profile_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Let steps of a cell be recorded; on the control thread, also while it runs."""
-        reply = service.arm(parent["content"], self.running, self.surroundings)
+        reply = service.arm(
+            parent["content"], self.surroundings, running=self.running, over=self.over
+        )
         self._answer(stream, ident, parent, reply)
 
     def _named(self, names: list[str]) -> dict[str, object]:

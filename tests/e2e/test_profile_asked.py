@@ -22,16 +22,22 @@ if TYPE_CHECKING:
 SMALL = "model, optimizer, loader = build(batch_size=1, length=16, hidden=64)"
 PLAIN = """
 weight = torch.nn.Parameter(torch.ones(64, 64))
-optimizer = torch.optim.SGD([weight], lr=1e-3)
+alone = accelerator.prepare(torch.optim.SGD([weight], lr=1e-3))
 for step in range(10):
     (torch.ones(8, 64) @ weight).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    alone.step()
+    alone.zero_grad()
 """
 """Needs no other rank."""
-FOREVER = planted.LOOP.replace("        break\n", "        pass\n").replace(
-    "    report(loss=loss)\n", "    report(loss=loss); time.sleep(0.01)\n"
-)
+FOREVER = """
+batch = next(iter(loader))
+while True:
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    report(loss=loss)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def loop(steps: int) -> str:
 def running_loop(session: Session) -> nbdist.CellResult:
     """Begin a loop in the background; returns once it trains."""
     before = len(session.metrics)
-    result = session.run("for _ in range(1000):" + FOREVER.replace("\n", "\n    "), background=True)
+    result = session.run(FOREVER, background=True)
     eventually(lambda: len(session.metrics) > before + 1, within_s=60)
     return result
 

@@ -468,8 +468,8 @@ BAD: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
     "a loop in a function of an earlier cell": (
         [
             (
-                "def train(net, opt, batches):\n    for batch in batches:\n        loss = net(batch)\n"
-                "        loss.backward()\n        opt.step()\n"
+                "def train(net, opt, batches):\n    for batch in batches:\n"
+                "        loss = net(batch)\n        loss.backward()\n        opt.step()\n"
             ),
             "train(model, optimizer, loader)",
         ],

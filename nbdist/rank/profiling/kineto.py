@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from nbdist.profile.figures import Operator
@@ -147,7 +147,8 @@ class Recorder:
         found, table = Seen(), _Table(steps)
         launches: dict[int, int] = {}
         on_device: list[Any] = []
-        for event in self._profile.profiler.kineto_results.events():
+        raw: Any = self._profile.profiler
+        for event in raw.kineto_results.events():
             begin = event.start_ns()
             end = begin + event.duration_ns()
             if end <= window[0] or begin >= window[1]:
@@ -156,7 +157,7 @@ class Recorder:
                 on_device.append(event)
                 continue
             kind, name = event.activity_type(), event.name()
-            if kind == "cuda_runtime" or kind == "cuda_driver":
+            if kind in {"cuda_runtime", "cuda_driver"}:
                 launches[event.correlation_id()] = begin
             elif name.startswith(_GLOO):
                 found.moved.append((begin, end))

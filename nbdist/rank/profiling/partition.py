@@ -193,5 +193,5 @@ def _begins(seen: Recorded, exposed: Sequence[Sequence[Span]]) -> dict[str, list
     for one, spans in sorted(
         zip(seen.collectives, exposed, strict=True), key=lambda pair: pair[0].begin
     ):
-        by_group[one.group].append([one.begin * NS, round(length(spans) * NS, 7)])
+        by_group[one.group].append([round(one.begin * NS, 6), round(length(spans) * NS, 6)])
     return dict(by_group)

@@ -72,8 +72,11 @@ class Recording:
         self._marks.begin("optimizer")
 
     def step_ended(self) -> None:
-        """A step is whole."""
+        """A step is whole; the first one opens the window."""
         self._marks.end("optimizer")
+        if not self.ends:
+            self._marks.loaders.clear()
+            self._sampler.restart()
         self.ends.append(time.time_ns())
 
     def stop(self) -> None:

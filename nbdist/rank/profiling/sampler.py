@@ -49,6 +49,11 @@ class Sampler:
         """Begin to look."""
         self._thread.start()
 
+    def restart(self) -> None:
+        """Forget what was seen so far."""
+        self._seconds.clear()
+        self.queued_s = 0.0
+
     def stop(self) -> None:
         """Look no more."""
         self._ended.set()

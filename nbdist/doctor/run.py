@@ -1,0 +1,107 @@
+"""`%nbdist doctor --run`: what is wrong with this run, from its profile, options and errors.
+
+Each symptom is one rule, which gives the engine's own option for it as a line to paste. Nothing
+is asked of the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from nbdist.doctor import resources, run_fsdp, run_zero
+from nbdist.doctor.case import NO_MEMORY, Case, last_errors
+from nbdist.doctor.finding import LEVELS, note, ok, problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nbdist.doctor.finding import Finding
+    from nbdist.kernel.session import Session
+    from nbdist.profile.figures import RankFigures
+
+    Rule = Callable[[Case], Finding | None]
+
+TOPIC = "run"
+
+
+class Profiled(Protocol):
+    """A profile, as far as it is needed here."""
+
+    @property
+    def ranks(self) -> Sequence[RankFigures]:
+        """Of all ranks that took part."""
+
+
+def findings(profile: Profiled | None, session: Session | None) -> tuple[Finding, ...]:
+    """Say what is recognised, problems first; one sentence where there is nothing to go by.
+
+    Args:
+        profile: the last one; None where the run was not profiled.
+        session: None where none was started.
+    """
+    if session is None:
+        return (note(TOPIC, "no session was started", "start one with a %%distribute cell"),)
+    errors, frames = last_errors(session)
+    case = Case(
+        figures=profile.ranks if profile is not None else (),
+        options=session.options,
+        hardware=session.hardware,
+        errors=errors,
+        frames=frames,
+        host_bytes=resources.memory_total(),
+    )
+    return (*recognised(case), *_unseen(case))
+
+
+def recognised(case: Case) -> tuple[Finding, ...]:
+    """All symptoms of a run, problems first."""
+    rules = (*_RULES[case.options.strategy.engine], missing_keys, out_of_memory)
+    found = [one for rule in rules if (one := rule(case)) is not None]
+    if {one.topic for one in found} & {"all_gather", "pinned memory"}:
+        found = [one for one in found if one.topic != "memory"]
+    return tuple(sorted(found, key=lambda one: LEVELS.index(one.level)))
+
+
+def missing_keys(case: Case) -> Finding | None:
+    """Names in the checkpoint that are not the model's; no option of an engine mends that."""
+    said = case.error(
+        r"Missing key\(s\)|Unexpected key\(s\)|size mismatch for|Error\(s\) in loading state_dict"
+    )
+    if not said:
+        return None
+    return problem(
+        "loading",
+        f"checkpoint and model do not fit together: {said}",
+        "load before accelerator.prepare(), or %nbdist load PATH after it: it takes away what"
+        " wrappers put before names (module., _fsdp_wrapped_module., _orig_mod.)",
+    )
+
+
+def out_of_memory(case: Case) -> Finding | None:
+    """Memory ended outside of a gather."""
+    said = case.error(NO_MEMORY)
+    if not said:
+        return None
+    return problem(
+        "memory",
+        said,
+        "%nbdist plan says what would fit; a smaller micro-batch with --accumulate, or"
+        " --activation-checkpointing, is the least change",
+    )
+
+
+def _unseen(case: Case) -> list[Finding]:
+    """What could not be looked at, or that all was well."""
+    if not case.figures:
+        says = "this run was not profiled: only its options and last errors were looked at"
+        return [note(TOPIC, says, "%nbdist profile, then %nbdist doctor --run")]
+    if recognised(case):
+        return []
+    return [ok(TOPIC, f"nothing of {case.options.describe()} stands out in the profile")]
+
+
+_RULES: Mapping[str, Sequence[Rule]] = {
+    "ddp": (),
+    "fsdp": run_fsdp.RULES,
+    "deepspeed": run_zero.RULES,
+}

@@ -1,0 +1,401 @@
+"""What `%nbdist doctor --run` recognises, and that the engines have what it gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import nbdist
+from nbdist import strategies
+from nbdist.doctor import run
+from nbdist.doctor.case import Case, last_errors
+from nbdist.doctor.diagnosis import Diagnosis
+from nbdist.magics import switch_parser
+from nbdist.profile.figures import Model, RankFigures, Traffic
+from nbdist.strategies import Hardware, Options
+
+if TYPE_CHECKING:
+    from nbdist.doctor.finding import Finding
+
+MB = 1 << 20
+CPU, GPU = Hardware(world_size=2), Hardware(kind="cuda", bf16=True, world_size=2)
+OOM = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+GATHERED = (
+    "File torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:212, in foreach_all_gather("
+)
+
+
+def figures(
+    *, units: int = 8, params: int = 10**9, traffic: list[Traffic] | None = None, **parts: float
+) -> RankFigures:
+    """Of a rank with steps of a second."""
+    model = Model(
+        backend="",
+        params=params,
+        units=units,
+        largest_unit=params // max(1, units),
+        training=True,
+        precision="bf16",
+        optimizer="AdamW",
+        samples=4,
+        seq_len=128,
+        accumulate=1,
+    )
+    return RankFigures(
+        rank=0,
+        kind="cuda",
+        device="H200",
+        ends=[0.0, 1.0],
+        parts=parts,
+        traffic=traffic or [],
+        model=model,
+    )
+
+
+def traffic(name: str, count: int, each: int, exposed_s: float, waiting_s: float = 0.0) -> Traffic:
+    return Traffic(
+        name=name,
+        count=count,
+        bytes=count * each,
+        seconds=exposed_s,
+        exposed_s=exposed_s,
+        waiting_s=waiting_s,
+    )
+
+
+def case(
+    backend: str,
+    *ranks: RankFigures,
+    errors: str = "",
+    frames: str = "",
+    host_bytes: int = 0,
+    hardware: Hardware = GPU,
+    **options: Any,
+) -> Case:
+    return Case(
+        figures=ranks,
+        options=Options(backend=backend, **options).checked(hardware),
+        hardware=hardware,
+        errors=errors,
+        frames=frames,
+        host_bytes=host_bytes,
+    )
+
+
+def only(given: Case) -> tuple[Finding, dict[str, Any]]:
+    """The one finding, and the config in its line."""
+    (one,) = run.recognised(given)
+    return one, pasted(one.do, given.hardware)
+
+
+def pasted(line: str, hardware: Hardware) -> dict[str, Any]:
+    """Take a line as the magic does, and as the options are checked."""
+    magic, switch, *rest = shlex.split(line)
+    assert (magic, switch) == ("%nbdist", "switch")
+    asked = switch_parser().parse_args(rest)
+    (name,) = [one for one in ("fsdp_config", "deepspeed_config") if getattr(asked, one)]
+    config = strategies.load_config(getattr(asked, name))
+    named = {"offload": asked.offload or "none"} if asked.offload else {}
+    options = Options(backend=asked.backend, **named, **{name: config}).checked(hardware)
+    known_to_the_engine(options, hardware)
+    return config
+
+
+def known_to_the_engine(options: Options, hardware: Hardware) -> None:
+    """Whether the installed engine has every key, with a value that it takes."""
+    strategy = options.strategy
+    if strategy.engine == "fsdp":
+        from accelerate import FullyShardedDataParallelPlugin
+
+        fields = {one.name for one in dataclasses.fields(FullyShardedDataParallelPlugin)}
+        kwargs = strategy.fsdp_kwargs(options)
+        assert kwargs.keys() <= fields
+        # both look for a GPU here, where there may be none
+        FullyShardedDataParallelPlugin(
+            **{**kwargs, "cpu_offload": False, "sync_module_states": False}
+        )
+        return
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = strategy.deepspeed_config(options, hardware)
+    zero = config["zero_optimization"]
+    made = DeepSpeedZeroConfig(**zero)
+    names = {one.alias or name for name, one in DeepSpeedZeroConfig.model_fields.items()}
+    assert zero.keys() <= names
+    for name in ("offload_optimizer", "offload_param"):
+        if name in zero:
+            assert zero[name].keys() <= type(getattr(made, name)).model_fields.keys()
+    assert (options.deepspeed_config or {}).get("aio", {}).keys() <= get_aio_config({}).keys()
+
+
+# -- out of memory while gathering
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+def test_units_too_large_to_gather_are_made_smaller(backend: str) -> None:
+    one, config = only(case(backend, figures(units=4), errors=OOM, frames=GATHERED))
+    assert (one.level, one.topic) == ("problem", "all_gather")
+    assert "CUDA out of memory" in one.says
+    assert config["auto_wrap_policy"] == "SIZE_BASED_WRAP"
+    assert config["min_num_params"] == 10_000_000
+
+
+def test_fsdp1_gathers_less_ahead_when_memory_ends() -> None:
+    config = {"backward_prefetch": "BACKWARD_PRE", "use_orig_params": True}
+    given = case("fsdp1", errors=OOM, frames=GATHERED, fsdp_config=config)
+    _, config = only(given)
+    assert config["backward_prefetch"] == "NO_PREFETCH"
+    assert config["limit_all_gathers"] is True
+    assert config["use_orig_params"] is True  # what was there stays
+
+
+def test_fsdp2_shares_out_again_when_memory_ends() -> None:
+    given = case("fsdp2", errors=OOM, frames=GATHERED, fsdp_config={"reshard_after_forward": False})
+    assert only(given)[1]["reshard_after_forward"] is True
+
+
+def test_zero3_keeps_fewer_parameters_live_when_memory_ends() -> None:
+    frames = "File deepspeed/runtime/zero/partitioned_param_coordinator.py:9, in fetch_sub_module("
+    _, config = only(case("zero3", errors=OOM, frames=frames))
+    zero = config["zero_optimization"]
+    assert zero["stage3_max_live_parameters"] == 100_000_000
+    assert zero["stage3_prefetch_bucket_size"] == 10_000_000
+
+
+def test_zero2_gathers_in_smaller_buckets_when_memory_ends() -> None:
+    frames = "File deepspeed/runtime/zero/stage_1_and_2.py:9, in all_gather_dp_groups("
+    _, config = only(case("zero2", errors=OOM, frames=frames))
+    assert config["zero_optimization"]["allgather_bucket_size"] == 50_000_000
+
+
+def test_memory_that_ends_elsewhere_is_no_matter_of_gathers() -> None:
+    (one,) = run.recognised(case("fsdp2", errors=OOM, frames="File model.py:3, in forward("))
+    assert one.topic == "memory"
+    assert "%nbdist plan" in one.do
+
+
+# -- units and small modules
+
+
+def test_a_model_of_one_unit_is_told() -> None:
+    one, config = only(case("fsdp2", figures(units=1, params=80_000)))
+    assert (one.level, one.topic) == ("note", "FSDP units")
+    assert config == {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}
+
+
+def test_many_small_units_are_told_where_their_gathers_take_time() -> None:
+    busy = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3)])
+    one, config = only(case("fsdp2", busy))
+    assert "200 all_gathers of 20 KiB in a step take 30% of it" in one.says
+    assert config["min_num_params"] == 10_000_000
+    hidden = figures(traffic=[traffic("all_gather", 200, 20_000, 0.01)])
+    assert run.recognised(case("fsdp2", hidden)) == ()
+
+
+def test_a_late_rank_is_no_slow_gather() -> None:
+    late = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3, waiting_s=0.29)])
+    for backend in ("fsdp2", "zero3"):
+        assert run.recognised(case(backend, late)) == ()
+
+
+def test_zero3_keeps_small_parameters_whole_where_they_take_time() -> None:
+    busy = figures(traffic=[traffic("all_gather", 300, 9_000, 0.2)])
+    one, config = only(case("zero3", busy))
+    assert one.topic == "small modules"
+    assert config["zero_optimization"] == {"stage3_param_persistence_threshold": 1_000_000}
+
+
+# -- slow gathers and reductions
+
+
+def test_fsdp1_gathers_ahead_where_it_waits() -> None:
+    slow = figures(traffic=[traffic("all_gather", 8, 400 * MB, 0.3)])
+    one, config = only(case("fsdp1", slow))
+    assert one.topic == "prefetch"
+    assert config == {"backward_prefetch": "BACKWARD_PRE", "forward_prefetch": True}
+
+
+def test_a_slow_zero3_fetches_more_ahead() -> None:
+    slow = figures(traffic=[traffic("all_gather", 40, 200 * MB, 0.4)])
+    one, config = only(case("zero3", slow))
+    assert one.topic == "slow ZeRO-3"
+    assert "40% of a step waits for all_gather" in one.says
+    assert config["zero_optimization"] == {"stage3_prefetch_bucket_size": 200_000_000}
+
+
+def test_a_slow_zero3_gets_back_what_its_config_takes() -> None:
+    slow = figures(traffic=[traffic("all_gather", 40, 200 * MB, 0.4)])
+    zero = {"overlap_comm": False, "stage3_max_live_parameters": 10_000, "sub_group_size": 10**8}
+    one, config = only(case("zero3", slow, deepspeed_config={"zero_optimization": zero}))
+    assert "overlap_comm is off" in one.says
+    assert config["zero_optimization"]["overlap_comm"] is True
+    assert config["zero_optimization"]["stage3_max_live_parameters"] == 10**9
+    assert config["zero_optimization"]["sub_group_size"] == 10**8
+
+
+@pytest.mark.parametrize("said", [100_000, "auto"])
+def test_small_buckets_are_told_where_the_config_makes_them(said: object) -> None:
+    slow = figures(traffic=[traffic("reduce_scatter", 90, 200_000, 0.2)])
+    given = {"zero_optimization": {"reduce_bucket_size": said}}
+    one, config = only(case("zero2", slow, deepspeed_config=given))
+    assert one.topic == "small buckets"
+    assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    assert run.recognised(case("zero2", slow)) == ()
+
+
+# -- offload
+
+
+def test_pinned_memory_that_ends_is_not_pinned_any_more() -> None:
+    said = "RuntimeError: CUDA error: out of memory"
+    frames = "File deepspeed/accelerator/cuda_accelerator.py:300, in pin_memory("
+    given = case("zero3", errors=said, frames=frames, offload="cpu", offload_params=True)
+    one, config = only(given)
+    assert (one.level, one.topic) == ("problem", "pinned memory")
+    zero = config["zero_optimization"]
+    assert zero == {
+        "offload_optimizer": {"pin_memory": False},
+        "offload_param": {"pin_memory": False},
+    }
+
+
+def test_fsdp_cannot_leave_memory_unpinned_and_zero3_can() -> None:
+    given = case("fsdp2", errors="RuntimeError: cudaHostAlloc failed", offload="cpu")
+    one, config = only(given)
+    assert "switch zero3 --offload cpu" in one.do
+    assert config["zero_optimization"]["offload_optimizer"] == {"pin_memory": False}
+
+
+def test_an_offload_that_pins_most_of_the_host_is_told() -> None:
+    given = case("zero2", figures(params=10**9), offload="cpu", host_bytes=20 * 2**30)
+    one, _ = only(given)
+    assert (one.level, one.topic) == ("note", "pinned memory")
+    assert run.recognised(dataclasses.replace(given, host_bytes=200 * 2**30)) == ()
+
+
+def test_a_slow_disk_is_asked_for_more_at_a_time() -> None:
+    given = case("zero3", figures(offload=0.5), offload="nvme:/tmp/x")
+    one, config = only(given)
+    assert "50% of a step moves state" in one.says
+    assert config["aio"] == {"block_size": 8 * MB, "queue_depth": 32}
+    assert config["zero_optimization"]["offload_optimizer"]["pipeline_read"] is True
+
+
+# -- checkpoints
+
+
+def test_names_that_do_not_fit_are_told_under_every_engine() -> None:
+    said = (
+        'RuntimeError: Error(s) in loading state_dict for Net:\n Missing key(s) in state_dict: "a"'
+    )
+    for backend in ("ddp", "fsdp2", "zero3"):
+        (one,) = run.recognised(case(backend, errors=said))
+        assert (one.level, one.topic) == ("problem", "loading")
+        assert "%nbdist load PATH" in one.do
+
+
+def test_another_layout_of_a_checkpoint_is_asked_for() -> None:
+    said = "FileNotFoundError: No such file or directory: 'out/pytorch_model_fsdp_0/.metadata'"
+    one, config = only(case("fsdp2", errors=said))
+    assert one.topic == "loading"
+    assert config == {"state_dict_type": "FULL_STATE_DICT"}
+    assert only(case("fsdp1", errors=said))[1]["sync_module_states"] is True
+    full = {"state_dict_type": "FULL_STATE_DICT"}
+    said = "FileNotFoundError: No such file or directory: 'out/pytorch_model_fsdp.bin'"
+    _, config = only(case("fsdp1", errors=said, fsdp_config=full))
+    assert config == {"state_dict_type": "SHARDED_STATE_DICT"}
+
+
+def test_a_whole_checkpoint_under_fsdp1_is_sent_to_all_ranks() -> None:
+    said = "ValueError: Set the `sync_module_states` flag to `True` so that model states are synced"
+    full = {"state_dict_type": "FULL_STATE_DICT"}
+    _, config = only(case("fsdp1", errors=said, fsdp_config=full))
+    assert config == {"state_dict_type": "FULL_STATE_DICT", "sync_module_states": True}
+    (one,) = run.recognised(case("fsdp1", errors=said, hardware=CPU))
+    assert one.do.startswith("%nbdist load PATH")
+
+
+def test_the_layout_of_parameters_is_that_of_the_checkpoint() -> None:
+    said = "RuntimeError: The ZeRO checkpoint parameter-alignment layout does not match the current"
+    _, config = only(case("zero2", errors=said))
+    assert config["zero_optimization"] == {"parameter_alignment": True}
+
+
+def test_a_checkpoint_of_more_ranks_is_loaded_as_a_universal_one() -> None:
+    said = (
+        "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 4 but the"
+        " current world size is 2."
+    )
+    _, config = only(case("zero2", errors=said))
+    assert config["checkpoint"] == {"load_universal": True}
+
+
+# -- nothing to say, and the page
+
+
+def test_a_healthy_run_gets_no_symptom() -> None:
+    calm = figures(traffic=[traffic("all_gather", 20, 50 * MB, 0.02)], forward=0.98)
+    for backend in strategies.BACKENDS:
+        assert run.recognised(case(backend, calm, errors="ValueError: wrong shape")) == ()
+
+
+def test_no_session_and_no_profile_are_told() -> None:
+    (one,) = nbdist.doctor(run=True).findings
+    assert "no session was started" in one.says
+
+
+def session(**changed: Any) -> Any:
+    """A session as far as the doctor reads one."""
+    given = {"options": Options().checked(CPU), "hardware": CPU, "death": None, "running": None}
+    return SimpleNamespace(**{**given, "last": None, "logs": {}, **changed})
+
+
+def test_a_run_without_a_profile_is_asked_for_one() -> None:
+    (one,) = run.findings(None, session())
+    assert "%nbdist profile" in one.do
+
+
+def test_a_profile_without_a_symptom_is_well() -> None:
+    (one,) = run.findings(SimpleNamespace(ranks=(figures(),)), session())
+    assert one.level == "ok"
+
+
+def test_lines_around_those_that_ran_are_no_frames() -> None:
+    traceback = [
+        "\x1b[0;31mOutOfMemoryError\x1b[0m  Traceback",
+        "File \x1b[0;32m~/fully_sharded_data_parallel.py:855\x1b[0m, in forward(self)",
+        "    850     _pre_forward_unshard,\n--> 855 output = self._fsdp_wrapped_module(*args)",
+    ]
+    error = SimpleNamespace(ename="OutOfMemoryError", evalue="no memory", traceback=traceback)
+    said, frames = last_errors(session(last=SimpleNamespace(errors={0: error})))
+    assert said == "OutOfMemoryError: no memory"
+    assert "unshard" not in frames
+    assert "in forward(self)" in frames
+
+
+def test_a_line_to_paste_stands_in_one_line_of_the_text() -> None:
+    found = run.recognised(case("zero3", figures(offload=0.5), offload="nvme:/tmp/x"))
+    assert found[0].do in str(Diagnosis(found))
+
+
+def test_the_page_of_a_run_is_json_too() -> None:
+    tree = json.loads(nbdist.doctor(run=True).to_json())
+    assert tree["findings"][0]["topic"] == "run"
+
+
+TROUBLESHOOTING = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "line", sorted(set(re.findall(r"%nbdist switch \w+ --\w+-config '[^']+'", TROUBLESHOOTING)))
+)
+def test_every_line_of_the_page_on_troubleshooting_can_be_pasted(line: str) -> None:
+    pasted(line, GPU)
