@@ -83,7 +83,7 @@ class Planner:
         """Cost the step that was measured, and scale the cluster to it."""
         model = profile.model
         spec = profile.setting.spec
-        if model is None or spec is None or model.samples < 1:
+        if model is None or spec is None or model.samples < 1 or profile.step_s <= 0:
             raise _unplanned()
         self._profile, self._spec = profile, spec
         self._length = max(1, model.seq_len)
