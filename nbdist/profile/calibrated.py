@@ -83,7 +83,7 @@ class Planner:
         """Cost the step that was measured, and scale the cluster to it."""
         model = profile.model
         spec = profile.setting.spec
-        if model is None or spec is None or model.samples < 1:
+        if model is None or spec is None or model.samples < 1 or profile.step_s <= 0:
             raise _unplanned()
         self._profile, self._spec = profile, spec
         self._length = max(1, model.seq_len)
@@ -94,7 +94,7 @@ class Planner:
             precision=profile.precision,
         )
         self.samples = model.samples
-        self._cluster = _by_catalogue(profile.setting.cluster)
+        self._cluster = profile.setting.cluster
         self.row = self._row(self._cluster, self.options, self.samples)
         self._base = _cost(self.row)
         self._as_measured = self._calibrated()
@@ -286,12 +286,6 @@ def enough(found: list[tuple[int, Changed]]) -> tuple[int, Changed] | None:
     """Of growing batches, the smallest that gains most of what the largest does."""
     best = max((one.gain.faster for _, one in found), default=0.0)
     return next((one for one in found if one[1].gain.faster >= _ENOUGH * best > 0), None)
-
-
-def _by_catalogue(cluster: Cluster) -> Cluster:
-    """The cluster without what earlier runs measured: this one's figures are of this loop."""
-    devices = tuple(replace(one, pace=None) for one in cluster.devices)
-    return replace(cluster, devices=devices, links=None, known=None)
 
 
 def _cost(row: Row) -> Cost:

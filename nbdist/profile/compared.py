@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -160,10 +161,7 @@ def _apart(reference: Sequence[_Call], calls: Sequence[_Call], shift: int) -> fl
 
 def _step_of(one: RankFigures, moment: float) -> int:
     """Index of the step that a moment lies in."""
-    for index, end in enumerate(one.ends[1:]):
-        if moment <= end:
-            return index
-    return max(0, len(one.ends) - 2)
+    return min(bisect_left(one.ends, moment, lo=1), max(1, len(one.ends) - 1)) - 1
 
 
 def mean_traffic(ranks: Sequence[RankFigures]) -> list[Traffic]:
@@ -223,7 +221,7 @@ same load: what noise covers is not named."""
 
 def straggler(ranks: Sequence[RankFigures]) -> Straggler | None:
     """The rank that makes the others wait, or None: figures that `compared` has told apart."""
-    if len(ranks) < 2:  # noqa: PLR2004
+    if len(ranks) < 2 or min(one.step_s for one in ranks) <= 0:  # noqa: PLR2004
         return None
     own = {one.rank: _own(one) for one in ranks}
     slow = max(ranks, key=lambda one: own[one.rank])
