@@ -8,7 +8,6 @@ of the two; parts that the planner does not know follow the number of samples or
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.errors import NbdistError, PlanError
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from nbdist.plan.cost import Cost
-    from nbdist.plan.devices import Collective, Device
     from nbdist.plan.optimizers import Optimizer
     from nbdist.plan.result import Row
+    from nbdist.plan.speeds import Collective
     from nbdist.profile.figures import Part
     from nbdist.profile.result import Profile
     from nbdist.strategies import Options
@@ -43,6 +42,11 @@ class _Scaled(Cluster):
     """A cluster whose collectives take `factor` times as long, whatever their size."""
 
     factor: float
+
+    def measured_s(self, collective: Collective, size: float) -> float | None:
+        """Time of a calibration, as this loop's collectives were against it."""
+        usual = super().measured_s(collective, size)
+        return None if usual is None else usual * self.factor
 
     def link_bytes_per_s(self, collective: Collective) -> float:
         """Bus bandwidth as it was measured."""
@@ -90,7 +94,7 @@ class Planner:
             precision=profile.precision,
         )
         self.samples = model.samples
-        self._cluster = profile.setting.cluster
+        self._cluster = _by_catalogue(profile.setting.cluster)
         self.row = self._row(self._cluster, self.options, self.samples)
         self._base = _cost(self.row)
         self._as_measured = self._calibrated()
@@ -128,7 +132,7 @@ class Planner:
         cluster = self._cluster
         return _Scaled(
             **{name: getattr(cluster, name) for name in Cluster.__dataclass_fields__}
-            | {"devices": tuple(_sped_up(one, speed) for one in cluster.devices)},
+            | {"devices": tuple(one.faster(speed) for one in cluster.devices)},
             factor=moved / base.communication_s if told else 1.0,
         )
 
@@ -284,6 +288,12 @@ def enough(found: list[tuple[int, Changed]]) -> tuple[int, Changed] | None:
     return next((one for one in found if one[1].gain.faster >= _ENOUGH * best > 0), None)
 
 
+def _by_catalogue(cluster: Cluster) -> Cluster:
+    """The cluster without what earlier runs measured: this one's figures are of this loop."""
+    devices = tuple(replace(one, pace=None) for one in cluster.devices)
+    return replace(cluster, devices=devices, links=None, known=None)
+
+
 def _cost(row: Row) -> Cost:
     assert row.cost is not None  # `_row` gives no other  # noqa: S101
     return row.cost
@@ -298,15 +308,6 @@ def _carried(measured: float, after: float, before: float) -> float:
     if before > 0 and measured > 0:
         return measured * after / before
     return measured + after - before
-
-
-def _sped_up(device: Device, speed: float) -> Device:
-    """The same device, so many times as fast in computing."""
-    return replace(
-        device,
-        flops=MappingProxyType({kind: speed * peak for kind, peak in device.flops.items()}),
-        memory_bandwidth=speed * device.memory_bandwidth,
-    )
 
 
 def _optimizer(profile: Profile) -> Optimizer:

@@ -2,7 +2,7 @@
 
 Runs on a rank. Ranks that train are never more than a step apart, so small files in the
 session's private folder are enough: each rank says at which step it was when it was asked, and
-rank 0 after which step all of them end.
+the first rank after which step all of them end.
 """
 
 from __future__ import annotations

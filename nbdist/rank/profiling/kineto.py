@@ -64,6 +64,7 @@ _KERNELS = {
 """Part of the name of NCCL's kernels."""
 _C10D = "c10d::"
 _GLOO = "gloo:"
+_COPY = "aten::copy_"
 _NOT_COMPUTING = (_C10D, "_c10d_functional::", "autograd::engine", "torch::autograd")
 WORLD = "0"
 """torch's name of the first process group."""
@@ -74,6 +75,8 @@ class Seen:
     """Events of one window."""
 
     operators: list[Span] = field(default_factory=list)
+    copies: list[Span] = field(default_factory=list)
+    """Of these, copies from one tensor into another."""
     called: list[tuple[int, int, str]] = field(default_factory=list)
     """Begin, end and name of operators that begin a collective."""
     moved: list[Span] = field(default_factory=list)
@@ -168,6 +171,8 @@ class Recorder:
                     found.called.append((begin, end, name.removeprefix(_C10D)))
                 elif thread == main_thread and _computes(name):
                     found.operators.append((begin, end))
+                    if name == _COPY:
+                        found.copies.append((begin, end))
         found.device = [_kernel(event, launches) for event in on_device]
         found.table = table.longest(found.device)
         return found

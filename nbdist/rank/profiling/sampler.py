@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EVERY_S = 0.005
 MOST_LINES = 12
 SOURCE_CHARS = 120
-_PASSES = frozenset({"forward", "backward", "optimizer", "data"})
+_PASSES = frozenset({"forward", "backward", "optimizer", "data", "offload"})
 """Parts of their own: the line is not told."""
 
 

@@ -57,7 +57,6 @@ class Surroundings:
     rank: int
     folder: Path
     """Private to the session, the same on all ranks."""
-    world_size: int
     cell_of: Callable[[str], tuple[str, str] | None]
     """IPython's `compile.format_code_name`."""
     publish: Callable[[wire.Profiled], object]
@@ -199,6 +198,7 @@ class Window:
         watch = measure.state.watch
         model = watch.prepared if watch is not None else None
         if watch is None or model is None or self._figures is None:
+            self._close()
             return
         try:
             if self._figures.kind == "cuda":
