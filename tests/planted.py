@@ -149,7 +149,7 @@ ONE_UNIT = Planted(
 )
 OFFLOADED = Planted(
     name="an offloaded optimizer",
-    build="batch_size=1, length=32, hidden=512",
+    build="batch_size=1, length=72, hidden=512",
     options={"backend": "zero2", "offload": "cpu"},
     blamed="offload",
     said="offload",
