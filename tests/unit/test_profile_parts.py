@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nbdist.rank.profiling.intervals import Span, common, length, minus, union
+from nbdist.rank.profiling.intervals import Span, common, length, minus, touching, union
 from nbdist.rank.profiling.partition import Collective, Recorded, told_apart
 
 MS = 1_000_000
@@ -33,6 +33,9 @@ def test_spans_are_sets_of_moments() -> None:
         assert moments(common(one, other)) == moments(one) & moments(other)
         assert moments(minus(one, other)) == moments(one) - moments(other)
         assert length(union(one)) == len(moments(one))
+        for span in union(other):
+            expected = [each for each in union(one) if moments([each]) & moments([span])]
+            assert touching(union(one), span) == expected
 
 
 def test_short_holes_are_filled() -> None:

@@ -11,7 +11,7 @@ import os
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,8 @@ _KERNELS = {
 _C10D = "c10d::"
 _GLOO = "gloo:"
 _COPY = "aten::copy_"
+_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+"""Not the annotations, which Kineto repeats on the device."""
 _NOT_COMPUTING = (_C10D, "_c10d_functional::", "autograd::engine", "torch::autograd")
 WORLD = "0"
 """torch's name of the first process group."""
@@ -156,10 +158,11 @@ class Recorder:
             end = begin + event.duration_ns()
             if end <= window[0] or begin >= window[1]:
                 continue
-            if event.device_type() == DeviceType.CUDA:
-                on_device.append(event)
-                continue
             kind, name = event.activity_type(), event.name()
+            if event.device_type() == DeviceType.CUDA:
+                if kind in _ON_DEVICE:
+                    on_device.append(event)
+                continue
             if kind in {"cuda_runtime", "cuda_driver"}:
                 launches[event.correlation_id()] = begin
             elif name.startswith(_GLOO):
@@ -186,7 +189,10 @@ def _computes(name: str) -> bool:
 def _kernel(event: Any, launches: Mapping[int, int]) -> Kernel:
     begin = event.start_ns()
     name = event.name()
-    meta = json.loads(f"{{{event.metadata_json()}}}") if "nccl" in name else {}
+    meta: dict[str, Any] = {}
+    if "nccl" in name:
+        with suppress(ValueError):  # another torch may write them otherwise
+            meta = json.loads(f"{{{event.metadata_json()}}}")
     return Kernel(
         name=name,
         kind=event.activity_type(),

@@ -76,6 +76,7 @@ class Recording:
         """A step is whole; the first one opens the window."""
         self._marks.end("optimizer")
         if not self.ends:
+            self._recorder.synchronize()  # the device is behind: the step before ends there too
             self._marks.loaders.clear()
             self._sampler.restart()
         self.ends.append(time.time_ns())
