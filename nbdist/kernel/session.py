@@ -1057,7 +1057,7 @@ class Session:
                 self._listen,
                 options=self.options,
                 world_size=self.world_size,
-                kind=self.hardware.kind,
+                hardware=self.hardware,
                 own={member.pid for member in self._gang.members},
                 disk=disk,
             )

@@ -43,11 +43,6 @@ class _Scaled(Cluster):
 
     factor: float
 
-    def measured_s(self, collective: Collective, size: float) -> float | None:
-        """Time of a calibration, as this loop's collectives were against it."""
-        usual = super().measured_s(collective, size)
-        return None if usual is None else usual * self.factor
-
     def link_bytes_per_s(self, collective: Collective) -> float:
         """Bus bandwidth as it was measured."""
         return super().link_bytes_per_s(collective) / self.factor

@@ -51,8 +51,13 @@ class _Call(NamedTuple):
     """One collective on one rank, as moments."""
 
     begin: float
-    exposed_from: float
+    exposed: tuple[tuple[float, float], ...]
+    """Spans in which nothing was computed beside it."""
     end: float
+
+    def before(self, moment: float) -> float:
+        """Exposed seconds until a moment."""
+        return sum(max(0.0, min(moment, until) - since) for since, until in self.exposed)
 
 
 def compared(figures: Sequence[RankFigures]) -> tuple[tuple[RankFigures, ...], list[str]]:
@@ -103,22 +108,25 @@ def _waits(ranks: Sequence[RankFigures]) -> tuple[dict[int, dict[int, float]], l
         for same in calls:
             last = max(call.begin for call in same)
             for one, call in zip(inside, same, strict=True):
-                late = min(last, call.end) - call.exposed_from
-                if late > 0:
+                if late := call.before(last):
                     waits[one.rank][_step_of(one, call.end)] += late / len(one.steps or [1])
     return waits, [_UNMATCHED] if unmatched else []
 
 
 def _calls(one: RankFigures, group: str) -> list[_Call]:
-    """A rank's collectives of a group.
+    """A rank's collectives of a group, with what is known of when they were exposed.
 
-    Each is [begin, exposed seconds], and where known its whole seconds as a third number; else
-    the exposed seconds begin with it.
+    Where that is only how long, it is taken to be at the end, or all of it where the whole is not
+    known either.
     """
     made = []
-    for begin, exposed, *whole in one.begins[group]:
-        end = begin + max(exposed, *whole) if whole else begin + exposed
-        made.append(_Call(begin, end - exposed, end))
+    for begin, exposed, *more in one.begins[group]:
+        end = begin + max([exposed, *more[:1], *more[-1:]])
+        spans = tuple(
+            (begin + since, begin + until)
+            for since, until in zip(more[1::2], more[2::2], strict=False)
+        )
+        made.append(_Call(begin, spans or ((end - exposed, end),), end))
     return made
 
 

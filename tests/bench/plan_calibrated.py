@@ -24,7 +24,7 @@ from nbdist.kernel import planning
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-BACKENDS = ("ddp", "fsdp2", "zero2")
+BACKENDS = ("ddp", "fsdp2")
 ROUNDS = 2
 STEPS = 4
 VERDICT_S = 60.0

@@ -6,7 +6,10 @@ import random
 
 import pytest
 
-from nbdist.rank.profiling.intervals import Span, common, length, minus, union
+from nbdist.rank.profiling import traffic
+from nbdist.rank.profiling.intervals import Span, common, length, minus, touching, union
+from nbdist.rank.profiling.kineto import Kernel, Seen
+from nbdist.rank.profiling.marks import Met
 from nbdist.rank.profiling.partition import Collective, Recorded, told_apart
 
 MS = 1_000_000
@@ -33,6 +36,9 @@ def test_spans_are_sets_of_moments() -> None:
         assert moments(common(one, other)) == moments(one) & moments(other)
         assert moments(minus(one, other)) == moments(one) - moments(other)
         assert length(union(one)) == len(moments(one))
+        for span in union(other):
+            expected = [each for each in union(one) if moments([each]) & moments([span])]
+            assert touching(union(one), span) == expected
 
 
 def test_short_holes_are_filled() -> None:
@@ -77,7 +83,8 @@ def test_a_collective_is_exposed_where_nothing_is_computed_beside_it() -> None:
     assert (traffic.name, traffic.count, traffic.bytes) == ("all_reduce", 1, 4)
     assert traffic.seconds == pytest.approx(0.014)
     assert traffic.exposed_s == pytest.approx(0.009)
-    assert told.begins == {"0": [[0.07, 0.009, 0.014], [0.17, 0.009, 0.014]]}
+    spans = [0.005, 0.014]
+    assert told.begins == {"0": [[0.07, 0.009, 0.014, *spans], [0.17, 0.009, 0.014, *spans]]}
 
 
 def test_waiting_for_other_ranks_before_a_collective_is_communication() -> None:
@@ -86,7 +93,7 @@ def test_waiting_for_other_ranks_before_a_collective_is_communication() -> None:
     )
     told = told_apart(recorded(collectives=[ours], waits=[at(33, 36)]))
     assert told.parts["communication"] == pytest.approx(0.012 / 2)
-    assert told.begins == {"0": [[0.022, 0.012, 0.013]]}
+    assert told.begins == {"0": [[0.022, 0.012, 0.013, 0.0, 0.009, 0.011, 0.014]]}
 
 
 def test_waiting_for_a_core_outside_of_everything_is_idle() -> None:
@@ -120,3 +127,46 @@ def test_on_a_gpu_the_device_decides_and_its_pauses_are_explained() -> None:
     assert told.parts["idle"] == pytest.approx(0.002 + 0.002)  # launching, no kernel
     assert told.parts["python"] == pytest.approx(0.005)
     assert sum(told.parts.values()) == pytest.approx(0.1)
+
+
+def test_what_gloo_moved_belongs_to_what_was_called_in_that_order() -> None:
+    seen = Seen(
+        called=[(*at(10, 11), "_reduce_scatter_base_"), (*at(20, 21), "allreduce_")],
+        moved=[at(1, 2), at(10.5, 14), at(20.5, 29)],
+    )
+    scattered, reduced = traffic.collectives(seen, [Met("1", at(5, 9), 64)])
+    assert (scattered.name, scattered.group, scattered.bytes) == ("reduce_scatter", "1", 64)
+    assert (scattered.begin, scattered.moving, scattered.meeting) == (
+        5 * MS,
+        at(10.5, 14),
+        at(5, 9),
+    )
+    assert (reduced.name, reduced.moving, reduced.meeting) == ("all_reduce", at(20.5, 29), None)
+
+
+def test_kernels_belong_to_the_phase_that_launched_them() -> None:
+    def kernel(name: str, launched: int, kind: str = "kernel", **meta: object) -> Kernel:
+        span = (launched + 100 * MS, launched + 101 * MS)  # the device is far behind
+        return Kernel(name=name, kind=kind, span=span, launched=launched, meta=meta)
+
+    said = {"In msg nelems": 10, "Out msg nelems": 20, "dtype": "BFloat16"}
+    seen = Seen(
+        device=[
+            kernel("gemm", 5 * MS),
+            kernel("gemm", 15 * MS),
+            kernel("multi_tensor_apply", 25 * MS),
+            kernel("Memcpy HtoD (Pinned -> Device)", 1 * MS, "gpu_memcpy"),
+            kernel("Memcpy DtoH (Device -> Pinned)", 26 * MS, "gpu_memcpy"),
+            kernel("ncclDevKernel_AllGather_RING_LL", 6 * MS, **said),
+        ]
+    )
+    marks = {"forward": [at(4, 10)], "backward": [at(12, 20)], "optimizer": [at(22, 30)]}
+    (moved,), kernels = traffic.of_device(seen, marks, offloads=True)
+    assert {phase: len(spans) for phase, spans in kernels.items()} == {
+        "forward": 1,
+        "backward": 1,
+        "optimizer": 1,
+        "copies": 1,
+        "offload": 1,
+    }
+    assert (moved.name, moved.bytes) == ("all_gather", 40)

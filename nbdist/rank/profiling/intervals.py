@@ -5,10 +5,11 @@ A list of spans that a function returns is sorted and without overlaps.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]
 """Begin and end, in nanoseconds."""
@@ -58,6 +59,17 @@ def minus(one: Iterable[Span], other: Iterable[Span]) -> list[Span]:
             k += 1
         if at < end:
             found.append((at, end))
+    return found
+
+
+def touching(spans: Sequence[Span], one: Span) -> list[Span]:
+    """Those of many spans, sorted and without overlaps, that share a moment with one."""
+    place = max(0, bisect_left(spans, one) - 1)
+    found = []
+    while place < len(spans) and spans[place][0] < one[1]:
+        if spans[place][1] > one[0]:
+            found.append(spans[place])
+        place += 1
     return found
 
 

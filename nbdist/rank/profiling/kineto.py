@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from bisect import bisect_right
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,54 +19,21 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from nbdist.profile.figures import Operator
-from nbdist.rank.profiling.intervals import Span, union
-from nbdist.rank.profiling.partition import NS, Collective
+from nbdist.rank.profiling.partition import NS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.rank.profiling.marks import Met
+    from nbdist.rank.profiling.intervals import Span
 
 MOST_OPERATORS = 15
-_COLLECTIVES = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_": "reduce",
-    "broadcast_": "broadcast",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "barrier": "barrier",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-}
-"""Operators of c10d in torch 2.13 -> what torch.distributed calls them. Names of gloo's own
-events do not tell: it does a reduce_scatter as an all_reduce."""
-_KERNELS = {
-    "AllReduce": "all_reduce",
-    "AllGather": "all_gather",
-    "ReduceScatter": "reduce_scatter",
-    "Broadcast": "broadcast",
-    "Reduce": "reduce",
-    "SendRecv": "send",
-}
-"""Part of the name of NCCL's kernels."""
 _C10D = "c10d::"
 _GLOO = "gloo:"
 _COPY = "aten::copy_"
+_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+"""Not the annotations, which Kineto repeats on the device."""
 _NOT_COMPUTING = (_C10D, "_c10d_functional::", "autograd::engine", "torch::autograd")
-WORLD = "0"
-"""torch's name of the first process group."""
 
 
 @dataclass(slots=True)
@@ -83,6 +49,15 @@ class Seen:
     """gloo was at a collective."""
     table: list[Operator] = field(default_factory=list)
     device: list[Kernel] = field(default_factory=list)
+
+    def add(self, name: str, span: Span, *, on_main: bool) -> None:
+        """Take in an operator of the CPU."""
+        if name.startswith(_C10D):
+            self.called.append((*span, name.removeprefix(_C10D)))
+        elif on_main and _computes(name):
+            self.operators.append(span)
+            if name == _COPY:
+                self.copies.append(span)
 
 
 @dataclass(slots=True)
@@ -156,10 +131,11 @@ class Recorder:
             end = begin + event.duration_ns()
             if end <= window[0] or begin >= window[1]:
                 continue
-            if event.device_type() == DeviceType.CUDA:
-                on_device.append(event)
-                continue
             kind, name = event.activity_type(), event.name()
+            if event.device_type() == DeviceType.CUDA:
+                if kind in _ON_DEVICE:
+                    on_device.append(event)
+                continue
             if kind in {"cuda_runtime", "cuda_driver"}:
                 launches[event.correlation_id()] = begin
             elif name.startswith(_GLOO):
@@ -167,12 +143,7 @@ class Recorder:
             elif kind == "cpu_op":
                 thread = event.device_resource_id()
                 table.add(thread, begin, end, name)
-                if name.startswith(_C10D) and name.removeprefix(_C10D) in _COLLECTIVES:
-                    found.called.append((begin, end, name.removeprefix(_C10D)))
-                elif thread == main_thread and _computes(name):
-                    found.operators.append((begin, end))
-                    if name == _COPY:
-                        found.copies.append((begin, end))
+                found.add(name, (begin, end), on_main=thread == main_thread)
         found.device = [_kernel(event, launches) for event in on_device]
         found.table = table.longest(found.device)
         return found
@@ -186,7 +157,10 @@ def _computes(name: str) -> bool:
 def _kernel(event: Any, launches: Mapping[int, int]) -> Kernel:
     begin = event.start_ns()
     name = event.name()
-    meta = json.loads(f"{{{event.metadata_json()}}}") if "nccl" in name else {}
+    meta: dict[str, Any] = {}
+    if "nccl" in name:
+        with suppress(ValueError):  # another torch may write them otherwise
+            meta = json.loads(f"{{{event.metadata_json()}}}")
     return Kernel(
         name=name,
         kind=event.activity_type(),
@@ -231,75 +205,6 @@ class _Table:
             for name, spent in seconds.items()
         ]
         return sorted(found, key=lambda one: -one.seconds)[:MOST_OPERATORS]
-
-
-def collectives(seen: Seen, met: Iterable[Met]) -> list[Collective]:
-    """Put together what c10d, gloo and our own meeting saw of each collective.
-
-    gloo works them off in the order in which they were called.
-    """
-    moved, meetings = iter(sorted(seen.moved)), sorted(met, key=lambda one: one.span)
-    moving, k = next(moved, None), 0
-    found = []
-    for begin, end, name in sorted(seen.called):
-        while moving is not None and moving[0] < begin:
-            moving = next(moved, None)  # it was called before the window
-        span, moving = (moving, next(moved, None)) if moving is not None else ((begin, end), None)
-        ours = None
-        while k < len(meetings) and meetings[k].span[1] <= begin:
-            ours, k = meetings[k], k + 1
-        found.append(
-            Collective(
-                name=_COLLECTIVES[name],
-                group=ours.group if ours else WORLD,
-                begin=ours.span[0] if ours else begin,
-                moving=span,
-                bytes=ours.bytes if ours else 0,
-                meeting=ours.span if ours else None,
-            )
-        )
-    return found
-
-
-def of_device(
-    seen: Seen, marks: Mapping[str, Sequence[Span]], *, offloads: bool
-) -> tuple[list[Collective], dict[str, list[Span]]]:
-    """Tell a GPU's collectives, computing by phase, and copies apart."""
-    phases = {name: union(marks.get(name, ())) for name in ("optimizer", "backward", "forward")}
-    kernels: dict[str, list[Span]] = {name: [] for name in (*phases, "copies", "offload")}
-    moved = []
-    for one in seen.device:
-        if "nccl" in one.name:
-            moved.append(_of_nccl(one))
-            continue
-        phase = next((name for name, spans in phases.items() if _within(one.launched, spans)), "")
-        host = one.kind == "gpu_memcpy" and ("HtoD" in one.name or "DtoH" in one.name)
-        if host:
-            kernels["offload" if phase and offloads else "copies"].append(one.span)
-        else:
-            kernels[phase or "forward"].append(one.span)
-    return moved, kernels
-
-
-def _of_nccl(one: Kernel) -> Collective:
-    name = next((ours for theirs, ours in _KERNELS.items() if theirs in one.name), "other")
-    elements = max(int(one.meta.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
-    return Collective(
-        name=name,
-        group=str(one.meta.get("Process Group Name", WORLD)),
-        begin=one.span[0],
-        moving=one.span,
-        bytes=elements * _BYTES.get(str(one.meta.get("dtype", "")), 4),
-    )
-
-
-_BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
-"""Of an element, by the name that NCCL's events have for its type."""
-
-
-def _within(moment: int, spans: Sequence[Span]) -> bool:
-    place = bisect_right(spans, (moment, 1 << 63)) - 1
-    return place >= 0 and spans[place][1] >= moment
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nbdist.profile.figures import PARTS, Part, Traffic
-from nbdist.rank.profiling.intervals import Span, common, length, minus, union
+from nbdist.rank.profiling.intervals import Span, common, length, minus, touching, union
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +74,8 @@ class Told:
 def told_apart(seen: Recorded) -> Told:
     """Divide a window into the parts of a step."""
     computing = _computing(seen)
-    exposed = [_exposed(one, computing, seen) for one in seen.collectives]
+    waits = union(seen.waits)
+    exposed = [_exposed(one, computing, waits, seen) for one in seen.collectives]
     shown = union(span for spans in exposed for span in spans)
     parts = (_on_device if seen.kernels is not None else _on_cpu)(seen, shown, computing)
     everything = common([seen.window], (one.moving for one in seen.collectives))
@@ -94,12 +95,14 @@ def _computing(seen: Recorded) -> list[Span]:
     )
 
 
-def _exposed(one: Collective, computing: Sequence[Span], seen: Recorded) -> list[Span]:
+def _exposed(
+    one: Collective, computing: Sequence[Span], waits: Sequence[Span], seen: Recorded
+) -> list[Span]:
     """When nothing was computed beside a collective."""
     if seen.kernels is not None or one.meeting is None:
-        spans = minus([one.moving], computing)
+        spans = minus([one.moving], touching(computing, one.moving))
     else:
-        spans = [one.meeting, *common([one.moving], seen.waits)]
+        spans = [one.meeting, *common([one.moving], touching(waits, one.moving))]
     return common([seen.window], spans)
 
 
@@ -198,5 +201,14 @@ def _begins(seen: Recorded, exposed: Sequence[Sequence[Span]]) -> dict[str, list
         zip(seen.collectives, exposed, strict=True), key=lambda pair: pair[0].begin
     ):
         seconds = [round(length(some) * NS, 6) for some in (spans, one.whole)]
-        by_group[one.group].append([round(one.begin * NS, 6), *seconds])
+        by_group[one.group].append([round(one.begin * NS, 6), *seconds, *_apart(one, spans)])
     return dict(by_group)
+
+
+_MOST_SPANS = 8
+
+
+def _apart(one: Collective, spans: Sequence[Span]) -> list[float]:
+    """Begin and end of each exposed span, the longest ones, from the collective's begin on."""
+    longest = sorted(spans, key=lambda span: span[0] - span[1])[:_MOST_SPANS]
+    return [round((moment - one.begin) * NS, 6) for span in sorted(longest) for moment in span]

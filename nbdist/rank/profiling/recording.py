@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.profile.figures import RankFigures
 from nbdist.rank import holdings, measure
-from nbdist.rank.profiling import facts, kineto, marks, offload
+from nbdist.rank.profiling import facts, kineto, marks, offload, traffic
 from nbdist.rank.profiling.intervals import common
 from nbdist.rank.profiling.partition import Recorded, told_apart
 from nbdist.rank.profiling.sampler import Sampler
@@ -76,6 +76,7 @@ class Recording:
         """A step is whole; the first one opens the window."""
         self._marks.end("optimizer")
         if not self.ends:
+            self._recorder.synchronize()  # the device is behind: the step before ends there too
             self._marks.loaders.clear()
             self._sampler.restart()
         self.ends.append(time.time_ns())
@@ -104,11 +105,11 @@ class Recording:
         seen = self._recorder.seen(window, main, self.steps)
         kernels = None
         if device.type == "cuda":
-            moved, kernels = kineto.of_device(
+            moved, kernels = traffic.of_device(
                 seen, self._marks.spans, offloads=offload.configured()
             )
         else:
-            moved = kineto.collectives(seen, self._marks.met)
+            moved = traffic.collectives(seen, self._marks.met)
             _size_those_of_ddp(moved, self.steps)
             if offload.configured():
                 self._marks.spans["offload"] += common(seen.copies, self._marks.spans["optimizer"])
