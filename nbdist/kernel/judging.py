@@ -28,6 +28,7 @@ ASKED_S = 2.0
 
 def judged(session: Session, gang: Gang, one: Profiling) -> Profile:
     """Put the figures together with what the session knows of its model, options and cells."""
+    from nbdist.plan import learning
     from nbdist.profile import lint
     from nbdist.profile.result import Profile, Setting
 
@@ -39,7 +40,10 @@ def judged(session: Session, gang: Gang, one: Profiling) -> Profile:
         setting,
         remarks=lint.confirmed(lint.remarks(one.sources), figures, bf16=session.hardware.bf16),
         before=session.profiles[-1] if session.profiles else None,
+        notes=_absent(one, session.world_size),
     )
+    if spec is not None:
+        learning.learn(made.ranks, spec=spec, options=session.options, cluster=cluster)
     return made
 
 

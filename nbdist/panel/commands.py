@@ -37,6 +37,7 @@ PATIENCE_S = 3.0
 """A restart cuts short what the ranks have been asked for longer than this."""
 MAX_QUEUE = 16
 MAX_NPROC = 4096
+MAX_ACCUMULATE = 4096
 _NAME_CHARS, _PATH_CHARS, _SEARCH_CHARS = 64, 1024, 256
 _DEPTH = 6
 
@@ -109,12 +110,14 @@ ARGUMENTS: Mapping[str, Mapping[str, _Is]] = {
     "interrupt": {},
     "restart": {},
     "plan": {},
+    "profile": {},
     "cancel": {"command": _text(MAX_ID_CHARS)},
     "switch": {
         "backend": _text(_NAME_CHARS),
         "offload": _text(_PATH_CHARS),
         "offload_params": _FLAG,
         "activation_checkpointing": _FLAG,
+        "accumulate": _Is(int, f"a whole number from 1 to {MAX_ACCUMULATE}", MAX_ACCUMULATE),
         "precision": _text(_NAME_CHARS),
         "nproc": _Is(int, f"a whole number from 1 to {MAX_NPROC}", MAX_NPROC),
         "reset_optimizer": _FLAG,
@@ -222,6 +225,8 @@ def _short(value: object) -> str:
 class Driver:
     """One thread that runs commands in their order, when the session is free.
 
+    A profile is of the cell that runs, and waits for none.
+
     Args:
         session: whose methods the commands are.
         answer: gets what came of each; on the thread.
@@ -309,11 +314,20 @@ class Driver:
                 self._woken.clear()
                 if self._restart_waits():
                     self._session.abandon()  # what magics do, too: it waits for no cell
+                while (command := self._take_profile()) is not None:
+                    self._do(command)
                 self._try_next()
 
     def _restart_waits(self) -> bool:
         with self._lock:
             return any(one.name == "restart" for one in self._waiting)
+
+    def _take_profile(self) -> Command | None:
+        with self._lock:
+            found = next((one for one in self._waiting if one.name == "profile"), None)
+            if found is not None:
+                self._waiting.remove(found)
+        return found
 
     def _try_next(self) -> None:
         """Do the next thing, if it can be done now."""
@@ -342,11 +356,11 @@ class Driver:
         replaces = False
         try:
             text, ok = self._done(command), True
-        except SessionBusy:  # a cell in the background was quicker
-            with self._lock:
-                self._waiting.appendleft(command)
-            return
         except NbdistError as error:
+            if isinstance(error, SessionBusy) and command.name != "profile":
+                with self._lock:  # a cell in the background was quicker
+                    self._waiting.appendleft(command)
+                return
             text, ok = str(error), False
             replaces = isinstance(error, NotEmptyError)
         except Exception as error:  # a defect of ours: told, and the panel goes on

@@ -13,7 +13,7 @@ import time
 from html import escape
 from typing import TYPE_CHECKING
 
-from nbdist.panel import words
+from nbdist.panel import html_profile, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -72,6 +72,7 @@ def page(picture: Picture, curves: Mapping[str, Points]) -> str:
         _head(picture, now),
         _section("Memory", _devices(picture["devices"])),
         _section("Strategies", _strategies(picture)),
+        _section("Profile", html_profile.body(picture["profile"])),
         _section("Curves", _curves(curves, picture["marks"])),
         _section("Ranks", _ranks(picture["ranks"])),
         _section("Checkpoints", _checkpoints(picture["checkpoints"], now)),

@@ -27,6 +27,7 @@ from nbdist.panel.commands import (
 )
 from nbdist.panel.devices import Devices
 from nbdist.panel.predicted import NOTHING_YET, Predicted, predict
+from nbdist.panel.profiled import Profiled
 from nbdist.panel.protocol import (
     BEAT_S,
     MAX_LOG_LINES,
@@ -80,6 +81,7 @@ class View:
         self.session = session
         self.devices = Devices(self._pids, lambda: session.placement)
         self.predicted = Predicted.nothing(NOTHING_YET)
+        self.profiled = Profiled()
         self.panel: object = None
         """The open panel, if there is one."""
         self._traced = False
@@ -94,7 +96,7 @@ class View:
     def draw(self, **more: Any) -> Picture:
         """The session at this moment."""
         self._forget_old_ranks()
-        return picture.draw(self.session, self.devices, self.predicted, **more)
+        return picture.draw(self.session, self.devices, self.predicted, self.profiled, **more)
 
     def _forget_old_ranks(self) -> None:
         """A restart has begun, with new metrics: what the old ranks held and ran is no more."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from nbdist.kernel.session import Session
     from nbdist.panel.devices import Devices
     from nbdist.panel.predicted import Predicted
+    from nbdist.panel.profiled import Profiled
 
 MAX_LINE_CHARS = 300
 MAX_CHECKPOINTS = 100
@@ -52,6 +53,7 @@ def draw(
     session: Session,
     devices: Devices,
     predicted: Predicted,
+    profiled: Profiled,
     *,
     queue: Sequence[Queued] = (),
     notice: Notice | None = None,
@@ -62,6 +64,7 @@ def draw(
         session: the one shown.
         devices: what is known of its devices.
         predicted: the plan.
+        profiled: where the step goes.
         queue: commands that wait.
         notice: something to be told.
     """
@@ -69,6 +72,7 @@ def draw(
         header=header(session),
         devices=_devices(devices, predicted, ended=session.state in {"stopped", "dead"}),
         strategies=predicted.strategies,
+        profile=profiled.now(session),
         ranks=_ranks(session),
         checkpoints=_checkpoints(session),
         progress=_progress(session),
@@ -300,6 +304,9 @@ def _progress(session: Session) -> ProgressView | None:
     for save in session.saves_running():
         share = share_in(save.how_far)
         return ProgressView(text=save.how_far, share=share, since=save.began)
+    profiling = session.profiling
+    if profiling is not None:
+        return ProgressView(text=profiling.text, share=profiling.share, since=profiling.since)
     return None
 
 

@@ -186,17 +186,23 @@ def _arguments(now: Options, row: Row) -> dict[str, Any]:
 
 
 def _does(now: Options, row: Row) -> str:
-    """What the switch will do, in sentences."""
+    """What the switch to a row will do, in sentences."""
     then = replace(now, backend=row.backend, **{n: getattr(row.options, n) for n in _GIVEN})
+    return does(now, then, fits=row.fits)
+
+
+def does(now: Options, then: Options, *, fits: bool = True) -> str:
+    """What a switch will do, in sentences.
+
+    Args:
+        now: what runs.
+        then: what is to run.
+        fits: by the plan.
+    """
     said = (
         f"The living ranks go from {now.describe()} to {then.describe()}: weights, optimizer"
         " state and variables are kept."
     )
-    warning = "" if row.fits else " By the plan it does not fit."
-    return " ".join(
-        [said + warning, *(f"{one[0].upper()}{one[1:]}." for one in _differ(now, then))]
-    )
-
-
-def _differ(now: Options, then: Options) -> list[str]:
-    return switching.differences(now, then)
+    warning = "" if fits else " By the plan it does not fit."
+    differ = switching.differences(now, then)
+    return " ".join([said + warning, *(f"{one[0].upper()}{one[1:]}." for one in differ)])

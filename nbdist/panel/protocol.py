@@ -47,7 +47,9 @@ State = Literal[
     "dead",
     "stopped",
 ]
-CommandName = Literal["interrupt", "restart", "cancel", "switch", "save", "load", "export", "plan"]
+CommandName = Literal[
+    "interrupt", "restart", "cancel", "switch", "save", "load", "export", "plan", "profile"
+]
 
 PARTS = (
     "parameters",
@@ -152,6 +154,59 @@ class Strategies(TypedDict):
     note: str
 
 
+class Span(TypedDict):
+    """One part of a step's time."""
+
+    part: str
+    """One of nbdist.profile.figures.PARTS."""
+    seconds: float
+
+
+class ProfiledRank(TypedDict):
+    """Where a rank's step went."""
+
+    rank: int
+    step_s: float
+    """Mean over the window."""
+    parts: list[Span]
+    """In the order of the bar; together the step."""
+    straggler: bool
+    """The others wait for it."""
+    figures: str
+    """What else was measured on it, in words."""
+
+
+class AdviceView(TypedDict):
+    """What would make it faster."""
+
+    title: str
+    text: str
+    """The predicted gain, and why."""
+    command: str
+    """The line to paste."""
+    does: str
+    """What the switch will do; empty where a button cannot do it."""
+    arguments: dict[str, Any]
+    """Of the switch command; empty where a button cannot do it."""
+
+
+class ProfileView(TypedDict):
+    """The latest profile; its verdict is empty before the first."""
+
+    verdict: str
+    facts: str
+    """Of all ranks together: steps, tokens/s, MFU."""
+    gained: str
+    """What the advice that was followed last has brought."""
+    ranks: list[ProfiledRank]
+    advice: list[AdviceView]
+    notes: list[str]
+    time: float | None
+    """Unix seconds of its end."""
+    refused: str
+    """Why no profile can be asked for now; empty where one can."""
+
+
 class RankView(TypedDict):
     """One rank."""
 
@@ -218,6 +273,7 @@ class Picture(TypedDict):
     header: Header
     devices: list[DeviceView]
     strategies: Strategies
+    profile: ProfileView
     ranks: list[RankView]
     checkpoints: list[CheckpointView]
     progress: ProgressView | None

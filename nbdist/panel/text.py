@@ -7,15 +7,30 @@ import time
 from typing import TYPE_CHECKING
 
 from nbdist.kernel.ansi import clean, plain
-from nbdist.panel import words
+from nbdist.panel import html_profile, words
+from nbdist.profile.words import time as time_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from nbdist.panel.protocol import DeviceView, Picture, StrategyRow
+    from nbdist.panel.protocol import DeviceView, Picture, ProfiledRank, ProfileView, StrategyRow
     from nbdist.panel.series import Points
 
 _BAR = 24
+_WIDE_BAR = 40
+LETTERS = {
+    "data": "d",
+    "copies": "h",
+    "forward": "F",
+    "backward": "B",
+    "optimizer": "O",
+    "communication": "C",
+    "waiting": "w",
+    "offload": "x",
+    "python": "p",
+    "idle": "-",
+}
+"""Part of a step -> what it is drawn with; the words beside the bar are in the same order."""
 _SPARKS = (
     "\N{LOWER ONE EIGHTH BLOCK}\N{LOWER ONE QUARTER BLOCK}\N{LOWER THREE EIGHTHS BLOCK}"
     "\N{LOWER HALF BLOCK}\N{LOWER FIVE EIGHTHS BLOCK}\N{LOWER THREE QUARTERS BLOCK}"
@@ -44,6 +59,7 @@ def _lines(picture: Picture, curves: Mapping[str, Points]) -> Iterator[str]:
         yield from map(_strategy, rows)
     if picture["strategies"]["note"]:
         yield f"  {picture['strategies']['note']}"
+    yield from _profile(picture["profile"])
     shown = words.in_order(name for name in curves if len(curves[name][0]))
     for name in shown[:_MOST]:
         steps, _, values = curves[name]
@@ -111,6 +127,35 @@ def _strategy(row: StrategyRow) -> str:
     size = words.size(row["device_bytes"])
     speed = f"{words.speed(row['tokens_per_s']):>6} tokens/s"
     return f"{mark} {row['words']:<44} {bar} {size:>9} {speed}  {why}"
+
+
+def _profile(profile: ProfileView) -> Iterator[str]:
+    if not profile["verdict"]:
+        return
+    yield f"profile: {profile['verdict']}"
+    yield from (f"  {profile[key]}" for key in ("facts", "gained") if profile[key])
+    top = max((one["step_s"] for one in profile["ranks"]), default=0.0)
+    for one in profile["ranks"]:
+        slowest = " (slowest)" if one["straggler"] else ""
+        more = f"; {one['figures']}" if one["figures"] else ""
+        yield (
+            f"  rank {one['rank']}{slowest:<10} [{_stacked(one, top)}] {time_of(one['step_s'])}:"
+            f" {html_profile.in_words(one)}{more}"
+        )
+    for number, advice in enumerate(profile["advice"], 1):
+        yield f"  {number}. {advice['title']}: {advice['text']}"
+        yield from (f"     {line}" for line in advice["command"].splitlines())
+    yield from (f"  {note}" for note in profile["notes"])
+
+
+def _stacked(one: ProfiledRank, top: float) -> str:
+    """A bar of its parts' letters."""
+    drawn, seconds = "", 0.0
+    for span in one["parts"]:
+        seconds += span["seconds"]
+        filled = min(_WIDE_BAR, round(_WIDE_BAR * seconds / top)) if top else 0
+        drawn += LETTERS.get(span["part"], "?") * (filled - len(drawn))
+    return drawn.ljust(_WIDE_BAR, ".")
 
 
 def _bar(part: float, whole: float) -> str:

@@ -169,9 +169,8 @@ class RankFigures:
     hidden_s: float = 0.0
     """Communication beside computing."""
     begins: dict[str, list[list[float]]] = field(default_factory=dict)
-    """Collectives in their order by process group: [begin, exposed seconds, whole seconds] of
-    each; what ranks
-    are compared by."""
+    """Collectives in their order by process group, which ranks are compared by: [begin, exposed
+    seconds, whole seconds, and of each exposed span its begin and end after the first] of each."""
     lines: list[Line] = field(default_factory=list)
     """Those on which the main thread was the longest, outside of passes through the model."""
     loaders: list[Loader] = field(default_factory=list)

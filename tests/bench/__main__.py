@@ -3,6 +3,7 @@
     python tests/bench [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
     python tests/bench [training] [profiling] [panel] [weight] [faults]
     python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
+    python tests/bench [plan_calibrated]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
 """
@@ -21,6 +22,7 @@ import checkpoints
 import exporting
 import faults
 import open_panel
+import plan_calibrated
 import plan_engines
 import plan_fsdp
 import plan_published
@@ -67,6 +69,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "plan_engines": plan_engines.measure,
     "plan_traced": plan_traced.measure,
     "plan_published": plan_published.measure,
+    "plan_calibrated": plan_calibrated.measure,
 }
 
 

@@ -167,19 +167,25 @@ def test_light_and_dark(notebook: Notebook, panel: Panel, pictures: Path) -> Non
     panel.draws_other_than(dark)
 
 
+def violations(notebook: Notebook) -> list[str]:
+    """What axe-core finds in the panel."""
+    notebook.page.evaluate(AXE.read_text())
+    found: list[str] = notebook.page.evaluate(
+        "async root => (await axe.run(root, { preload: false })).violations"
+        ".map(one => `${one.id}: ${one.nodes[0].html.slice(0, 160)}`)",
+        PANEL,
+    )
+    return found
+
+
 @pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not in widgets/node_modules")
 def test_axe_finds_nothing(notebook: Notebook, panel: Panel) -> None:
     found = []
     for theme in ("Light", "Dark"):
         notebook.theme(f"JupyterLab {theme}")
-        notebook.page.evaluate(AXE.read_text())
         for tab in ("Strategies", "Ranks", "Checkpoints"):
             panel.tab(tab).click()
-            found += notebook.page.evaluate(
-                "async root => (await axe.run(root, { preload: false })).violations"
-                ".map(one => `${one.id}: ${one.nodes[0].html.slice(0, 160)}`)",
-                PANEL,
-            )
+            found += violations(notebook)
     notebook.theme("JupyterLab Light")
     assert found == []
 
@@ -237,5 +243,5 @@ def test_what_is_no_number_is_told(notebook: Notebook, panel: Panel) -> None:
 def test_a_restarted_kernel_leaves_a_panel_that_says_so(notebook: Notebook, panel: Panel) -> None:
     notebook.restart_kernel()
     panel.says("the kernel is gone: run the cell again")
-    for name in ("Stop", "Restart", "Save", "Switch"):
+    for name in ("Stop", "Restart", "Save", "Switch", "Profile"):
         expect(panel.button(name)).to_be_disabled()

@@ -29,6 +29,8 @@ def command(
             Command("1", "switch", {"backend": "zero3", "offload": "cpu", "nproc": 2}),
         ),
         ({"kind": "command", "id": "7", "name": "plan"}, Command("7", "plan", {})),
+        (command("profile"), Command("1", "profile", {})),
+        (command("switch", accumulate=4), Command("1", "switch", {"accumulate": 4})),
     ],
 )
 def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
@@ -86,6 +88,10 @@ def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
         command("switch", nproc=10**9),
         command("switch", backend={"a": 1}),
         command("switch", fsdp_config={}),
+        command("switch", accumulate=0),
+        command("switch", accumulate="4"),
+        command("profile", steps=10),
+        command("profile", trace="/etc"),
         command("restart", backend="ddp"),
         {"kind": "command", "id": "1", "name": "save", "arguments": ["name"]},
         {"kind": "command", "id": "1", "name": "save", "arguments": {1: 2}},
@@ -125,6 +131,7 @@ class FakeSession:
         self.running: FakeCell | None = None
         self.done: list[str] = []
         self.busy_times = 0
+        self.profiled = False
         self.hangs = threading.Event()
 
     def load(self, name: str) -> str:
@@ -153,6 +160,13 @@ class FakeSession:
 
     def restart(self) -> None:
         self.done.append("restart")
+
+    def profile(self) -> str:
+        self.done.append(f"profile of {'no cell' if self.running is None else 'the cell'}")
+        if self.profiled:
+            raise SessionBusy("a profile is under way.")
+        self.profiled = True
+        return "the cell is profiled."
 
     def abandon(self) -> None:
         self.running = None
@@ -234,6 +248,21 @@ def test_a_background_cell_that_was_quicker_is_waited_for(session: FakeSession) 
         driven.driver.put(Command("1", "save", {"name": "a"}))
         eventually(lambda: driven.answers, within_s=5)
     assert driven.answers[0]["ok"]
+
+
+def test_a_profile_is_of_the_cell_that_runs_and_passes_what_waits_for_it(
+    session: FakeSession,
+) -> None:
+    session.running = FakeCell()
+    with session.turn, Driven(session) as driven:  # as the thread of a cell that blocks has it
+        driven.driver.put(Command("1", "save", {"name": "a"}))
+        for identity in "23":
+            driven.driver.put(Command(identity, "profile"))
+        eventually(lambda: len(driven.answers) == 2, within_s=5)
+        assert driven.driver.queue == [{"id": "1", "text": "save a"}]
+    assert session.done == ["profile of the cell"] * 2
+    told = [(one["id"], one["ok"], one["text"]) for one in driven.answers]
+    assert told == [("2", True, "the cell is profiled."), ("3", False, "a profile is under way.")]
 
 
 def test_a_restart_waits_for_no_cell(session: FakeSession) -> None:

@@ -83,7 +83,8 @@ def test_a_collective_is_exposed_where_nothing_is_computed_beside_it() -> None:
     assert (traffic.name, traffic.count, traffic.bytes) == ("all_reduce", 1, 4)
     assert traffic.seconds == pytest.approx(0.014)
     assert traffic.exposed_s == pytest.approx(0.009)
-    assert told.begins == {"0": [[0.07, 0.009, 0.014], [0.17, 0.009, 0.014]]}
+    spans = [0.005, 0.014]
+    assert told.begins == {"0": [[0.07, 0.009, 0.014, *spans], [0.17, 0.009, 0.014, *spans]]}
 
 
 def test_waiting_for_other_ranks_before_a_collective_is_communication() -> None:
@@ -92,7 +93,7 @@ def test_waiting_for_other_ranks_before_a_collective_is_communication() -> None:
     )
     told = told_apart(recorded(collectives=[ours], waits=[at(33, 36)]))
     assert told.parts["communication"] == pytest.approx(0.012 / 2)
-    assert told.begins == {"0": [[0.022, 0.012, 0.013]]}
+    assert told.begins == {"0": [[0.022, 0.012, 0.013, 0.0, 0.009, 0.011, 0.014]]}
 
 
 def test_waiting_for_a_core_outside_of_everything_is_idle() -> None:

@@ -245,6 +245,18 @@ def test_what_computing_covers_of_a_late_rank_is_no_waiting() -> None:
     assert all(one.parts["waiting"] == 0 for one in profile(early, late).ranks)
 
 
+def test_waiting_at_the_begin_is_told_from_communication_at_the_end() -> None:
+    # of 100 ms, the first 40 look for the other rank and the last 10 wait for the backend
+    early, late = rank(0, communication=0.05), rank(1, communication=0.01)
+    spans = [0.0, 0.04, 0.09, 0.1]
+    early.begins["0"] = [[end - 0.1, 0.05, 0.1, *spans] for end in early.ends[1:]]
+    late.begins["0"] = [[end - 0.06, 0.01, 0.06, 0.05, 0.06] for end in early.ends[1:]]
+    first, second = profile(early, late).ranks
+    assert first.parts["waiting"] == pytest.approx(0.04, rel=1e-3)
+    assert first.parts["communication"] == pytest.approx(0.01, rel=1e-2)
+    assert second.parts["waiting"] == 0
+
+
 def test_of_many_ranks_the_slow_one_is_found() -> None:
     waits, slow = slow_rank()
     ranks = [replace(waits, rank=number) for number in range(64)]

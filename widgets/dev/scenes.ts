@@ -1,6 +1,6 @@
 // Pictures as a kernel would send them, for the dev page.
 
-import type { Device, Header, Mark, Part, Picture, Rank, StrategyRow } from "../src/protocol.ts";
+import type { Device, Header, Mark, Part, Picture, Profile, ProfiledRank, Rank, StrategyRow } from "../src/protocol.ts";
 import { EMPTY } from "../src/protocol.ts";
 
 const GIB = 2 ** 30;
@@ -74,11 +74,30 @@ const noise = (step: number, seed = 1): number => Math.sin(step * 12.9898 * seed
 const loss = (step: number): number => 2 + 8 * Math.exp(-step / 300) + 0.22 * noise(step);
 const speed = (step: number): number => (step < 900 ? 61_000 : 92_000) + 2400 * noise(step, 3);
 
+function profiled(rank: number, milliseconds: Record<string, number>, changed: Partial<ProfiledRank> = {}): ProfiledRank {
+  const parts = Object.entries(milliseconds).map(([part, taken]) => ({ part, seconds: taken / 1000 }));
+  const step_s = parts.reduce((all, part) => all + part.seconds, 0);
+  return { rank, step_s, parts, straggler: false, figures: `p90 ${Math.round(1100 * step_s)} ms; all_gather 1.9 GiB in 74 ms (25.6 GB/s), 12 ms more are hidden`, ...changed };
+}
+const PROFILE: Profile = {
+  verdict: "communication-bound: 41 % of the step waits for all_gather; PCIe",
+  facts: "10 steps of 212 ms (p50 211, p90 221), 92.4k tokens/s, MFU 31 % of 989 TFLOP/s bf16",
+  gained: "fsdp2: predicted 35 % faster, measured 31 %",
+  ranks: Array.from({ length: 8 }, (_, rank) =>
+    profiled(rank, { data: 4, copies: 1.5, forward: 38, backward: 66, optimizer: 6, communication: 74, waiting: rank === 5 ? 0 : 12, offload: 2, python: rank === 5 ? 15 : 3, idle: 5 }, { straggler: rank === 5 })),
+  advice: [
+    { title: "zero2", text: "about 52 % faster (38 to 66 %). By the planner it moves or updates less on each rank.", command: "%nbdist switch zero2", does: "The living ranks go from fsdp2 to zero2: weights, optimizer state and variables are kept.", arguments: { backend: "zero2" } },
+    { title: "num_workers=4", text: "about 6 % faster (4 to 8 %). Batches are made by the main thread and a step waits 13 ms for them.", command: "DataLoader(..., num_workers=4, persistent_workers=True)", does: "", arguments: {} },
+  ],
+  notes: ["The device's own rows were not recorded on rank 3."], time: NOW - 75, refused: "",
+};
+
 export const SCENES: Record<string, () => Scene> = {
   gpu: () => ({
     picture: {
       header: header({ backend: "fsdp2", world_size: 8, precision: "bf16", offload: "none", options: "clip 1.0", place: "8 x NVIDIA H100 80GB", state: "running", words: "running cell 4", since: NOW - 42 }),
       devices: Array.from({ length: 8 }, (_, index) => gpu(index, index === 5 ? { peak_bytes: 64.4 * GIB, note: "The peak of 64.4 GiB is 11 % above the prediction of 58.1 GiB (stated error 5 %)." } : index === 7 ? { others_bytes: 6.2 * GIB, holders: ["python (pid 9120, 6.2 GiB)"] } : {})),
+      profile: PROFILE,
       strategies: { rows: ROWS, note: "Qwen2.5-7B, micro-batch 4 x 2,048 tokens, AdamW: the fullest rank at its fullest moment." },
       ranks: ranks(8, (rank) => `cuda:${rank}`).map((rank) => (rank.rank === 3 ? { ...rank, state: "waiting" as const, where: "In[4] line 7: accelerator.backward(loss) · all_reduce" } : rank)),
       checkpoints: [
@@ -101,6 +120,12 @@ export const SCENES: Record<string, () => Scene> = {
         used_bytes: 0.84 * GIB, peak_bytes: 0.91 * GIB, utilization: 0.49, power_w: null, power_limit_w: null, temperature_c: null,
         pcie_tx: null, pcie_rx: null, nvlink_tx: null, nvlink_rx: null,
       })),
+      profile: {
+        ...EMPTY.profile, verdict: "input-bound: 83 % of the step waits for the DataLoader", facts: "7 steps of 242 ms (p50 241, p90 247)", time: NOW - 8,
+        ranks: [0, 1].map((rank) => profiled(rank, { data: 201, forward: 12, backward: 19, optimizer: 3, communication: 4, python: 2, idle: 0.4 }, { figures: "" })),
+        advice: [{ title: "num_workers=4", text: "about 4.9 times as fast. A batch takes 200 ms, in the main thread.", command: "DataLoader(..., num_workers=4)", does: "", arguments: {} }],
+        refused: "a profile is under way: its verdict comes in a few seconds.",
+      },
       strategies: { rows: [], note: "No plan: memory of CPU ranks is not predicted." },
       ranks: ranks(2, () => "cpu").map((rank) => ({ ...rank, state: "ready" as const })),
       checkpoints: [], marks: [],
@@ -132,6 +157,11 @@ export const SCENES: Record<string, () => Scene> = {
         ...scene.picture,
         header: header({ backend: evil, world_size: 1, precision: long, options: evil, state: "interrupted", words: `interrupted in ${evil}`, since: NOW - 90_000 }),
         devices: [gpu(0, { name: long, ranks: [0], note: evil, capacity_bytes: null, predicted: [...gib({ "<b>new part</b>": 3, other: 2 })], others_bytes: 1e15 })],
+        profile: {
+          verdict: `${evil} ${long}`, facts: long, gained: evil, time: NOW + 1e6, notes: [evil, long], refused: evil,
+          ranks: [profiled(0, { [evil]: 1e9, data: 1, nothing: 0 }, { figures: evil, straggler: true }), profiled(4095, {}), profiled(3, { [long]: 5, constructor: 3 })],
+          advice: [{ title: evil, text: long, command: `%nbdist ${long}`, does: evil, arguments: { backend: evil } }, { title: "", text: long, command: "", does: "", arguments: {} }],
+        },
         strategies: { rows: [...ROWS, row("7", long, { parameters: 4000 })], note: evil },
         ranks: [{ rank: 0, pid: 1, device: long, state: "running", line: `${evil} ${long}`, written: 9, where: long }],
         checkpoints: [

@@ -20,6 +20,13 @@ export function bytesOf(value: number | null, whole: number | null): string {
   return unit === same ? `${first} / ${second} ${same}` : `${bytes(value)} / ${bytes(whole)}`;
 }
 
+/** A part of a step: "1.24 s", "212 ms", "0.4 ms". */
+export function seconds(value: number): string {
+  if (value >= 1) return `${value.toFixed(2)} s`;
+  const milli = 1000 * value;
+  return `${milli.toFixed(milli > 0 && milli < 9.95 ? 1 : 0)} ms`;
+}
+
 /** "00:42", "1:02:03". */
 export function duration(seconds: number): string {
   const whole = Math.max(0, Math.floor(seconds));

@@ -1,4 +1,4 @@
-// Head of the panel: what runs and for how long, the four buttons, progress, queue, notices.
+// Head of the panel: what runs and for how long, the buttons, progress, queue, notices.
 
 import { Question } from "./confirm.ts";
 import { attribute, h, Keyed, say, style } from "./dom.ts";
@@ -52,6 +52,11 @@ export function headerView(store: Store): View {
     question.put(change, form);
     form.querySelector("select")?.focus();
   });
+  const profile = h("button", { onclick: () => {
+    const { refused } = store.picture.profile;
+    if (refused) store.say({ ok: false, text: refused });
+    else store.command("profile", {}, "profile");
+  } }, "Profile");
   function opener(label: string, open: () => void): HTMLButtonElement {
     return h(
       "button",
@@ -89,7 +94,7 @@ export function headerView(store: Store): View {
         h("div", { class: "nbd-now" }, dot, state, running),
         h("div", { class: "nbd-sub" }, setup, session),
       ),
-      h("div", { class: "nbd-buttons", role: "group", "aria-label": "session" }, stop, restart, save, change),
+      h("div", { class: "nbd-buttons", role: "group", "aria-label": "session" }, stop, restart, save, change, profile),
     ),
     question.root,
     progress,
@@ -130,6 +135,11 @@ export function headerView(store: Store): View {
     stop.disabled = gone || RESTS.has(header.state);
     restart.disabled = gone || header.state === "new";
     for (const button of [save, change]) button.disabled = gone || idle || header.state === "dead";
+    // One that cannot be pressed now still tells why, to the keyboard too.
+    const { refused } = store.picture.profile;
+    profile.disabled = gone;
+    attribute(profile, "aria-disabled", refused ? "true" : null);
+    attribute(profile, "title", refused || "measure where the next steps spend their time");
     if (gone && question.open) question.close();
 
     progress.hidden = work === null;
@@ -145,7 +155,7 @@ export function headerView(store: Store): View {
     notice.show(told && told.text !== said?.text ? told : null);
     tick();
   }
-  const topics = ["header", "progress", "queue", "notice", "answers", "link"] as const;
+  const topics = ["header", "profile", "progress", "queue", "notice", "answers", "link"] as const;
   return { root, topics, update, tick };
 }
 

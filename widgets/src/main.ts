@@ -9,6 +9,7 @@ import { curvesView } from "./curves.ts";
 import { devicesView } from "./devices.ts";
 import { attribute, h, say } from "./dom.ts";
 import { headerView } from "./header.ts";
+import { profileView } from "./profile.ts";
 import { ranksView } from "./ranks.ts";
 import { Store, type Topic } from "./store.ts";
 import { strategiesView } from "./strategies.ts";
@@ -27,6 +28,7 @@ export function show(store: Store, element: HTMLElement): () => void {
   const views: View[] = [
     headerView(store),
     devicesView(store),
+    profileView(store),
     curvesView(store),
     tabsView(store, [
       { name: "Strategies", view: strategiesView(store), count: () => store.picture.strategies.rows.length },

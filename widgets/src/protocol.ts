@@ -77,6 +77,40 @@ export interface Strategies {
   rows: StrategyRow[];
   note: string;
 }
+/** One part of a step's time. */
+export interface Span {
+  part: string;
+  seconds: number;
+}
+export interface ProfiledRank {
+  rank: number;
+  step_s: number;
+  parts: Span[];
+  /** The others wait for it. */
+  straggler: boolean;
+  figures: string;
+}
+export interface Advice {
+  title: string;
+  /** The predicted gain, and why. */
+  text: string;
+  command: string;
+  does: string;
+  /** Of the switch command; empty where a button cannot do it. */
+  arguments: Record<string, unknown>;
+}
+/** The latest profile; its verdict is empty before the first. */
+export interface Profile {
+  verdict: string;
+  facts: string;
+  gained: string;
+  ranks: ProfiledRank[];
+  advice: Advice[];
+  notes: string[];
+  time: number | null;
+  /** Why no profile can be asked for now; empty where one can. */
+  refused: string;
+}
 export type RankState = "ready" | "running" | "waiting" | "dead" | "starting" | "ended";
 export interface Rank {
   rank: number;
@@ -123,6 +157,7 @@ export interface Picture {
   header: Header;
   devices: Device[];
   strategies: Strategies;
+  profile: Profile;
   ranks: Rank[];
   checkpoints: Checkpoint[];
   progress: Progress | null;
@@ -161,7 +196,8 @@ export type CommandName =
   | "save"
   | "load"
   | "export"
-  | "plan";
+  | "plan"
+  | "profile";
 export type Outgoing =
   | { kind: "hello" }
   | { kind: "command"; id: string; name: CommandName; arguments: Record<string, unknown> }
@@ -187,6 +223,7 @@ export const EMPTY: Picture = {
   },
   devices: [],
   strategies: { rows: [], note: "" },
+  profile: { verdict: "", facts: "", gained: "", ranks: [], advice: [], notes: [], time: null, refused: "" },
   ranks: [],
   checkpoints: [],
   progress: null,
@@ -235,6 +272,8 @@ function list<T>(value: unknown, read: (item: unknown) => T | null): T[] {
   const items = value.slice(0, LONGEST_LIST).map(read);
   return items.filter((item): item is Awaited<T> & T => item !== null);
 }
+const texts = (value: unknown): string[] =>
+  list(value, (item) => (typeof item === "string" ? text(item) : null));
 function object<T>(read: (plain: Plain) => T): (value: unknown) => T | null {
   return (value) => (isPlain(value) ? read(value) : null);
 }
@@ -265,7 +304,7 @@ const device = object<Device>((p) => ({
   used_bytes: amount(p.used_bytes),
   peak_bytes: amount(p.peak_bytes),
   others_bytes: amount(p.others_bytes) ?? 0,
-  holders: list(p.holders, (name) => (typeof name === "string" ? text(name) : null)),
+  holders: texts(p.holders),
   utilization: amount(p.utilization),
   power_w: amount(p.power_w),
   power_limit_w: amount(p.power_limit_w),
@@ -291,6 +330,31 @@ const strategy = object<StrategyRow>((p) => ({
   command: text(p.command),
   does: text(p.does),
   arguments: isPlain(p.arguments) ? p.arguments : {},
+}));
+const span = object<Span>((p) => ({ part: text(p.part), seconds: amount(p.seconds) ?? 0 }));
+const profiledRank = object<ProfiledRank>((p) => ({
+  rank: amount(p.rank) ?? 0,
+  step_s: amount(p.step_s) ?? 0,
+  parts: list(p.parts, span),
+  straggler: p.straggler === true,
+  figures: text(p.figures),
+}));
+const advice = object<Advice>((p) => ({
+  title: text(p.title),
+  text: text(p.text),
+  command: text(p.command),
+  does: text(p.does),
+  arguments: isPlain(p.arguments) ? p.arguments : {},
+}));
+const profile = object<Profile>((p) => ({
+  verdict: text(p.verdict),
+  facts: text(p.facts),
+  gained: text(p.gained),
+  ranks: list(p.ranks, profiledRank),
+  advice: list(p.advice, advice),
+  notes: texts(p.notes),
+  time: number(p.time),
+  refused: text(p.refused),
 }));
 const rank = object<Rank>((p) => ({
   rank: amount(p.rank) ?? 0,
@@ -345,6 +409,8 @@ function picture(value: unknown): Partial<Picture> | null {
   if (head) found.header = head;
   const plan = strategies(value.strategies);
   if (plan) found.strategies = plan;
+  const profiled = profile(value.profile);
+  if (profiled) found.profile = profiled;
   if (Array.isArray(value.devices)) found.devices = list(value.devices, device);
   if (Array.isArray(value.ranks)) found.ranks = list(value.ranks, rank);
   if (Array.isArray(value.checkpoints)) found.checkpoints = list(value.checkpoints, checkpoint);
@@ -441,7 +507,7 @@ export function read(message: unknown, buffers: readonly unknown[] = []): Incomi
         kind: "log",
         rank: amount(message.rank),
         search: text(message.search),
-        lines: list(message.lines, (line) => (typeof line === "string" ? text(line) : null)),
+        lines: texts(message.lines),
       };
     case "beat": {
       const time = number(message.time);

@@ -135,7 +135,8 @@ export class Store {
     }
   }
 
-  private say(answer: Answer): void {
+  /** Tell what came of something; as topic "answers". */
+  say(answer: Answer): void {
     this.answer = answer;
     this.answered = this.now();
     this.tell("answers");

@@ -31,6 +31,10 @@ test("times", () => {
   assert.deepEqual([1, 42, 300, 7200, 200_000].map(format.age), ["now", "42 s", "5 min", "2 h", "2 d"]);
 });
 
+test("parts of a step", () => {
+  assert.deepEqual([0, 0.00004, 0.0004, 0.0123, 0.99951, 1.239, NaN].map(format.seconds), ["0 ms", "0.0 ms", "0.4 ms", "12 ms", "1000 ms", "1.24 s", "NaN ms"]);
+});
+
 test("ticks of large values that differ by little are told apart", () => {
   assert.deepEqual(format.ticks([1_000, 2_000, null]), ["1000", "2000", ""]);
   const close = format.ticks([1_800_000_000, 1_800_000_100]);

@@ -76,7 +76,7 @@ test("choosing a strategy says what it will do, then switches", async () => {
 test("a row that a button cannot do shows its line alone", async () => {
   const { root, close } = await panel("gpu");
   button(root, /^zero3, offload cpu/).click();
-  assert.equal(root.querySelector("code")?.textContent, "%nbdist switch zero3");
+  assert.equal(root.querySelector(".nbd-strategies code")?.textContent, "%nbdist switch zero3");
   assert.equal([...root.querySelectorAll("button")].some((one) => one.textContent === "Switch to it"), false);
   close();
 });
@@ -190,6 +190,6 @@ test("a kernel that is gone disables what it can no longer do", async () => {
   store.connect("gone");
   await drawn();
   assert.match(root.textContent ?? "", /the kernel is gone: run the cell again/);
-  for (const label of ["Stop", "Restart", "Save", "Switch"]) assert.equal(button(root, label).disabled, true);
+  for (const label of ["Stop", "Restart", "Save", "Switch", "Profile"]) assert.equal(button(root, label).disabled, true);
   close();
 });

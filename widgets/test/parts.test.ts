@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { colour, COLOURS, ordered } from "../src/parts.ts";
+import { COLOURS as TIMES } from "../src/times.ts";
 
 function luminance(hex: string): number {
   const channel = (at: number): number => {
@@ -14,7 +15,7 @@ const contrast = (a: string, b: string): number => {
   return (light + 0.05) / (dark + 0.05);
 };
 
-for (const [part, hex] of Object.entries(COLOURS)) {
+for (const [part, hex] of [...Object.entries(COLOURS), ...Object.entries(TIMES)]) {
   test(`${part} stands out from light and dark`, () => {
     for (const paper of ["#ffffff", "#111111", "#212121"]) {
       assert.ok(contrast(hex, paper) >= 3, `${contrast(hex, paper).toFixed(2)} on ${paper}`);

@@ -89,7 +89,8 @@ test("what cannot be read changes nothing", () => {
 test("wrong types inside a picture become empty values", () => {
   const { store } = made();
   const device = { name: 3, capacity_bytes: "80", used_bytes: -5, predicted: [{ part: "x", bytes: NaN }, 7], holders: [1, "a"], ranks: "0" };
-  const changed = { devices: [device, null, 5], header: { state: "dancing", since: "x", words: {} }, progress: { share: 9 }, ranks: 4 };
+  const profile = { verdict: 4, ranks: [{ rank: -1, step_s: "x", parts: [{ part: 3, seconds: NaN }, 7], straggler: 1 }, null], advice: [{ title: {}, arguments: [] }, "a"], notes: [1, "a"], time: "x", refused: null };
+  const changed = { profile, devices: [device, null, 5], header: { state: "dancing", since: "x", words: {} }, progress: { share: 9 }, ranks: 4 };
   store.receive({ kind: "picture", changed });
   const [found] = store.picture.devices;
   assert.equal(store.picture.devices.length, 1);
@@ -98,6 +99,11 @@ test("wrong types inside a picture become empty values", () => {
   assert.deepEqual([store.picture.header.state, store.picture.header.words], ["new", ""]);
   assert.equal(store.picture.progress?.share, 1);
   assert.deepEqual(store.picture.ranks, []);
+  assert.deepEqual(store.picture.profile, {
+    verdict: "", facts: "", gained: "", notes: ["a"], time: null, refused: "",
+    ranks: [{ rank: 0, step_s: 0, parts: [{ part: "", seconds: 0 }], straggler: false, figures: "" }],
+    advice: [{ title: "", text: "", command: "", does: "", arguments: {} }],
+  });
 });
 
 test("answers are taken once and only by who asked", () => {

@@ -201,5 +201,14 @@ def _begins(seen: Recorded, exposed: Sequence[Sequence[Span]]) -> dict[str, list
         zip(seen.collectives, exposed, strict=True), key=lambda pair: pair[0].begin
     ):
         seconds = [round(length(some) * NS, 6) for some in (spans, one.whole)]
-        by_group[one.group].append([round(one.begin * NS, 6), *seconds])
+        by_group[one.group].append([round(one.begin * NS, 6), *seconds, *_apart(one, spans)])
     return dict(by_group)
+
+
+_MOST_SPANS = 8
+
+
+def _apart(one: Collective, spans: Sequence[Span]) -> list[float]:
+    """Begin and end of each exposed span, the longest ones, from the collective's begin on."""
+    longest = sorted(spans, key=lambda span: span[0] - span[1])[:_MOST_SPANS]
+    return [round((moment - one.begin) * NS, 6) for span in sorted(longest) for moment in span]

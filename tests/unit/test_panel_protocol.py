@@ -1,0 +1,50 @@
+"""widgets/src/protocol.ts says what nbdist/panel/protocol.py says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from nbdist.panel import protocol
+
+MIRROR = (Path(__file__).parents[2] / "widgets" / "src" / "protocol.ts").read_text()
+NAMES = {
+    "Header": protocol.Header,
+    "Part": protocol.Part,
+    "Device": protocol.DeviceView,
+    "StrategyRow": protocol.StrategyRow,
+    "Strategies": protocol.Strategies,
+    "Span": protocol.Span,
+    "ProfiledRank": protocol.ProfiledRank,
+    "Advice": protocol.AdviceView,
+    "Profile": protocol.ProfileView,
+    "Rank": protocol.RankView,
+    "Checkpoint": protocol.CheckpointView,
+    "Progress": protocol.ProgressView,
+    "Queued": protocol.Queued,
+    "Mark": protocol.MarkView,
+    "Notice": protocol.Notice,
+    "Picture": protocol.Picture,
+    "Sample": protocol.DeviceSample,
+}
+"""Interface of the front end -> its like in the kernel."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_interface_has_the_fields_that_the_kernel_sends(name: str) -> None:
+    body = re.search(rf"^export interface {name} {{$(.*?)^}}$", MIRROR, re.MULTILINE | re.DOTALL)
+    assert body
+    fields = re.findall(r"^  (\w+): ", body[1], re.MULTILINE)
+    assert set(fields) == set(get_type_hints(NAMES[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("CommandName", protocol.CommandName), ("State", protocol.State)]
+)
+def test_words_that_are_allowed_are_the_same(name: str, kernels: Any) -> None:
+    union = re.search(rf"^export type {name} =(.*?);$", MIRROR, re.MULTILINE | re.DOTALL)
+    assert union
+    assert re.findall(r'"(\w+)"', union[1]) == list(get_args(kernels))

@@ -1,0 +1,198 @@
+// The latest profile: the verdict, a bar of each rank's step, and what would make it faster.
+
+import { Question } from "./confirm.ts";
+import { title } from "./devices.ts";
+import { attribute, h, Keyed, say } from "./dom.ts";
+import { age, seconds } from "./format.ts";
+import type { Advice, ProfiledRank, Span } from "./protocol.ts";
+import type { Store } from "./store.ts";
+import { inWords, painted, share, TimeBar, told } from "./times.ts";
+import type { View } from "./view.ts";
+
+/** States without ranks that could switch. */
+const RANKLESS = new Set(["new", "dead", "stopped"]);
+const HINT = "Point at a part of a bar, or go to it with Tab and the arrow keys, for its figures.";
+const COPIED_MS = 2000;
+
+interface RankRow {
+  root: HTMLElement;
+  show(rank: ProfiledRank): void;
+}
+interface AdviceRow {
+  root: HTMLElement;
+  show(advice: Advice): void;
+}
+interface Entry {
+  part: string;
+  words: string;
+}
+
+export function profileView(store: Store): View {
+  const verdict = h("p", { class: "nbd-verdict" });
+  const when = h("div", { class: "nbd-tools nbd-muted" });
+  const facts = h("p", { class: "nbd-muted nbd-tight" });
+  const gained = h("p", { class: "nbd-gained nbd-tight" });
+  const bars = h("div", { class: "nbd-steps", role: "list" });
+  const legend = h("div", { class: "nbd-legend" });
+  const reading = h("p", { class: "nbd-reading nbd-muted nbd-tight", "aria-live": "polite" });
+  const list = h("div", { class: "nbd-advice", role: "list", "aria-label": "advice" });
+  const notes = h("p", { class: "nbd-muted nbd-tight" });
+  const root = h(
+    "section",
+    { class: "nbd-section", "aria-label": "profile" },
+    title("Profile", when),
+    verdict, facts, gained, bars, reading, legend, list, notes,
+  );
+  let scale = 1;
+
+  const read = (words: string): void => say(reading, words || HINT);
+  const ranks = new Keyed<ProfiledRank, RankRow>(
+    bars,
+    ({ rank }) => String(rank),
+    () => rankRow(read, () => scale),
+    (row, rank) => row.show(rank),
+  );
+  const entries = new Keyed<Entry, { root: HTMLElement; words: HTMLElement }>(
+    legend,
+    ({ part }) => part,
+    ({ part }) => {
+      const words = h("span");
+      return { root: h("span", {}, painted("i", part, "nbd-swatch"), words), words };
+    },
+    (row, { words }) => say(row.words, words),
+  );
+  const pieces = new Keyed<Advice, AdviceRow>(
+    list,
+    ({ title, command }) => `${title} ${command}`,
+    () => adviceRow(store),
+    (row, advice) => row.show(advice),
+  );
+
+  function tick(): void {
+    const { time } = store.picture.profile;
+    say(when, time === null ? "" : `${age(store.now() - time)} ago`.replace("now ago", "just now"));
+  }
+
+  function update(): void {
+    const { profile } = store.picture;
+    root.hidden = !profile.verdict;
+    if (root.hidden) return;
+    say(verdict, profile.verdict);
+    for (const [element, words] of [[facts, profile.facts], [gained, profile.gained], [notes, profile.notes.join(" ")]] as const) {
+      say(element, words);
+      element.hidden = !words;
+    }
+    scale = Math.max(...profile.ranks.map(({ step_s }) => step_s), 1e-9);
+    ranks.show(profile.ranks);
+    entries.show(meanOf(profile.ranks));
+    reading.hidden = profile.ranks.length === 0;
+    if (!bars.contains(document.activeElement)) read("");
+    list.hidden = profile.advice.length === 0;
+    pieces.show(profile.advice);
+    tick();
+  }
+  return { root, topics: ["profile", "link", "header"], update, tick };
+}
+
+/** The parts that any rank has, with their share of all ranks' steps. */
+function meanOf(ranks: readonly ProfiledRank[]): Entry[] {
+  const whole = ranks.reduce((sum, { step_s }) => sum + step_s, 0);
+  const sums = new Map<string, number>();
+  for (const { part, seconds: taken } of ranks.flatMap(({ parts }) => parts)) {
+    if (taken > 0) sums.set(part, (sums.get(part) ?? 0) + taken);
+  }
+  return [...sums].map(([part, sum]) => ({ part, words: `${part} ${share(sum, whole)}` }));
+}
+
+function rankRow(read: (words: string) => void, scale: () => number): RankRow {
+  let now: ProfiledRank;
+  let shown: readonly Span[] = [];
+  let at = -1;
+  const name = h("span", { class: "nbd-figures" });
+  const badge = h("span", { class: "nbd-badge", title: "the other ranks wait for it" }, "slowest");
+  const stack = new TimeBar();
+  const step = h("span", { class: "nbd-figures nbd-cell" });
+
+  /** Tell of one part, or of the whole rank. */
+  function go(to: number): void {
+    at = Math.max(-1, Math.min(to, shown.length - 1));
+    stack.mark(at);
+    const part = shown[at];
+    read(part ? `rank ${now.rank}: ${told(part, now.step_s)}` : inWords(now));
+  }
+  const leave = (): void => (stack.mark((at = -1)), read(""));
+  const bar = h(
+    "div",
+    {
+      class: "nbd-bar",
+      role: "img",
+      tabindex: 0,
+      onfocus: () => go(-1),
+      onblur: leave,
+      onpointerover: (event: PointerEvent) => go(stack.indexOf(event.target)),
+      onpointerleave: leave,
+      onkeydown: (event: KeyboardEvent) => {
+        const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+        if (by === undefined) return;
+        event.preventDefault();
+        go(at + by);
+      },
+    },
+    stack.root,
+  );
+  return {
+    root: h("div", { class: "nbd-step", role: "listitem" }, h("span", { class: "nbd-label" }, name, badge), bar, step),
+    show(rank) {
+      now = rank;
+      shown = rank.parts.filter((part) => part.seconds > 0);
+      say(name, `rank ${rank.rank}`);
+      badge.hidden = !rank.straggler;
+      stack.show(shown, rank.step_s, scale());
+      attribute(bar, "aria-label", inWords(rank));
+      say(step, seconds(rank.step_s));
+    },
+  };
+}
+
+function adviceRow(store: Store): AdviceRow {
+  let now: Advice;
+  const text = h("span");
+  const head = h("strong");
+  const line = h("code");
+  const question = new Question();
+  const copy = h("button", { class: "nbd-quiet", onclick: () => void copied(line).then((word) => {
+    say(copy, word);
+    setTimeout(() => say(copy, "Copy"), COPIED_MS);
+  }) }, "Copy");
+  const change = h("button", { class: "nbd-quiet", "aria-expanded": "false", onclick: () => {
+    if (question.open) return question.close();
+    const { arguments: args, command, does } = now;
+    return question.ask(change, does, "Switch to it", () => store.command("switch", args, command.replace("%nbdist ", "")));
+  } }, "Switch…");
+  const paste = h("div", { class: "nbd-tools" }, line, copy, change);
+  return {
+    root: h("div", { role: "listitem" }, h("p", { class: "nbd-tight" }, head, text), paste, question.root),
+    show(advice) {
+      now = advice;
+      say(text, advice.text);
+      say(head, advice.title ? `${advice.title}: ` : "");
+      say(line, advice.command);
+      paste.hidden = !advice.command;
+      attribute(copy, "aria-label", `copy ${advice.command}`);
+      const unable = store.link === "gone" || RANKLESS.has(store.picture.header.state);
+      change.hidden = unable || !advice.does || Object.keys(advice.arguments).length === 0;
+      if (change.hidden && question.open) question.close();
+    },
+  };
+}
+
+/** Copy an element's text, which a page without https may only select; returns what was done. */
+async function copied(element: HTMLElement): Promise<string> {
+  try {
+    await navigator.clipboard.writeText(element.textContent ?? "");
+    return "Copied";
+  } catch {
+    element.ownerDocument.getSelection()?.selectAllChildren(element);
+    return "Selected: press Ctrl+C";
+  }
+}
