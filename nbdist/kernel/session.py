@@ -958,7 +958,7 @@ class Session:
         self._ensure_alive()
         cell = self._running
         profiling = self._profiler.arm(wish)
-        if cell is not None:
+        if cell is not None and cell.running:
             profiling.sources = self._sources(cell)
             self._profiler.begin(cell.running, cell)
         return profiling

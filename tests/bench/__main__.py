@@ -1,7 +1,7 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
     python tests/bench [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
-    python tests/bench [training] [panel] [weight] [faults]
+    python tests/bench [training] [profile] [profiling] [panel] [weight] [faults]
     python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
     python tests/bench [plan_calibrated]
 
@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import bottlenecks
 import cells
 import checkpoints
 import exporting
@@ -28,6 +29,7 @@ import plan_fsdp
 import plan_published
 import plan_speed
 import plan_traced
+import profiling
 import results
 import saving
 import starts
@@ -59,6 +61,8 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "exporting": lambda: exporting.measure(BUILD),
     "switching": lambda: switching.measure(BUILD),
     "training": lambda: training.measure(BUILD),
+    "profile": lambda: bottlenecks.measure(BUILD),
+    "profiling": profiling.measure,
     "panel": open_panel.measure,
     "weight": weight.measure,
     "faults": lambda: faults.measure(others(), BUILD / "faults"),
