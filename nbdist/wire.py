@@ -298,8 +298,10 @@ class ProfileRequest(TypedDict):
     """Of this profile; the same for all ranks."""
     ranks: list[int]
     """All that were asked."""
+    cell: str
+    """Request of the cell, as in `Interrupt`; of one that is to come not known yet."""
     running: bool
-    """The cell that runs now; else the next one to come."""
+    """It was sent before; else it is the next one to come."""
     steps: int | None
     """None: until the figures are stable."""
     limit_s: float

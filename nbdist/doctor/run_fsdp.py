@@ -22,6 +22,7 @@ MANY = 16
 SMALL_BYTES = 1 << 20
 """Below it a collective's time is that of its messages, not of its bytes."""
 _GATHERING = r"all_?gather|unshard|foreach_all_gather"
+_NEARLY_ALL = 0.8
 _SMALLEST_UNIT, _UNITS_WANTED, _LARGEST_UNIT = 10_000, 8, 10_000_000
 
 
@@ -51,11 +52,15 @@ def gathered_out_of_memory(case: Case) -> Finding | None:
 def one_unit(case: Case) -> Finding | None:
     """All parameters are gathered at once, and nothing computes meanwhile."""
     model = case.model
-    if model is None or model.units != 1 or model.params < 2 * _SMALLEST_UNIT:
+    if model is None or model.params < 2 * _SMALLEST_UNIT:
+        return None
+    # accelerate 1.15 makes units of the ends (embedding, head) even under NO_WRAP
+    if model.largest_unit < _NEARLY_ALL * model.params:
         return None
     return note(
         "FSDP units",
-        "the model is one unit: every rank gathers all of it at once, before it computes anything",
+        f"one unit has {model.largest_unit / model.params:.0%} of the parameters: every rank"
+        " gathers nearly all of the model at once, before it computes anything",
         case.fsdp_line(**_smaller_units(case)),
     )
 
@@ -63,17 +68,15 @@ def one_unit(case: Case) -> Finding | None:
 def small_units(case: Case) -> Finding | None:
     """Many units of few bytes: each gather costs its messages."""
     count, num_bytes = case.messages(GATHERS)
-    waits, model = case.exposed(GATHERS), case.model
+    waits = case.exposed(GATHERS)
     if count < MANY or num_bytes >= SMALL_BYTES or waits < WAITS:
         return None
-    params = model.params if model is not None else _LARGEST_UNIT * _UNITS_WANTED
     # nbdist/trace/units.py cuts by size as accelerate/utils/fsdp_utils.py's policy does.
-    smallest = max(_SMALLEST_UNIT, min(params // _UNITS_WANTED, _LARGEST_UNIT))
     return note(
         "FSDP units",
         f"{count:.0f} all_gathers of {size(num_bytes)} in a step take {waits:.0%} of it: the units"
         " are too small",
-        case.fsdp_line(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=smallest),
+        case.fsdp_line(**_smaller_units(case)),
     )
 
 
@@ -132,11 +135,9 @@ def pinned(case: Case) -> Finding | None:
 
 
 def _smaller_units(case: Case) -> dict[str, object]:
-    params = case.model.params if case.model is not None else 0
-    largest = case.model.largest_unit if case.model is not None else 0
-    smallest = max(_SMALLEST_UNIT, min((largest or params) // _UNITS_WANTED, _LARGEST_UNIT))
-    if not largest and not params:
-        smallest = _LARGEST_UNIT
+    """About eight units, and not too large ones."""
+    params = case.model.params if case.model is not None else _LARGEST_UNIT * _UNITS_WANTED
+    smallest = max(_SMALLEST_UNIT, min(params // _UNITS_WANTED, _LARGEST_UNIT))
     return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": smallest}
 
 

@@ -92,7 +92,7 @@ def calibrate(
     world_size: int,
     kind: Literal["cuda", "cpu"],
     own: Collection[int],
-    disk: str | os.PathLike[str] | bool,
+    disk: str | os.PathLike[str] | Literal[True] | None,
 ) -> Calibrated:
     """Let the ranks measure, keep it, and say what is new.
 
@@ -137,13 +137,12 @@ def calibrate(
     )
 
 
-def _folder(disk: str | os.PathLike[str] | bool, options: Options) -> str | None:  # noqa: FBT001
+def _folder(disk: str | os.PathLike[str] | Literal[True] | None, options: Options) -> str | None:
     """Whose disk is measured: the one asked for, or the one that the session offloads to."""
-    if not isinstance(disk, bool):
-        return str(expanded(disk).absolute())
-    if options.offload_path is not None:
-        return str(expanded(options.offload_path).absolute())
-    return tempfile.gettempdir() if disk else None
+    chosen = options.offload_path if disk is None or disk is True else disk
+    if chosen is not None:
+        return str(expanded(chosen).absolute())
+    return tempfile.gettempdir() if disk is True else None
 
 
 def _lines(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import ranks as rank_names
 from nbdist import wire
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, SessionError
 
 if TYPE_CHECKING:
     from nbdist.kernel.channel import Channel, Message
@@ -28,6 +28,7 @@ ASKED_S = 2.0
 
 def judged(session: Session, gang: Gang, one: Profiling) -> Profile:
     """Put the figures together with what the session knows of its model, options and cells."""
+    from nbdist.plan import learning
     from nbdist.profile import lint
     from nbdist.profile.result import Profile, Setting
 
@@ -39,7 +40,10 @@ def judged(session: Session, gang: Gang, one: Profiling) -> Profile:
         setting,
         remarks=lint.confirmed(lint.remarks(one.sources), figures, bf16=session.hardware.bf16),
         before=session.profiles[-1] if session.profiles else None,
+        notes=_absent(one, session.world_size),
     )
+    if spec is not None:
+        learning.learn(made.ranks, spec=spec, options=session.options, cluster=cluster)
     return made
 
 
@@ -63,7 +67,10 @@ def _spec(session: Session, gang: Gang, rank: int) -> ModelSpec | None:
         if channel == "control":
             answers.put(message["content"])
 
-    request = gang.post(rank, "control", wire.MODEL, content, take)
+    try:
+        request = gang.post(rank, "control", wire.MODEL, content, take)
+    except SessionError:  # the ranks are just being ended
+        return None
     gang.wake()
     try:
         reply: wire.ModelReply = answers.get(timeout=ASKED_S)

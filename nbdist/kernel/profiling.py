@@ -186,23 +186,17 @@ class Profiler:
         """Tell the ranks what waits: `cell` runs on them, or the next one; None: nothing waits.
 
         Raises:
-            ProfileError: a rank cannot profile; none does then.
+            ProfileError: no rank can profile now.
         """
         one = self.now
         if one is None or not one.armed:
             return None
         one.ranks, one.text, one.cell = tuple(ranks), "profiling: warm-up", cell
-        request = wire.ProfileRequest(
-            id=one.id,
-            ranks=list(ranks),
-            running=cell is not None,
-            steps=one.wish.steps,
-            limit_s=LIMIT_S,
-            trace="" if one.wish.trace is None else str(one.wish.trace),
-            memory=one.wish.memory,
-        )
+        replies: dict[int, wire.ProfileReply] = {}
         try:
-            replies = self._gang.ask(ranks, wire.PROFILE, request, channel="control")
+            for rank in ranks:
+                request = self._request(one, rank)
+                replies |= self._gang.ask([rank], wire.PROFILE, request, channel="control")
         except BaseException:
             self.now = None
             raise
@@ -214,6 +208,18 @@ class Profiler:
             self.now = None
             raise ProfileError(" ".join(one.refused()))
         return one
+
+    def _request(self, one: Profiling, rank: int) -> wire.ProfileRequest:
+        return wire.ProfileRequest(
+            id=one.id,
+            ranks=list(one.ranks),
+            cell="" if one.cell is None else one.cell.requests[rank],
+            running=one.cell is not None,
+            steps=one.wish.steps,
+            limit_s=LIMIT_S,
+            trace="" if one.wish.trace is None else str(one.wish.trace),
+            memory=one.wish.memory,
+        )
 
     def hear(self, text: str) -> None:
         """Take how far rank 0 is; on the reader thread."""

@@ -958,7 +958,7 @@ class Session:
         self._ensure_alive()
         cell = self._running
         profiling = self._profiler.arm(wish)
-        if cell is not None:
+        if cell is not None and cell.running:
             profiling.sources = self._sources(cell)
             self._profiler.begin(cell.running, cell)
         return profiling
@@ -1035,7 +1035,7 @@ class Session:
         return reply
 
     @in_turn
-    def calibrate(self, disk: str | os.PathLike[str] | bool = False) -> Calibrated:  # noqa: FBT001, FBT002 - a path or a plain yes
+    def calibrate(self, disk: str | os.PathLike[str] | Literal[True] | None = None) -> Calibrated:
         """Measure links, devices and a disk for the planner; some seconds, no model is touched.
 
         From then on `nbdist.plan` and `%nbdist plan` take these figures for this machine and

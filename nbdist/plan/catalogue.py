@@ -6,7 +6,7 @@ Pure. A link's speed is of one direction; memory is in bytes, speeds are in byte
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,6 +93,15 @@ class Device:
         kind = _computed_in(precision)
         measured = None if self.pace is None else self.pace.memory_in(kind)
         return MEMORY_SHARE * self.memory_bandwidth if measured is None else measured
+
+    def faster(self, factor: float) -> Device:
+        """The same device, so many times as fast in computing."""
+        return replace(
+            self,
+            flops=MappingProxyType({kind: factor * peak for kind, peak in self.flops.items()}),
+            memory_bandwidth=factor * self.memory_bandwidth,
+            pace=self.pace and self.pace.faster(factor),
+        )
 
     def measured_on(self, precision: str) -> str:
         """Day on which computing was measured on this machine; "" for the catalogue's figures."""

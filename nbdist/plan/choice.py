@@ -2,7 +2,7 @@
 
 `search` makes a row for each backend, offload and activation checkpointing on or off, at each
 micro-batch asked for; about 30 rows a micro-batch. The best row is the fastest that fits with
-a margin; within 3 % of it the simplest wins. Every other row says why it was not taken.
+a margin; within 3 % of it the simplest wins. Every row says why it was taken or not.
 """
 
 from __future__ import annotations
@@ -85,11 +85,12 @@ def search(question: Question) -> Plan:
     rows = explored(question)
     _check_planned(rows)
     best = _best(rows)
+    top = max((row.tokens_per_s for row in rows if row.fits), default=0.0)
     advice = () if best else tuple(remedies.smallest_changes(question, fastest))
     return Plan(
         question=question,
-        rows=tuple(replace(row, why=_why(row, best, question)) for row in rows),
-        best=None if best is None else replace(best, why=_why(best, best, question)),
+        rows=tuple(replace(row, why=_why(row, best, question, top)) for row in rows),
+        best=None if best is None else replace(best, why=_why(best, best, question, top)),
         advice=advice,
     )
 
@@ -345,19 +346,20 @@ def _complexity(row: Row) -> tuple[int, ...]:
     )
 
 
-def _why(row: Row, best: Row | None, question: Question) -> str:
-    """Why a row was taken, or why not."""
+def _why(row: Row, best: Row | None, question: Question, top: float) -> str:
+    """Why a row was taken, or why not; `top` is the speed of the fastest that fits."""
     if row.why:
         return row.why
     if not row.fits or best is None:
         return _shortage(row, question)
-    return _comparison(row, best, question) + _elsewhere(row, question)
+    return _comparison(row, best, question, top) + _elsewhere(row, question)
 
 
-def _comparison(row: Row, best: Row, question: Question) -> str:
+def _comparison(row: Row, best: Row, question: Question, top: float) -> str:
     """A row that fits beside the best one."""
     if row is best:
-        return f"the fastest that fits; {row.bound}-bound"
+        near = "" if row.tokens_per_s >= top else f"simplest within {SIMPLER_WITHIN:.0%} of "
+        return f"{near}the fastest that fits; {row.bound}-bound"
     slower = best.tokens_per_s / row.tokens_per_s
     if slower < 1 + SIMPLER_WITHIN:
         return "fits, as fast, less simple"

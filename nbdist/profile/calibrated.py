@@ -8,7 +8,6 @@ of the two; parts that the planner does not know follow the number of samples or
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.errors import NbdistError, PlanError
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from nbdist.plan.cost import Cost
-    from nbdist.plan.devices import Collective, Device
     from nbdist.plan.optimizers import Optimizer
     from nbdist.plan.result import Row
+    from nbdist.plan.speeds import Collective
     from nbdist.profile.figures import Part
     from nbdist.profile.result import Profile
     from nbdist.strategies import Options
@@ -43,6 +42,11 @@ class _Scaled(Cluster):
     """A cluster whose collectives take `factor` times as long, whatever their size."""
 
     factor: float
+
+    def measured_s(self, collective: Collective, size: float) -> float | None:
+        """Time of a calibration, as this loop's collectives were against it."""
+        usual = super().measured_s(collective, size)
+        return None if usual is None else usual * self.factor
 
     def link_bytes_per_s(self, collective: Collective) -> float:
         """Bus bandwidth as it was measured."""
@@ -79,7 +83,7 @@ class Planner:
         """Cost the step that was measured, and scale the cluster to it."""
         model = profile.model
         spec = profile.setting.spec
-        if model is None or spec is None or model.samples < 1:
+        if model is None or spec is None or model.samples < 1 or profile.step_s <= 0:
             raise _unplanned()
         self._profile, self._spec = profile, spec
         self._length = max(1, model.seq_len)
@@ -128,7 +132,7 @@ class Planner:
         cluster = self._cluster
         return _Scaled(
             **{name: getattr(cluster, name) for name in Cluster.__dataclass_fields__}
-            | {"devices": tuple(_sped_up(one, speed) for one in cluster.devices)},
+            | {"devices": tuple(one.faster(speed) for one in cluster.devices)},
             factor=moved / base.communication_s if told else 1.0,
         )
 
@@ -298,15 +302,6 @@ def _carried(measured: float, after: float, before: float) -> float:
     if before > 0 and measured > 0:
         return measured * after / before
     return measured + after - before
-
-
-def _sped_up(device: Device, speed: float) -> Device:
-    """The same device, so many times as fast in computing."""
-    return replace(
-        device,
-        flops=MappingProxyType({kind: speed * peak for kind, peak in device.flops.items()}),
-        memory_bandwidth=speed * device.memory_bandwidth,
-    )
 
 
 def _optimizer(profile: Profile) -> Optimizer:

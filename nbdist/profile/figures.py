@@ -54,8 +54,8 @@ idle            the main thread (on a GPU: the device) had nothing to do: asleep
 """
 
 Ended = Literal["steps", "stable", "time", "cell"]
-"""What ended a window: the steps that were asked for, step times that differ by less than 3 %,
-its longest time, or the end of the cell."""
+"""What ended a window: the steps that were asked for, or the most of them; step times that differ
+by less than 3 %, its longest time, or the end of the cell."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,7 +169,8 @@ class RankFigures:
     hidden_s: float = 0.0
     """Communication beside computing."""
     begins: dict[str, list[list[float]]] = field(default_factory=dict)
-    """Collectives in their order by process group: [begin, exposed seconds] of each; what ranks
+    """Collectives in their order by process group: [begin, exposed seconds, whole seconds] of
+    each; what ranks
     are compared by."""
     lines: list[Line] = field(default_factory=list)
     """Those on which the main thread was the longest, outside of passes through the model."""

@@ -17,6 +17,8 @@ _SURE = 0.25
 parts that it only predicts; here a ratio of two of its figures is used."""
 _NEVER_FETCHED_AHEAD = 0.1
 """Of a batch's time: handing it over, and the first ones of an epoch."""
+_SHORTEST = 0.01
+"""Of a step: no change makes it a hundred times as fast."""
 _UNEVEN = 1.2
 """Workers are not always done in time for one another, and take cores from the rank."""
 _MOST_WORKERS = 8
@@ -36,6 +38,7 @@ class Gain:
     @classmethod
     def of(cls, before_s: float, after_s: float, changed_s: float) -> Gain:
         """From seconds before and after for the same samples, and how many of them change."""
+        after_s = max(after_s, _SHORTEST * before_s)
         late, early = _SURE * changed_s, _SURE * min(changed_s, after_s)
         return cls(
             faster=before_s / after_s - 1,
@@ -47,7 +50,7 @@ class Gain:
 def without(profile: Profile, seconds: float) -> Gain:
     """The gain of taking so many seconds out of every step."""
     step = profile.step_s
-    gone = min(seconds, 0.99 * step)
+    gone = min(seconds, step)
     return Gain.of(step, step - gone, gone)
 
 
@@ -65,7 +68,7 @@ def workers(profile: Profile) -> tuple[int, Gain] | None:
     if loader is None:
         return None
     step, data = profile.step_s, profile.parts["data"]
-    rest = step - data
+    rest = max(0.0, step - data)
     fetch = _fetch_s(profile, loader)
     found: list[tuple[int, Gain]] = []
     count = 2 * max(1, loader.num_workers)
@@ -74,7 +77,7 @@ def workers(profile: Profile) -> tuple[int, Gain] | None:
         found.append((count, Gain.of(step, rest + min(data, left), max(0.0, data - left))))
         count *= 2
     best = max(gain.faster for _, gain in found)
-    return next((count, gain) for count, gain in found if gain.faster >= NEARLY * best)
+    return next((one for one in found if one[1].faster >= NEARLY * best > 0), None)
 
 
 NEARLY = 0.9

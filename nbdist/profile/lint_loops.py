@@ -31,6 +31,16 @@ _OF_A_RANK = frozenset(
     }
 )
 """Words of conditions that hold in each round, on some rank."""
+_TOLD = frozenset(
+    {
+        "accumulate",
+        "no_sync",
+        "require_backward_grad_sync",
+        "set_gradient_accumulation_boundary",
+        "set_requires_gradient_sync",
+    }
+)
+"""Ways to tell an engine of accumulation."""
 
 
 def look(loop: StepLoop, before: Sequence[Event]) -> Iterator[Remark]:
@@ -65,7 +75,7 @@ def _syncs(loop: StepLoop) -> Iterator[Remark]:
             f"{what} in every step: on a GPU it waits until the device has done all that was"
             " launched, and nothing is launched meanwhile",
             _instead(call, in_report=id(call) in reported),
-            "certain" if what == ".item()" else "likely",
+            "certain" if _is_item_of_tensor(loop, event, call) else "likely",
             "line",
         )
 
@@ -84,6 +94,12 @@ def _waits(loop: StepLoop, event: Event, call: ast.Call) -> str:
     if name in _SHOWING and any(loop.shows_tensor(event, one) for one in given):
         return f"{name}() of a tensor"
     return ""
+
+
+def _is_item_of_tensor(loop: StepLoop, event: Event, call: ast.Call) -> bool:
+    """Whether it is `.item()`, of what the model has made on its device."""
+    item = isinstance(call.func, ast.Attribute) and call.func.attr == "item"
+    return item and loop.is_tensor(event, call.func.value)  # type: ignore[attr-defined]
 
 
 def _instead(call: ast.Call, *, in_report: bool) -> str:
@@ -152,13 +168,7 @@ def _gradients_zeroed(loop: StepLoop) -> Iterator[Remark]:
 
 def _accumulated(loop: StepLoop) -> Iterator[Remark]:
     """Accumulation that the engine does not know of."""
-    told = {
-        "accumulate",
-        "no_sync",
-        "set_gradient_accumulation_boundary",
-        "set_requires_gradient_sync",
-    }
-    if any(event.name(call.func) in told for event, call in loop.calls()):
+    if any(isinstance(one.node, ast.Attribute) and one.node.attr in _TOLD for one in loop.events):
         return
     found = _guarded(loop) or _divided(loop)
     if found is None:

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from nbdist.profile.loops import OPTIMIZER_CLASS
 from nbdist.profile.remark import remark
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from nbdist.profile.walk import Event
 
 
+_MODEL = re.compile(r"^(?:ddp_|fsdp_)?(?:model|net|network)$")
 _MAGIC = re.compile(r"%%distribute\b.*--precision[ =]+fp16\b")
 
 
@@ -49,16 +51,25 @@ def _trained(loop: StepLoop, before: Sequence[Event]) -> list[str]:
         for event, call in loop.calls()
         if isinstance(call.func, (ast.Name, ast.Attribute)) and not event.no_grad
     }
-    frozen, optimized = set(), set()
+    frozen, prepared, optimized = set(), set(), set()
     for event in before:
-        if not isinstance(event.node, ast.Call) or not isinstance(event.node.func, ast.Attribute):
+        if not isinstance(event.node, ast.Call):
             continue
-        owner, method = event.name(event.node.func.value), event.node.func.attr
-        if method == "requires_grad_" and event.node.args:
-            frozen.add(owner)
-        if method == "parameters":
-            optimized.add(owner)
-    return sorted((called & optimized or called) - frozen - {""})
+        name, node = event.name(event.node.func), event.node
+        if name == "requires_grad_" and node.args and isinstance(node.func, ast.Attribute):
+            frozen.add(event.name(node.func.value))
+        elif name.startswith("prepare"):
+            prepared |= {event.name(one) for one in node.args}
+        elif OPTIMIZER_CLASS.search(name):
+            optimized |= _owners(event, node)
+    known = optimized & called or prepared & called
+    return sorted((known or {one for one in called if _MODEL.search(one)}) - frozen - {""})
+
+
+def _owners(event: Event, call: ast.Call) -> set[str]:
+    """Whose parameters() an optimizer is given."""
+    inside = [one for one in ast.walk(call) if isinstance(one, ast.Attribute)]
+    return {event.name(one.value) for one in inside if one.attr == "parameters"}
 
 
 def _mode_of(event: Event) -> str:

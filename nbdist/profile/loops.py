@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _OPTIMIZER = re.compile(r"optim|(?:^|_)opt(?:_|\d|$)", re.IGNORECASE)
 _NO_OPTIMIZER = re.compile(r"sched|prof|scaler", re.IGNORECASE)
-_OPTIMIZER_CLASS = re.compile(
+OPTIMIZER_CLASS = re.compile(
     r"(?:Adam\w*|SGD|RMSprop|Adagrad|Adadelta|Adafactor|Lion|Muon|LAMB|LBFGS|Optimizer\w*)$"
 )
 _SAME_TENSOR = frozenset({"detach", "mean", "sum", "clone", "float", "abs", "max", "min", "norm"})
@@ -104,7 +104,7 @@ def optimizer_names(events: Iterable[Event]) -> frozenset[str]:
         node = one.node
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             made = last_name(node.value.func, {})
-            if _OPTIMIZER_CLASS.search(made):
+            if OPTIMIZER_CLASS.search(made):
                 names |= {one.name(target) for target in node.targets}
     return frozenset(names - {""})
 

@@ -21,8 +21,9 @@ Loop = ast.For | ast.AsyncFor | ast.While
 
 _DEEPEST = 6
 """Calls inside one another that are followed."""
-_MOST_EVENTS = 50_000
-"""Functions that call one another many times over would make millions."""
+_MOST_EVENTS = 100_000
+"""Functions that call one another many times over would make millions; half of a loop is not
+looked at."""
 _NO_GRAD = frozenset({"no_grad", "inference_mode"})
 _SOMETIMES = ast.Constant(value="in an error, or in one case of several")
 """The condition of a block that has none in its text."""
@@ -119,14 +120,14 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def events(cells: Sequence[Parsed]) -> list[Event]:
-    """What running these cells one after the other comes by."""
+    """What running these cells one after the other comes by; nothing where that is too much."""
     known, found = _Known(), _Found()
     for cell in cells:
         known.add(cell)
         walker = _Walker(known, found)
         for one in cell.tree.body:
             walker.visit(Event(one, cell, cell, (), (), {}))
-    return found.events
+    return [] if found.full else found.events
 
 
 @dataclass

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 """Of the full tensors; the first one shows the latency."""
 ROUNDS = 5
-ROUND_S = 0.04
+ROUND_S = 0.02
 """As long a round of one size lasts, if one collective is not longer."""
 MOST = 50
 """Collectives of a round."""
 SHARE_OF_MEMORY = 8
 """The buffers take no more of what is free than one part in so many."""
-PRODUCT_S = 0.3
+PRODUCT_S = 0.2
 """Of matrix products, and of copies."""
 _PRODUCT = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of a product."""

@@ -146,6 +146,8 @@ class RankKernel(IPythonKernel):
         """What a profile needs of this rank; `namespace.connect` sets it."""
         self.running: str | None = None
         """Request of the cell that runs now."""
+        self.over: str | None = None
+        """Request of the cell that ended last."""
         self.unwanted: str | None = None
         """Request of the cell that was interrupted last; it may not have begun."""
         self.shell_handlers |= {
@@ -198,7 +200,7 @@ class RankKernel(IPythonKernel):
         try:
             reply: Message = await super().do_execute(code, silent, *args, **kwargs)
         finally:
-            self.running = None
+            self.running, self.over = None, self.running
             gate.begin_cell()
             self.after_code()
         self.before_reply()
@@ -498,7 +500,9 @@ class RankKernel(IPythonKernel):
 
     def profile_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Let steps of a cell be recorded; on the control thread, also while it runs."""
-        reply = service.arm(parent["content"], self.running, self.surroundings)
+        reply = service.arm(
+            parent["content"], self.surroundings, running=self.running, over=self.over
+        )
         self._answer(stream, ident, parent, reply)
 
     def _named(self, names: list[str]) -> dict[str, object]:

@@ -469,6 +469,7 @@ def _on_main_thread() -> bool:
 
 
 def reset_rss_peak() -> None:
+    """Let the peak of resident memory be that of now."""
     with contextlib.suppress(OSError):  # a sandbox without it: the peak since the start counts
         _CLEAR.write_text(_CLEAR_PEAK)
 

@@ -63,7 +63,6 @@ def connect(
     kernel.after_code = _after_code
     kernel.surroundings = window.Surroundings(
         rank=kernel.shell.user_ns["rank"],
-        world_size=kernel.shell.user_ns["world_size"],
         folder=run_dir,
         cell_of=kernel.shell.compile.format_code_name,
         publish=functools.partial(kernel.publish, wire.PROFILED),

@@ -1,8 +1,9 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
     python tests/bench [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
-    python tests/bench [training] [panel] [weight] [faults]
+    python tests/bench [training] [profile] [profiling] [panel] [weight] [faults]
     python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
+    python tests/bench [plan_calibrated]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
 """
@@ -16,16 +17,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import bottlenecks
 import cells
 import checkpoints
 import exporting
 import faults
 import open_panel
+import plan_calibrated
 import plan_engines
 import plan_fsdp
 import plan_published
 import plan_speed
 import plan_traced
+import profiling
 import results
 import saving
 import starts
@@ -57,6 +61,8 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "exporting": lambda: exporting.measure(BUILD),
     "switching": lambda: switching.measure(BUILD),
     "training": lambda: training.measure(BUILD),
+    "profile": lambda: bottlenecks.measure(BUILD),
+    "profiling": profiling.measure,
     "panel": open_panel.measure,
     "weight": weight.measure,
     "faults": lambda: faults.measure(others(), BUILD / "faults"),
@@ -65,6 +71,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "plan_engines": plan_engines.measure,
     "plan_traced": plan_traced.measure,
     "plan_published": plan_published.measure,
+    "plan_calibrated": plan_calibrated.measure,
 }
 
 

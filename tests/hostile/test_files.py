@@ -15,6 +15,7 @@ import nbdist
 from nbdist import checkpoint, strategies
 from nbdist.errors import CheckpointError, NbdistError, OptionError, PlanError
 from nbdist.plan import calibration
+from nbdist.plan.known import Known
 from nbdist.state import foreign
 from tests.hostile import corpus
 from tests.unit import saved
@@ -138,6 +139,8 @@ def test_a_cache_of_calibrations_is_only_json(content: bytes, tmp_path: Path) ->
     file.write_bytes(content)
     found = calibration.Learned(file).known("A", "ddp", "none", kind="cuda", world_size=2)
     assert found.runs == 0
+    speeds = Known("host", file)
+    assert (speeds.links("2 CPU ranks"), speeds.pace("CPU rank"), speeds.disk()) == (None,) * 3
 
 
 NO_NETWORK = """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from datetime import UTC, datetime
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -26,9 +26,11 @@ from nbdist.kernel.cell import _TAKERS, Cell
 from nbdist.kernel.metrics import Metrics
 from nbdist.panel import commands, html_profile, text
 from nbdist.panel.profiled import Profiled
-from nbdist.plan import calibration
+from nbdist.plan import cache, calibration
 from nbdist.plan import devices as cluster
+from nbdist.plan.known import Known
 from nbdist.plan.models import closed, known
+from nbdist.plan.speeds import Disk, Links, Pace
 from nbdist.profile.figures import Line, Loader, Memory, RankFigures, Traffic
 from nbdist.profile.result import Profile, Setting
 from tests.hostile.fuzzing import NESTED, hold, mutated, often, plain, texts, trees
@@ -295,6 +297,30 @@ def test_what_was_learned_of_devices(examples: int, tmp_path: Path) -> None:
         found = calibration.Learned(file).known("A", "ddp", "none", kind="cuda", world_size=2)
         assert found.factor > 0
         assert found.context_bytes >= 0
+
+    hold(check, st.one_of(mutated(good), trees), examples)
+
+
+@often
+def test_what_was_measured_of_a_machine(examples: int, tmp_path: Path) -> None:
+    file = tmp_path / "speeds.json"
+    Known("host", file).save()
+    known = Known("host", file)
+    day = cache.today()
+    curves = MappingProxyType({"all_reduce": ((4096, 1e-3), (1 << 26, 0.1))})
+    known.keep_links("A", Links(curves=curves, day=day))
+    known.keep_pace("A", Pace(products={"fp32": 1e10}, memory=1e9, day=day, runs=1))
+    known.keep_disk(Disk(read=1e9, write=1e9, filesystem="ext4 on /dev/vda", day=day))
+    known.save()
+    good = json.loads(file.read_text())
+
+    def check(tree: Any) -> None:
+        file.write_text(json.dumps(tree))
+        found = Known("host", file)
+        links, pace, disk = found.links("A"), found.pace("A"), found.disk()
+        assert links is None or (links.seconds("all_reduce", 1 << 20) or 1.0) > 0
+        assert pace is None or (pace.flops("fp32") or 1.0) > 0
+        assert disk is None or disk.both > 0
 
     hold(check, st.one_of(mutated(good), trees), examples)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -191,3 +192,18 @@ def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa:
     assert "widgets" not in notebook.metadata
     assert "fsdp2" in text(notebook, "text")
     assert "switch: ddp \N{RIGHTWARDS ARROW} fsdp2" in text(notebook, "text")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_make_it_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # what this learns is of a busy machine
+    notebook = executed("07_make_it_faster.ipynb")
+    assert "input-bound" in text(notebook, "first")
+    assert "num_workers=2" in text(notebook, "first")
+    assert "predicted" in text(notebook, "workers")  # beside what was measured
+    assert "text/html" in mimes(notebook, "plain")
+    assert "image/png" in mimes(notebook, "plot")
+    factors = re.findall(r"([\d.]+) x", text(notebook, "table"))
+    assert len(factors) == 4
+    assert float(factors[-1]) >= 1.5, text(notebook, "table")

@@ -285,6 +285,20 @@ for batch in loader:
     optimizer.zero_grad()
 """
     ],
+    "a part that is frozen by a function": [
+        """\
+freeze_params(unet.parameters())
+optimizer = torch.optim.AdamW(text_encoder.get_input_embeddings().parameters(), lr=1e-4)
+text_encoder, optimizer = accelerator.prepare(text_encoder, optimizer)
+unet.eval()
+for batch in loader:
+    text_encoder.train()
+    loss = unet(text_encoder(batch)).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    ],
     "evaluated in each 100th step": [
         """\
 @torch.no_grad()
@@ -409,6 +423,20 @@ while step < 100:
     optimizer.step()
     optimizer.zero_grad()
     step += 1
+"""
+    ],
+    "gradients summed as nanoGPT does": [
+        """\
+for step in range(1000):
+    for micro in range(accumulate):
+        model.require_backward_grad_sync = micro == accumulate - 1
+        loss = model(x, y) / accumulate
+        x, y = get_batch("train")
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % log_interval == 0:
+        print(f"loss {loss.item()}")
 """
     ],
     "gradients summed by one who knows how": [

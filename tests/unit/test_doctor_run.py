@@ -188,6 +188,7 @@ def test_memory_that_ends_elsewhere_is_no_matter_of_gathers() -> None:
 def test_a_model_of_one_unit_is_told() -> None:
     one, config = only(case("fsdp2", figures(units=1, params=80_000)))
     assert (one.level, one.topic) == ("note", "FSDP units")
+    assert "one unit has 100% of the parameters" in one.says
     assert config == {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}
 
 

@@ -62,6 +62,17 @@ def test_the_best_row_is_the_fastest_that_fits_or_a_simpler_one_within_3_percent
     assert eight.best.options.offload == "none"
 
 
+@pytest.mark.parametrize("model", [LLAMA_8B, SMALL])
+@pytest.mark.parametrize("devices", ["8xA100-80GB,nvlink", "2xA100-80GB,nvlink", "2x96GB,pcie"])
+def test_the_fastest_is_called_so_and_a_simpler_one_is_not(model: Any, devices: str) -> None:
+    plan = nbdist.plan(model, devices=devices, batch_size=1, seq_len=512)
+    assert plan.best is not None
+    top = max(row.tokens_per_s for row in plan.rows if row.fits)
+    fastest = plan.best.tokens_per_s == top
+    words = "the fastest that fits" if fastest else "simplest within 3% of the fastest that fits"
+    assert plan.best.why.startswith(f"{words}; ")
+
+
 def test_a_small_model_that_fits_everywhere_gets_the_simplest_backend() -> None:
     plan = nbdist.plan(SMALL, devices="2xA100-80GB,nvlink", batch_size=4, seq_len=512)
     assert all(row.fits for row in plan.rows)
@@ -90,7 +101,7 @@ def test_70b_in_full_fits_neither_eight_of_80_nor_four_of_96_gb(devices: str) ->
 def test_every_row_says_why(eight: Plan) -> None:
     for row in eight.rows:
         if row.fits:
-            assert row.why.startswith(("the fastest", "fits, ")), row.why
+            assert row.why.startswith(("the fastest", "simplest", "fits, ")), row.why
         else:
             free = eight.question.cluster.smallest.free_bytes / GIB
             assert f"of {free:.1f} GiB" in row.why

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from nbdist.plan import cache, cost, devices, learning
+from nbdist.plan import known as kept
 from nbdist.plan.known import ENTRIES, Known
 from nbdist.plan.speeds import LOOP_SHARE, Disk, Links, Loop, Pace, slowest_curves
 
@@ -100,7 +102,7 @@ def test_it_counts_for_this_machine_these_ranks_and_this_torch_alone(
     assert ranks(file).resized(4).links is None
     assert devices.parse("2xcpu").links is None
     assert devices.parse("2xcpu").slowest.pace is None
-    monkeypatch.setattr("nbdist.plan.known._torch", lambda: "9.0")
+    monkeypatch.setattr(kept, "_torch", lambda: "9.0")
     assert ranks(file).links is None
 
 
@@ -148,6 +150,16 @@ def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
     known.save()
     assert ranks(file).slowest.doubt("no") < after.slowest.doubt("no")
     assert ranks(file).slowest.reached("no") == 3e10
+
+
+def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
+    before = learning.calibrated([rank(), rank()], ranks(file)).slowest
+    loop = Loop(flops=3e10, memory=2e9, model="llama", day=cache.today())
+    assert before.pace is not None
+    looped = replace(before, pace=replace(before.pace, loops={"fp32": loop}))
+    for one in (before, looped, devices.parse("2xcpu").slowest):
+        assert one.faster(2).reached("no") == pytest.approx(2 * one.reached("no"))
+        assert one.faster(2).memory_reached("no") == pytest.approx(2 * one.memory_reached("no"))
 
 
 # ------------------------------------------------------------------- files of any kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -190,3 +191,29 @@ def test_figures_without_model_loader_and_moments_are_shown_too() -> None:
     assert found.tokens_per_s == 0
     assert "host-bound" in str(found)
     assert found._repr_html_()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_odd_figures_are_shown_and_never_raise(seed: int) -> None:
+    luck = random.Random(seed)  # noqa: S311 - no secret
+
+    def odd(number: int) -> RankFigures:
+        one = rank(number, steps=luck.randint(1, 4))
+        for part in PARTS:
+            one.parts[part] = luck.choice((0.0, 0.0, 1e-9, 0.1, 50.0))
+        one.ends = luck.choice((one.ends, one.ends[:1], [1.0, 1.0], [0.0, 5.0]))
+        one.begins = luck.choice((one.begins, {}, {"0": []}, {"1": [[0.0, 0.0]]}))
+        one.traffic = luck.choice((one.traffic, []))
+        one.loaders = luck.choice((one.loaders, []))
+        model = one.model
+        if model is not None:
+            odder = ({"samples": 0}, {"seq_len": 0}, {"accumulate": 0}, {"params": 0, "units": 1})
+            one.model = luck.choice((None, model, replace(model, **luck.choice(odder))))
+        one.hidden_s = luck.choice((0.0, 3.0))
+        return one
+
+    before = profile(*(odd(number) for number in range(3)))
+    found = profile(*(odd(number) for number in range(luck.randint(1, 4))), before=before)
+    assert str(found).startswith(found.verdict)
+    assert found._repr_html_()
+    json.dumps(found.to_json())

@@ -2,7 +2,7 @@
 
 Runs on a rank. Ranks that train are never more than a step apart, so small files in the
 session's private folder are enough: each rank says at which step it was when it was asked, and
-rank 0 after which step all of them end.
+the first rank after which step all of them end.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-LEAD = 2
-"""Steps after which a rank of a running loop surely knows when the others were asked."""
-FIRST = 1
-"""Step of a new cell after which recording is put in place."""
+LEAD = {True: 2, False: 1}
+"""Steps from the request until recording is put in place, by whether the cell runs already: ranks
+of a running loop have heard of one another's request by then."""
 
 
 class Agreement:
     """What the ranks tell one another of one profile."""
 
-    def __init__(self, folder: Path, profile: str, *, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, folder: Path, profile: str, *, running: bool, rank: int, ranks: Sequence[int]
+    ) -> None:
         """Meet in a folder that all ranks have, under the profile's own name; `ranks` come."""
+        self._lead = LEAD[running]
         self._folder, self._name = folder, f"profile-{''.join(filter(str.isalnum, profile))}"
         self._rank, self._ranks = rank, ranks
         self._begin: int | None = None
@@ -43,7 +45,7 @@ class Agreement:
             asked = [self._said(str(rank)) for rank in self._ranks]
             known = [at for at in asked if at is not None]
             if len(known) == len(asked):
-                self._begin = max(known) + LEAD if max(known) else FIRST
+                self._begin = max(known) + self._lead
         return self._begin
 
     def end_after(self, step: int) -> None:

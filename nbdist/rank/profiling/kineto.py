@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from nbdist.profile.figures import Operator
@@ -64,6 +64,7 @@ _KERNELS = {
 """Part of the name of NCCL's kernels."""
 _C10D = "c10d::"
 _GLOO = "gloo:"
+_COPY = "aten::copy_"
 _NOT_COMPUTING = (_C10D, "_c10d_functional::", "autograd::engine", "torch::autograd")
 WORLD = "0"
 """torch's name of the first process group."""
@@ -74,6 +75,8 @@ class Seen:
     """Events of one window."""
 
     operators: list[Span] = field(default_factory=list)
+    copies: list[Span] = field(default_factory=list)
+    """Of these, copies from one tensor into another."""
     called: list[tuple[int, int, str]] = field(default_factory=list)
     """Begin, end and name of operators that begin a collective."""
     moved: list[Span] = field(default_factory=list)
@@ -147,7 +150,8 @@ class Recorder:
         found, table = Seen(), _Table(steps)
         launches: dict[int, int] = {}
         on_device: list[Any] = []
-        for event in self._profile.profiler.kineto_results.events():
+        raw: Any = self._profile.profiler
+        for event in raw.kineto_results.events():
             begin = event.start_ns()
             end = begin + event.duration_ns()
             if end <= window[0] or begin >= window[1]:
@@ -156,7 +160,7 @@ class Recorder:
                 on_device.append(event)
                 continue
             kind, name = event.activity_type(), event.name()
-            if kind == "cuda_runtime" or kind == "cuda_driver":
+            if kind in {"cuda_runtime", "cuda_driver"}:
                 launches[event.correlation_id()] = begin
             elif name.startswith(_GLOO):
                 found.moved.append((begin, end))
@@ -167,6 +171,8 @@ class Recorder:
                     found.called.append((begin, end, name.removeprefix(_C10D)))
                 elif thread == main_thread and _computes(name):
                     found.operators.append((begin, end))
+                    if name == _COPY:
+                        found.copies.append((begin, end))
         found.device = [_kernel(event, launches) for event in on_device]
         found.table = table.longest(found.device)
         return found

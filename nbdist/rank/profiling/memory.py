@@ -21,6 +21,7 @@ from nbdist.trace.footprint import OTHER, Footprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
     from torch import nn
 
 MOST_LINES = 8

@@ -1,7 +1,7 @@
 """State that DeepSpeed or FSDP keeps away from the device; runs on a rank.
 
 The main thread is marked where DeepSpeed reads or writes files of NVMe, and where it copies
-gradients and updated parameters between the device and the host.
+gradients to the host; updated parameters are copied back in the optimizer's step, inline.
 """
 
 from __future__ import annotations
@@ -41,9 +41,15 @@ _MOVES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
-        "DeepSpeedZeroOptimizer": (
-            "async_accumulate_grad_in_cpu_via_gpu",
-            "async_inplace_copy_grad_to_fp32_buffer_from_gpu",
+        "DeepSpeedZeroOptimizer": ("copy_grads_in_partition",),
+    },
+    "deepspeed.runtime.zero.stage3": {
+        "DeepSpeedZeroOptimizer_Stage3": (
+            "_offload_grad_partition_at_boundary",
+            "_optimizer_states_and_gradient_swap_in",
+            "_optimizer_states_and_gradient_swap_out",
+            "_swap_in_sub_group_to_flat_buffer",
+            "_swap_out_offload_fp32_gradients",
         ),
     },
 }

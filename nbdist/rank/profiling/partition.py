@@ -36,6 +36,11 @@ class Collective:
     meeting: Span | None = None
     """The main thread looked for the other ranks before it; None where it is called from C++."""
 
+    @property
+    def whole(self) -> list[Span]:
+        """All of it, the meeting included."""
+        return union([self.moving, self.meeting] if self.meeting else [self.moving])
+
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
@@ -173,13 +178,12 @@ def _traffic(seen: Recorded, exposed: Sequence[Sequence[Span]]) -> list[Traffic]
     found = []
     for name, places in by_name.items():
         ours = [seen.collectives[place] for place in places]
-        spans = [*(one.moving for one in ours), *(one.meeting for one in ours if one.meeting)]
         found.append(
             Traffic(
                 name=name,
                 count=len(ours) / seen.steps,
                 bytes=round(sum(one.bytes for one in ours) / seen.steps),
-                seconds=length(union(spans)) * NS / seen.steps,
+                seconds=length(union(span for one in ours for span in one.whole)) * NS / seen.steps,
                 exposed_s=length(union(s for place in places for s in exposed[place]))
                 * NS
                 / seen.steps,
@@ -193,5 +197,6 @@ def _begins(seen: Recorded, exposed: Sequence[Sequence[Span]]) -> dict[str, list
     for one, spans in sorted(
         zip(seen.collectives, exposed, strict=True), key=lambda pair: pair[0].begin
     ):
-        by_group[one.group].append([one.begin * NS, round(length(spans) * NS, 7)])
+        seconds = [round(length(some) * NS, 6) for some in (spans, one.whole)]
+        by_group[one.group].append([round(one.begin * NS, 6), *seconds])
     return dict(by_group)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist.profile.figures import RankFigures
 from nbdist.rank import holdings, measure
 from nbdist.rank.profiling import facts, kineto, marks, offload
+from nbdist.rank.profiling.intervals import common
 from nbdist.rank.profiling.partition import Recorded, told_apart
 from nbdist.rank.profiling.sampler import Sampler
 
@@ -72,8 +73,11 @@ class Recording:
         self._marks.begin("optimizer")
 
     def step_ended(self) -> None:
-        """A step is whole."""
+        """A step is whole; the first one opens the window."""
         self._marks.end("optimizer")
+        if not self.ends:
+            self._marks.loaders.clear()
+            self._sampler.restart()
         self.ends.append(time.time_ns())
 
     def stop(self) -> None:
@@ -106,6 +110,8 @@ class Recording:
         else:
             moved = kineto.collectives(seen, self._marks.met)
             _size_those_of_ddp(moved, self.steps)
+            if offload.configured():
+                self._marks.spans["offload"] += common(seen.copies, self._marks.spans["optimizer"])
         told = told_apart(
             Recorded(
                 window=window,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EVERY_S = 0.005
 MOST_LINES = 12
 SOURCE_CHARS = 120
-_PASSES = frozenset({"forward", "backward", "optimizer", "data"})
+_PASSES = frozenset({"forward", "backward", "optimizer", "data", "offload"})
 """Parts of their own: the line is not told."""
 
 
@@ -48,6 +48,11 @@ class Sampler:
     def start(self) -> None:
         """Begin to look."""
         self._thread.start()
+
+    def restart(self) -> None:
+        """Forget what was seen so far."""
+        self._seconds.clear()
+        self.queued_s = 0.0
 
     def stop(self) -> None:
         """Look no more."""

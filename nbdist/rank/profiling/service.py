@@ -14,19 +14,28 @@ if TYPE_CHECKING:
     from nbdist.rank.profiling.window import Surroundings
 
 
-def arm(asked: wire.ProfileRequest, running: str | None, around: Surroundings) -> wire.ProfileReply:
+def arm(
+    asked: wire.ProfileRequest, around: Surroundings, *, running: str | None, over: str | None
+) -> wire.ProfileReply:
     """Let the steps of a cell be profiled; on the control thread.
 
     Args:
         asked: which cell, and how.
-        running: request of the cell that runs now.
         around: this rank.
+        running: request of the cell that runs now.
+        over: request of the cell that ended last.
     """
-    if asked["running"] and running is None:
+    if asked["running"] and asked["cell"] == over:
         return _refused("the cell that was to be profiled is over; profile the next one.")
     if slot.window is not None and running is not None:
         return _refused("a profile is under way already; wait until its verdict is shown.")
-    agreement = Agreement(around.folder, asked["id"], rank=around.rank, ranks=asked["ranks"])
+    agreement = Agreement(
+        around.folder,
+        asked["id"],
+        running=asked["running"],
+        rank=around.rank,
+        ranks=asked["ranks"],
+    )
     window = Window(asked, agreement, around)
     slot.window = window
     if asked["running"]:

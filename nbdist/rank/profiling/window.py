@@ -57,7 +57,6 @@ class Surroundings:
     rank: int
     folder: Path
     """Private to the session, the same on all ranks."""
-    world_size: int
     cell_of: Callable[[str], tuple[str, str] | None]
     """IPython's `compile.format_code_name`."""
     publish: Callable[[wire.Profiled], object]
@@ -108,11 +107,11 @@ class Window:
                 self._figures.notes.append(
                     "no whole step followed the window, so its memory was not counted."
                 )
-                self._close({"figures": self._figures.to_json()})
+                self._close()
             elif self._recording is not None and self._recording.steps:
                 self._stop_recording("cell")
             else:
-                self._close({"error": self._too_few()})
+                self._close(self._too_few())
 
     # -- any thread
 
@@ -120,7 +119,7 @@ class Window:
         """Give up where no step has come in all this time."""
         with self._harmless():
             if slot.window is self and not self._seen:
-                self._close({"error": NO_STEP})
+                self._close(NO_STEP)
 
     # -- inside
 
@@ -190,7 +189,7 @@ class Window:
             recording.stop()
         self._figures = recording.figures(ended)
         if ended == "cell" or not self._asked["memory"]:
-            self._close({"figures": self._figures.to_json()})
+            self._close()
         else:
             self._begin_counting()
 
@@ -199,6 +198,7 @@ class Window:
         watch = measure.state.watch
         model = watch.prepared if watch is not None else None
         if watch is None or model is None or self._figures is None:
+            self._close()
             return
         try:
             if self._figures.kind == "cuda":
@@ -213,7 +213,7 @@ class Window:
             log.exception("memory could not be counted")
             self._figures.notes.append("the memory of a step could not be counted; see the log.")
         if self._counting is None:
-            self._close({"figures": self._figures.to_json()})
+            self._close()
 
     def _end_counting(self) -> None:
         counting, self._counting = self._counting, None
@@ -225,7 +225,7 @@ class Window:
         except Exception:
             log.exception("memory could not be counted")
             self._figures.notes.append("the memory of a step could not be counted; see the log.")
-        self._close({"figures": self._figures.to_json()})
+        self._close()
 
     def _tell(self) -> None:
         if self._recording is not None and time.monotonic() - self._told_at > TOLD_EVERY_S:
@@ -238,14 +238,19 @@ class Window:
         made = "one optimizer step" if self._seen == 1 else f"{self._seen} optimizer steps"
         return TOO_FEW.format(made=made, need=self._seen + 1 if self._recording else 3)
 
-    def _close(self, told: Any) -> None:
-        """Publish once and remove everything."""
+    def _close(self, error: str = "") -> None:
+        """Publish once, figures or why there are none, and remove everything."""
         if slot.window is self:
             slot.window = None
             try:
                 self._remove()
             finally:
-                self._around.publish({"id": self._asked["id"], **told})
+                self._around.publish(self._told(error))
+
+    def _told(self, error: str) -> wire.Profiled:
+        if error or self._figures is None:
+            return wire.Profiled(id=self._asked["id"], error=error)
+        return wire.Profiled(id=self._asked["id"], figures=self._figures.to_json())
 
     def _remove(self) -> None:
         recording, self._recording = self._recording, None
@@ -264,9 +269,9 @@ class Window:
             except Exception as error:
                 log.exception("the profile failed; training goes on")
                 with contextlib.suppress(Exception):
-                    self._close({"error": f"the profile failed ({type(error).__name__}: {error})."})
+                    self._close(f"the profile failed ({type(error).__name__}: {error}).")
             except BaseException:  # Stop, in the middle of it
-                self._close({"error": "Stop was pressed while the profile was made."})
+                self._close("Stop was pressed while the profile was made.")
                 raise
 
 

@@ -1,0 +1,202 @@
+"""Calibration on two real CPU ranks: what is measured, what plans make of it, what stays."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import nbdist
+from nbdist import PlanError, Session, SessionBusy, SessionError
+from nbdist.kernel import planning
+from nbdist.plan import cost, here, known, speeds
+from nbdist.rank import bandwidth
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from nbdist.kernel.calibrating import Calibrated
+
+MIB = 1 << 20
+FACTOR = 4.0
+"""By which a collective may differ from one measured moments before: others compute here too."""
+FRESH = """
+import statistics, time
+
+def fresh(size, rounds=9):
+    tensor = torch.ones(size // 4)
+    taken = []
+    for _ in range(rounds):
+        torch.distributed.barrier()
+        since = time.perf_counter()
+        torch.distributed.all_reduce(tensor, async_op=True).wait()
+        taken.append(time.perf_counter() - since)
+    return statistics.median(taken)
+"""
+
+
+LOOP = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=2000, hidden_size=256, intermediate_size=688, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=256, use_cache=False))
+ids = torch.randint(0, 2000, (4, 64))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+def train(steps):
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+train(2)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing was measured before, and nothing stays for others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Session]:
+    with Session(nproc=2, precision="bf16") as session:
+        session.run(FRESH)
+        yield session
+
+
+@pytest.fixture(scope="module")
+def measured(ranks: Session, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+    return ranks.calibrate(disk=tmp_path_factory.mktemp("disk"))
+
+
+def value(session: Session, code: str) -> Any:
+    return session.run(code).values[0]
+
+
+def test_each_collective_is_measured_at_four_sizes_and_its_latency(measured: Calibrated) -> None:
+    for figures in measured.figures.values():
+        assert set(figures["curves"]) == set(speeds.COLLECTIVES)
+        for curve in figures["curves"].values():
+            assert [size for size, _ in curve] == list(bandwidth.SIZES)
+            assert all(seconds > 0 for _, seconds in curve)
+            assert curve[-1][1] > curve[0][1], "64 MiB take longer than 4 KiB"
+        assert set(figures["products"]) == {"fp32", "bf16"}
+        assert figures["disk"]["read"] > 0
+        assert figures["disk"]["write"] > 0
+    assert "all_reduce of 64 MiB" in str(measured)
+    assert "<td>matrix products in bf16</td>" in measured._repr_html_()
+    assert measured.figures[0]["disk"]["filesystem"] in str(measured)
+
+
+def test_a_plan_is_another_one_then_and_says_so(
+    ranks: Session, measured: Calibrated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = {"world_size": 2, "batch_size": 1, "seq_len": 64, "precision": "no"}
+    after = nbdist.plan("124m", **arguments)
+    assert "link, compute speed and disk measured here (" in str(after)
+    words = nbdist.plan("124m", devices="2xcpu", **arguments)
+    assert "link and compute speed from the catalogue" in str(words)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = nbdist.plan("124m", **arguments)
+    assert "catalogue" in str(before)
+    assert after.row("ddp").step_time_s != before.row("ddp").step_time_s
+    assert measured.figures, "and it was measured by these ranks"
+    assert ranks.world_size == len(measured.figures)
+
+
+def test_a_collective_of_another_size_takes_about_as_long_as_planned(ranks: Session) -> None:
+    ratios: dict[int, list[float]] = {4 * MIB: [], 32 * MIB: []}
+    for _ in range(2):  # others compute on this machine meanwhile
+        ranks.calibrate()
+        for size, found in ratios.items():
+            planned = cost.collective_s("all_reduce", size, here.found(2, kind="cpu"))
+            found.append(value(ranks, f"fresh({size})") / planned)
+    for found in ratios.values():
+        assert 1 / FACTOR < statistics.geometric_mean(found) < FACTOR, ratios
+
+
+def test_variables_random_numbers_and_groups_stay_as_they_were(ranks: Session) -> None:
+    ranks.run(
+        "import numpy, random\n"
+        "names = set(globals()) | {'names', 'state'}\n"
+        "def state():\n"
+        "    found = torch.get_rng_state(), str(random.getstate()), str(numpy.random.get_state())\n"
+        "    groups = sorted(torch.distributed.distributed_c10d._world.pg_names.values())\n"
+        "    return [*map(str, found), hash(found[0].numpy().tobytes()), groups,\n"
+        "            torch.distributed.distributed_c10d._world.group_count,\n"
+        "            torch.is_grad_enabled(), torch.get_default_dtype()]\n"
+        "before = state()\n"
+    )
+    ranks.calibrate()
+    after = ranks.run("state() == before, sorted(set(globals()) - names - {'before'})").values
+    for same, others in after.values():
+        assert same
+        assert not [name for name in others if not name.startswith("_")]
+
+
+def test_the_memory_is_given_back(ranks: Session) -> None:
+    resident = "import psutil; psutil.Process().memory_info().rss"
+    ranks.calibrate()
+    before = ranks.run(resident).values
+    ranks.calibrate()
+    after = ranks.run(resident).values
+    assert all(after[rank] - before[rank] < 32 * MIB for rank in before), (before, after)
+
+
+def test_a_folder_that_is_not_there_is_refused_on_all_ranks(ranks: Session, tmp_path: Path) -> None:
+    with pytest.raises(SessionError, match="No such file or directory"):
+        ranks.calibrate(disk=tmp_path / "missing")
+    assert value(ranks, "1 + 1") == 2, "and the ranks are in step"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_on_the_disk(ranks: Session, tmp_path: Path) -> None:
+    ranks.calibrate(disk=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_running_cell_is_not_disturbed(ranks: Session) -> None:
+    ranks.run("import time\nwhile True: time.sleep(0.01)", background=True)
+    with pytest.raises(SessionBusy):
+        ranks.calibrate()
+    ranks.interrupt()
+    eventually(lambda: ranks.running is None, within_s=10)
+
+
+def test_a_profile_teaches_the_planner_this_loop(ranks: Session) -> None:
+    ranks.run(LOOP)
+    before = planning.plan(ranks).row("ddp").cost
+    ranks.run("train(6)", profile={"steps": 3, "memory": False})
+    eventually(lambda: ranks.profiles, within_s=60)
+    profile = ranks.profiles[-1]
+    after = planning.plan(ranks).row("ddp").cost
+    assert before is not None
+    assert after is not None
+    computing = profile.parts["forward"] + profile.parts["backward"]
+    # the planner learns from the median of the ranks
+    assert after.compute_s == pytest.approx(computing, rel=0.3)
+    assert after.uncertainty < before.uncertainty
+    pace = here.found(2, kind="cpu").slowest.pace
+    assert pace is not None
+    assert pace.loops["bf16"].runs == 1
+    assert "compute speed" in str(planning.plan(ranks)).partition("measured here")[0]
+
+
+def test_one_rank_alone_has_no_link_to_measure() -> None:
+    with Session(nproc=1) as alone:
+        figures = alone.calibrate().figures[0]
+        assert figures["curves"] == {}
+        assert figures["products"]["fp32"] > 0
+        with pytest.raises(PlanError):
+            planning.plan(alone)
+    assert known.Known("nowhere").links("1 CPU rank") is None

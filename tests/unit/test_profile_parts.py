@@ -1,0 +1,122 @@
+"""A window of steps told apart: arithmetic on spans, no rank."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nbdist.rank.profiling.intervals import Span, common, length, minus, union
+from nbdist.rank.profiling.partition import Collective, Recorded, told_apart
+
+MS = 1_000_000
+
+
+def at(begin_ms: float, end_ms: float) -> Span:
+    """A span in milliseconds."""
+    return int(begin_ms * MS), int(end_ms * MS)
+
+
+def moments(spans: list[Span]) -> set[int]:
+    """All whole numbers in some spans."""
+    return {moment for begin, end in spans for moment in range(begin, end)}
+
+
+def test_spans_are_sets_of_moments() -> None:
+    chance = random.Random(0)  # noqa: S311 - no secret
+    for _ in range(200):
+        one, other = (
+            [(begin, begin + chance.randrange(9)) for begin in chance.choices(range(60), k=6)]
+            for _ in range(2)
+        )
+        assert moments(union(one)) == moments(one)
+        assert moments(common(one, other)) == moments(one) & moments(other)
+        assert moments(minus(one, other)) == moments(one) - moments(other)
+        assert length(union(one)) == len(moments(one))
+
+
+def test_short_holes_are_filled() -> None:
+    assert union([(0, 5), (7, 9), (20, 30)], gap=2) == [(0, 9), (20, 30)]
+
+
+def recorded(**changes: object) -> Recorded:
+    """Two steps of 100 ms each: data, forward, backward with an all_reduce, optimizer."""
+    usual: dict[str, object] = {
+        "window": at(0, 200),
+        "steps": 2,
+        "marks": {
+            "data": [at(0, 20), at(100, 120)],
+            "forward": [at(20, 50), at(120, 150)],
+            "backward": [at(55, 85), at(155, 185)],
+            "optimizer": [at(85, 95), at(185, 195)],
+        },
+        "operators": [at(21, 52), at(56, 75), at(86, 94), at(121, 152), at(156, 175), at(186, 194)],
+        "collectives": [
+            Collective(name="all_reduce", group="0", begin=70 * MS, moving=at(70, 84), bytes=8),
+            Collective(name="all_reduce", group="0", begin=170 * MS, moving=at(170, 184)),
+        ],
+    }
+    return Recorded(**(usual | changes))  # type: ignore[arg-type]
+
+
+def test_the_parts_of_a_step_sum_up_to_it() -> None:
+    told = told_apart(recorded())
+    assert sum(told.parts.values()) == pytest.approx(0.1)
+    assert told.parts["data"] == pytest.approx(0.020)
+    assert told.parts["forward"] == pytest.approx(0.032)  # with the loss, which operators compute
+    assert told.parts["optimizer"] == pytest.approx(0.010)
+    assert told.parts["python"] == pytest.approx(0.008)
+
+
+def test_a_collective_is_exposed_where_nothing_is_computed_beside_it() -> None:
+    told = told_apart(recorded())
+    assert told.parts["communication"] == pytest.approx(0.009)  # from 75 to 84 ms
+    assert told.parts["backward"] == pytest.approx(0.021)
+    assert told.hidden_s == pytest.approx(0.005)
+    (traffic,) = told.traffic
+    assert (traffic.name, traffic.count, traffic.bytes) == ("all_reduce", 1, 4)
+    assert traffic.seconds == pytest.approx(0.014)
+    assert traffic.exposed_s == pytest.approx(0.009)
+    assert told.begins == {"0": [[0.07, 0.009, 0.014], [0.17, 0.009, 0.014]]}
+
+
+def test_waiting_for_other_ranks_before_a_collective_is_communication() -> None:
+    ours = Collective(
+        name="all_gather", group="0", begin=22 * MS, moving=at(32, 36), meeting=at(22, 31)
+    )
+    told = told_apart(recorded(collectives=[ours], waits=[at(33, 36)]))
+    assert told.parts["communication"] == pytest.approx(0.012 / 2)
+    assert told.begins == {"0": [[0.022, 0.012, 0.013]]}
+
+
+def test_waiting_for_a_core_outside_of_everything_is_idle() -> None:
+    told = told_apart(recorded(queued_s=0.006))
+    assert told.parts["idle"] == pytest.approx(0.003)
+    assert told.parts["python"] == pytest.approx(0.005)
+
+
+def test_on_a_gpu_the_device_decides_and_its_pauses_are_explained() -> None:
+    kernels = {
+        "forward": [at(25, 60)],
+        "backward": [at(60, 80)],
+        "optimizer": [at(90, 95)],
+        "copies": [at(22, 25)],
+        "offload": [],
+    }
+    told = told_apart(
+        recorded(
+            window=at(0, 100),
+            steps=1,
+            kernels=kernels,
+            collectives=[
+                Collective(name="all_reduce", group="0", begin=75 * MS, moving=at(75, 88)),
+            ],
+        )
+    )
+    assert told.parts["forward"] == pytest.approx(0.035)
+    assert told.parts["communication"] == pytest.approx(0.008)  # from 80 to 88 ms
+    assert told.parts["data"] == pytest.approx(0.020)
+    assert told.parts["copies"] == pytest.approx(0.003)
+    assert told.parts["idle"] == pytest.approx(0.002 + 0.002)  # launching, no kernel
+    assert told.parts["python"] == pytest.approx(0.005)
+    assert sum(told.parts.values()) == pytest.approx(0.1)
