@@ -126,6 +126,16 @@ class Interrupt(TypedDict):
     """Number of the cell's optimizer step after which to stop; 0: at once."""
 
 
+class Failed(TypedDict):
+    """Answer to any request of ours that raised on a rank."""
+
+    status: Literal["error"]
+    error: str
+    """One sentence."""
+    ename: str
+    """Type of the exception."""
+
+
 class HoldReply(TypedDict):
     """A rank begins no optimizer step for a moment."""
 
