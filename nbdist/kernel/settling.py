@@ -66,12 +66,15 @@ def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
             range(world_size),
             wire.RENEW,
             raises=SwitchError,
+            stoppable=False,
             show=lambda text: line.show(f"nbdist: making the ranks ready again: {text}"),
         )
-        joint.ladder.unasked = True
+        joint.ladder.unasked = True  # and a Stop that comes once more leaves nothing half made
         try:
             replies = joint.ask(request)
         except (SwitchError, CellInterrupted) as error:
+            if not groups and _is_broken(joint):
+                return renew(gang, world_size=world_size, groups=True)
             why = str(error).removesuffix(".")
             problem = (
                 f"the ranks could not be made ready again: {why}. Plain variables are still there;"
@@ -83,6 +86,13 @@ def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
         return ""
 
 
+def _is_broken(joint: Joint) -> bool:
+    """Whether it was the group that did not work: a SwitchError comes from ranks that agree."""
+    return bool(joint.errors) and all(
+        one.ename not in {"SwitchError", "KeyboardInterrupt"} for one in joint.errors.values()
+    )
+
+
 class Transaction(Joint):
     """A save, a load, a switch, an export: after a failure the ranks are in step again."""
 
@@ -90,8 +100,9 @@ class Transaction(Joint):
         """Have the ranks in step again where they may not be; what went wrong with that."""
         if not self.errors or self.alone:
             return ""
-        agreed = len({one.evalue for one in self.errors.values()}) == 1
-        if agreed and len(self.errors) == len(self.ranks) and self.ladder.rung == "none":
+        first = tracebacks.grouped(list(self.errors.values()))[0]
+        agreed = first.ranks == self.ranks and first.kind == "cause"
+        if agreed and self.ladder.rung == "none":
             return ""
         return settle(self.ladder, self.gang, world_size=len(self.ranks), midway=False)
 

@@ -88,14 +88,16 @@ class Watch:
     # -- in the launcher
 
     def _run(self) -> None:
-        listening = True
+        listening, said = True, select.poll()
+        said.register(self._ours, select.POLLIN)
         while listening:
             ready = {fd for fd, _ in self._poll.poll()}
+            # what a rank has said before its end is there by now, and belongs to its end
+            while listening and said.poll(0):
+                listening = self._listen()
             ends = [self._end(fd) for fd in ready & self._ranks.keys()]
             for end in sorted(ends, key=_follows):
                 self._tell(end)
-            if self._ours.fileno() in ready:
-                listening = self._listen()
         self._ours.close()
         for fd in list(self._ranks):
             self._forget(fd)

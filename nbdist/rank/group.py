@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import sys
 
 import torch
 from torch import distributed
@@ -67,9 +68,21 @@ def join_anew(era: int, *, on_gpu: bool) -> list[distributed.ProcessGroup]:
     join(PrefixStore(f"era{era}", store), on_gpu=on_gpu)
     prove(on_gpu=on_gpu)
     store.set_timeout(usual)
+    _let_deepspeed_ask_again()
     # torch 2.13 takes meshes of equal shape for the same: results would be laid out on the old one
     debug._clear_sharding_prop_cache()  # noqa: SLF001
     return old
+
+
+def _let_deepspeed_ask_again() -> None:
+    """Let DeepSpeed build its next engine on the new group.
+
+    deepspeed 0.19.8 keeps a clone of the default group for ever, and builds every engine on it;
+    only its own `destroy_process_group` drops that.
+    """
+    known = sys.modules.get("deepspeed.utils.groups")
+    if known is not None:
+        known._release_process_group_references()  # noqa: SLF001
 
 
 def prove(*, on_gpu: bool = False) -> None:

@@ -80,11 +80,13 @@ class Renewal:
 
         Raises:
             SwitchError: the group works and the models could not be made ready again.
-            RuntimeError: the group does not work.
+            RuntimeError: the group does not work; nothing was touched.
         """
         began = time.monotonic()
         old: list[Any] = []
-        if groups:
+        if not groups:
+            group.prove(on_gpu=self._on_gpu)
+        else:
             self._tell("making the process group anew")
             if self._meeting is not None:
                 self._meeting.begin_anew()

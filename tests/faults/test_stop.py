@@ -208,10 +208,6 @@ def test_a_rank_that_raises_ends_the_cell_of_those_that_wait_for_it(
 
 
 def test_stop_in_an_evaluation_leaves_models_usable(session: Session) -> None:
-    if session.backend == "zero3":
-        pytest.skip(
-            "a known defect: after such a Stop a ZeRO-3 model may be of no use (decision 9)"
-        )
     code = "with torch.no_grad():\n    while True: accelerator.gather(model(batch))"
     for seconds in (0.4, 0.5, 0.6):
         stopped(session, code, when=runs_for(session, seconds))

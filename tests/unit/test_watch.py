@@ -33,6 +33,10 @@ def ends(told: list[wire.LinkMessage]) -> list[wire.RankEnded]:
     return [message for message in told if isinstance(message, wire.RankEnded)]
 
 
+def born(told: list[wire.LinkMessage]) -> dict[int, int]:
+    return {one.rank: one.pid for one in told if isinstance(one, wire.Born)}
+
+
 def collect(*pids: int) -> None:
     for pid in pids:
         os.waitpid(pid, 0)
@@ -47,14 +51,12 @@ def test_ends_are_told_in_their_order_with_codes_that_stay_to_be_collected() -> 
     told: list[wire.LinkMessage] = []
     watch = Watch(3, told.append)
     pids = [rank(watch, 0, wait_for_ever), rank(watch, 1, lambda: os._exit(0))]
-    eventually(lambda: ends(told), within_s=5)
+    eventually(lambda: ends(told) and len(born(told)) == 2, within_s=5)
     os.kill(pids[0], signal.SIGKILL)
     eventually(lambda: len(ends(told)) == 2, within_s=5)
     watch.close()
     assert [(end.rank, end.code, end.generation) for end in ends(told)] == [(1, 0, 3), (0, -9, 3)]
-    assert {born.rank: born.pid for born in told if isinstance(born, wire.Born)} == dict(
-        enumerate(pids)
-    )
+    assert born(told) == dict(enumerate(pids))
     collect(*pids)
 
 
