@@ -89,7 +89,9 @@ class Planner:
             precision=profile.precision,
         )
         self.samples = model.samples
-        self._cluster = profile.setting.cluster
+        # Curves of a calibration are of another day; one factor over the catalogue's link is as
+        # true for a collective that this loop had as for one that another engine would have.
+        self._cluster = replace(profile.setting.cluster, links=None)
         self.row = self._row(self._cluster, self.options, self.samples)
         self._base = _cost(self.row)
         self._as_measured = self._calibrated()
