@@ -52,7 +52,8 @@ browser: env ## the panel in JupyterLab and Notebook 7 in chromium, alone
 	@$(BIN)/python -m pytest -s tests/browser
 
 pictures: env ## the same, which takes the pictures of docs/images
-	@NBDIST_PICTURES=docs/images $(BIN)/python -m pytest -s tests/browser/test_panel_in_lab.py
+	@NBDIST_PICTURES=docs/images $(BIN)/python -m pytest -s tests/browser/test_panel_in_lab.py \
+	  tests/browser/test_profile_in_lab.py
 
 bench: env ## nbdist beside its rivals, the planner beside measurements; writes build/bench.json
 	@$(BIN)/python tests/bench

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from nbdist.plan import cache
 from tests.faults import table
 
 if TYPE_CHECKING:
@@ -26,6 +27,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """`make faults` ends with the table of faults."""
     if config.option.markexpr.startswith("fault"):
         config.pluginmanager.register(table.Table())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plan with the catalogue, and let no profile of a test teach the user's own planner.
+
+    A test that sets XDG_CACHE_HOME has its own folder.
+    """
+    usual, own = cache.folder, tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "folder", lambda: usual() if os.environ.get("XDG_CACHE_HOME") else own)
+        yield
 
 
 def eventually(happened: Callable[[], object], *, within_s: float) -> None:

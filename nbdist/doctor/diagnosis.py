@@ -98,7 +98,7 @@ def diagnose() -> Diagnosis:
 def diagnose_run() -> Diagnosis:
     """Look at the training that runs, or has ended."""
     running = current()
-    profiles = getattr(running, "profiles", ())
+    profiles = [] if running is None else running.profiles
     look = _looked("run", lambda: run.findings(next(reversed(profiles), None), running))
     return Diagnosis(tuple(look))
 

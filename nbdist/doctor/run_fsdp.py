@@ -68,17 +68,15 @@ def one_unit(case: Case) -> Finding | None:
 def small_units(case: Case) -> Finding | None:
     """Many units of few bytes: each gather costs its messages."""
     count, num_bytes = case.messages(GATHERS)
-    waits, model = case.exposed(GATHERS), case.model
+    waits = case.exposed(GATHERS)
     if count < MANY or num_bytes >= SMALL_BYTES or waits < WAITS:
         return None
-    params = model.params if model is not None else _LARGEST_UNIT * _UNITS_WANTED
     # nbdist/trace/units.py cuts by size as accelerate/utils/fsdp_utils.py's policy does.
-    smallest = max(_SMALLEST_UNIT, min(params // _UNITS_WANTED, _LARGEST_UNIT))
     return note(
         "FSDP units",
         f"{count:.0f} all_gathers of {size(num_bytes)} in a step take {waits:.0%} of it: the units"
         " are too small",
-        case.fsdp_line(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=smallest),
+        case.fsdp_line(**_smaller_units(case)),
     )
 
 
@@ -137,11 +135,9 @@ def pinned(case: Case) -> Finding | None:
 
 
 def _smaller_units(case: Case) -> dict[str, object]:
-    params = case.model.params if case.model is not None else 0
-    largest = case.model.largest_unit if case.model is not None else 0
-    smallest = max(_SMALLEST_UNIT, min((largest or params) // _UNITS_WANTED, _LARGEST_UNIT))
-    if not largest and not params:
-        smallest = _LARGEST_UNIT
+    """About eight units, and not too large ones."""
+    params = case.model.params if case.model is not None else _LARGEST_UNIT * _UNITS_WANTED
+    smallest = max(_SMALLEST_UNIT, min(params // _UNITS_WANTED, _LARGEST_UNIT))
     return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": smallest}
 
 

@@ -12,9 +12,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import wire
-from nbdist.errors import SessionError
 from nbdist.kernel.status_line import StatusLine
-from nbdist.kernel.switching import not_stopped
+from nbdist.kernel.unstopped import not_stopped
 from nbdist.paths import expanded
 from nbdist.plan import cost, here, learning
 from nbdist.plan.speeds import COLLECTIVES, Disk
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from nbdist.kernel.gang import Gang
     from nbdist.plan.devices import Cluster
-    from nbdist.strategies import Options
+    from nbdist.strategies import Hardware, Options
 
     Listen = Callable[[Callable[[str], object] | None], None]
 
@@ -90,7 +89,7 @@ def calibrate(
     *,
     options: Options,
     world_size: int,
-    kind: Literal["cuda", "cpu"],
+    hardware: Hardware,
     own: Collection[int],
     disk: str | os.PathLike[str] | Literal[True] | None,
 ) -> Calibrated:
@@ -101,7 +100,7 @@ def calibrate(
         listen: told who hears how far they are.
         options: of the session; its precision is measured beside fp32, and its NVMe folder.
         world_size: number of ranks.
-        kind: of their devices.
+        hardware: what the ranks run on.
         own: the ranks' processes.
         disk: a folder whose disk is measured too; True: of the temp folder. The disk that the
             session offloads to is measured in any case.
@@ -109,9 +108,10 @@ def calibrate(
     Raises:
         SessionError: the ranks cannot be measured; nothing was kept.
     """
+    kind = hardware.kind
     began, precision = time.monotonic(), options.precision or "no"
     request = wire.BandwidthRequest(
-        kinds=list(dict.fromkeys(("fp32", _TYPES.get(precision, precision)))),
+        kinds=_kinds(precision, bf16=kind == "cpu" or hardware.bf16),
         disk=_folder(disk, options),
     )
     with StatusLine() as line:
@@ -122,9 +122,6 @@ def calibrate(
         finally:
             listen(None)
         line.show(f"nbdist: measured in {time.monotonic() - began:.1f} s")
-    errors = [reply["error"] for reply in replies.values() if reply["status"] == "error"]
-    if errors:
-        raise SessionError(errors[0])
     figures = {rank: replies[rank]["figures"] for rank in range(world_size)}
     before = here.cluster(here.found(world_size, kind=kind, own=own), world_size)
     after = learning.calibrated(list(figures.values()), before)
@@ -135,6 +132,13 @@ def calibrate(
         notes=tuple(_notes(figures)),
         figures=figures,
     )
+
+
+def _kinds(precision: str, *, bf16: bool) -> list[str]:
+    """Types to measure: what plans take by default, and the session's own, which comes last."""
+    usual = ("fp32", "bf16") if bf16 else ("fp32",)
+    own = _TYPES.get(precision, precision)
+    return [*(one for one in usual if one != own), own]
 
 
 def _folder(disk: str | os.PathLike[str] | Literal[True] | None, options: Options) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import ranks as rank_names
 from nbdist import wire
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, SessionError
 
 if TYPE_CHECKING:
     from nbdist.kernel.channel import Channel, Message
@@ -67,7 +67,10 @@ def _spec(session: Session, gang: Gang, rank: int) -> ModelSpec | None:
         if channel == "control":
             answers.put(message["content"])
 
-    request = gang.post(rank, "control", wire.MODEL, content, take)
+    try:
+        request = gang.post(rank, "control", wire.MODEL, content, take)
+    except SessionError:  # the ranks are just being ended
+        return None
     gang.wake()
     try:
         reply: wire.ModelReply = answers.get(timeout=ASKED_S)

@@ -373,7 +373,7 @@ class Session:
         """End the ranks."""
         self.stop()
 
-    def _die(self, death: Death) -> None:
+    def _die(self, death: Death) -> RankDied:
         """Say who ended how, what it said last, and from where training can go on."""
         self._death = death.told(
             log=self.logs[death.rank].tail(causes.LAST_LINES) if death.rank is not None else "",
@@ -384,6 +384,7 @@ class Session:
         self._saves.give_up(self._death.headline)
         self._profiler.give_up(self._death.headline)
         self._end_cells(self._death)
+        return self._death
 
     def _cell_files(self) -> dict[str, int]:
         """Numbers of the last cells by the name of the file that ranks give to their code."""
@@ -474,9 +475,19 @@ class Session:
             msg = "stopped waiting; the cell goes on in the background, %nbdist interrupt stops it."
             raise CellInterrupted(msg) from None
 
-    def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
-        self._stop_running()
+    def interrupt(self) -> bool:
+        """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept.
+
+        A save, a load, a switch, an export is stopped too, and all is as it was before.
+
+        Returns:
+            Whether there was anything to stop.
+        """
+        joint = self._gang.joint
+        if self._running is None and joint is not None:
+            joint.stop()
+            return True
+        return self._stop_running() != "none"
 
     def _stop_running(self) -> Rung:
         """Go one rung up with the running cell; returns where it is now."""
@@ -958,7 +969,7 @@ class Session:
         self._ensure_alive()
         cell = self._running
         profiling = self._profiler.arm(wish)
-        if cell is not None:
+        if cell is not None and cell.running:
             profiling.sources = self._sources(cell)
             self._profiler.begin(cell.running, cell)
         return profiling
@@ -1029,9 +1040,7 @@ class Session:
         request = wire.ModelRequest(
             name=name, batch_size=batch_size, seq_len=seq_len, kind=kind, quick=quick
         )
-        reply: wire.ModelReply = self._gang.ask([0], wire.MODEL, request)[0]
-        if reply["status"] == "error":
-            raise PlanError(reply["error"])
+        reply: wire.ModelReply = self._gang.ask([0], wire.MODEL, request, raises=PlanError)[0]
         return reply
 
     @in_turn
@@ -1057,7 +1066,7 @@ class Session:
                 self._listen,
                 options=self.options,
                 world_size=self.world_size,
-                kind=self.hardware.kind,
+                hardware=self.hardware,
                 own={member.pid for member in self._gang.members},
                 disk=disk,
             )

@@ -77,7 +77,7 @@ def of_profile(profile: Profile, options: Options) -> ProfileView:
         gained=_text(profile.gained),
         ranks=[
             ProfiledRank(
-                rank=one.rank,
+                rank=int(one.rank),
                 step_s=_finite(one.step_s),
                 parts=_parts(one.parts),
                 straggler=one.rank == profile.straggler,

@@ -59,7 +59,7 @@ def _lines(picture: Picture, curves: Mapping[str, Points]) -> Iterator[str]:
         yield from map(_strategy, rows)
     if picture["strategies"]["note"]:
         yield f"  {picture['strategies']['note']}"
-    yield from _profile(picture["profile"])
+    yield from of_profile(picture["profile"])
     shown = words.in_order(name for name in curves if len(curves[name][0]))
     for name in shown[:_MOST]:
         steps, _, values = curves[name]
@@ -129,7 +129,8 @@ def _strategy(row: StrategyRow) -> str:
     return f"{mark} {row['words']:<44} {bar} {size:>9} {speed}  {why}"
 
 
-def _profile(profile: ProfileView) -> Iterator[str]:
+def of_profile(profile: ProfileView) -> Iterator[str]:
+    """The lines of the profile; none before the first."""
     if not profile["verdict"]:
         return
     yield f"profile: {profile['verdict']}"

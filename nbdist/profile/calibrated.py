@@ -43,11 +43,6 @@ class _Scaled(Cluster):
 
     factor: float
 
-    def measured_s(self, collective: Collective, size: float) -> float | None:
-        """Time of a calibration, as this loop's collectives were against it."""
-        usual = super().measured_s(collective, size)
-        return None if usual is None else usual * self.factor
-
     def link_bytes_per_s(self, collective: Collective) -> float:
         """Bus bandwidth as it was measured."""
         return super().link_bytes_per_s(collective) / self.factor
@@ -94,7 +89,9 @@ class Planner:
             precision=profile.precision,
         )
         self.samples = model.samples
-        self._cluster = profile.setting.cluster
+        # Curves of a calibration are of another day; one factor over the catalogue's link is as
+        # true for a collective that this loop had as for one that another engine would have.
+        self._cluster = replace(profile.setting.cluster, links=None)
         self.row = self._row(self._cluster, self.options, self.samples)
         self._base = _cost(self.row)
         self._as_measured = self._calibrated()

@@ -39,6 +39,8 @@ SHARE_OF_MEMORY = 8
 """The buffers take no more of what is free than one part in so many."""
 PRODUCT_S = 0.2
 """Of matrix products, and of copies."""
+LONGEST_S = 1.0
+"""Of a type that the device has no units for."""
 _PRODUCT = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of a product."""
 _ELEMENTWISE = {"cpu": 16 << 20, "cuda": 512 << 20}
@@ -237,7 +239,9 @@ def _seconds_of(call: Callable[[], object], device: torch.device) -> float:
     _timed(call, 1, device)
     taken: list[float] = []
     since = time.perf_counter()
-    while len(taken) < ROUNDS or time.perf_counter() - since < PRODUCT_S:
+    while (spent := time.perf_counter() - since) < PRODUCT_S or (
+        len(taken) < ROUNDS and spent < LONGEST_S
+    ):
         taken.append(_timed(call, 1, device))
     return statistics.median(taken)
 

@@ -1,7 +1,7 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
     python tests/bench [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
-    python tests/bench [training] [profiling] [panel] [weight] [faults]
+    python tests/bench [training] [profile] [profiling] [panel] [weight] [faults]
     python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
     python tests/bench [plan_calibrated]
 
@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import bottlenecks
 import cells
 import checkpoints
 import exporting
@@ -60,6 +61,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "exporting": lambda: exporting.measure(BUILD),
     "switching": lambda: switching.measure(BUILD),
     "training": lambda: training.measure(BUILD),
+    "profile": lambda: bottlenecks.measure(BUILD),
     "profiling": profiling.measure,
     "panel": open_panel.measure,
     "weight": weight.measure,

@@ -144,12 +144,12 @@ def test_advice_has_a_line_to_copy(notebook: Notebook, profile: Locator) -> None
 
 
 def test_light_and_dark_and_what_axe_finds(
-    notebook: Notebook, panel: Panel, pictures: Path
+    notebook: Notebook, profile: Locator, pictures: Path
 ) -> None:
     found = []
     for name in ("Dark", "Light"):
         notebook.theme(f"JupyterLab {name}")
-        panel.picture(pictures / f"profile-{name.lower()}.png")
+        profile.screenshot(path=pictures / f"profile-{name.lower()}.png")
         if AXE.is_file():
             found += violations(notebook)
     assert found == []

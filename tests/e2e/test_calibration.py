@@ -38,6 +38,27 @@ def fresh(size, rounds=9):
 """
 
 
+LOOP = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=2000, hidden_size=256, intermediate_size=688, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=256, use_cache=False))
+ids = torch.randint(0, 2000, (4, 64))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+def train(steps):
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+train(2)
+"""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing was measured before, and nothing stays for others."""
@@ -150,6 +171,25 @@ def test_a_running_cell_is_not_disturbed(ranks: Session) -> None:
         ranks.calibrate()
     ranks.interrupt()
     eventually(lambda: ranks.running is None, within_s=10)
+
+
+def test_a_profile_teaches_the_planner_this_loop(ranks: Session) -> None:
+    ranks.run(LOOP)
+    before = planning.plan(ranks).row("ddp").cost
+    ranks.run("train(6)", profile={"steps": 3, "memory": False})
+    eventually(lambda: ranks.profiles, within_s=60)
+    profile = ranks.profiles[-1]
+    after = planning.plan(ranks).row("ddp").cost
+    assert before is not None
+    assert after is not None
+    computing = profile.parts["forward"] + profile.parts["backward"]
+    # the planner learns from the median of the ranks
+    assert after.compute_s == pytest.approx(computing, rel=0.3)
+    assert after.uncertainty < before.uncertainty
+    pace = here.found(2, kind="cpu").slowest.pace
+    assert pace is not None
+    assert pace.loops["bf16"].runs == 1
+    assert "compute speed" in str(planning.plan(ranks)).partition("measured here")[0]
 
 
 def test_one_rank_alone_has_no_link_to_measure() -> None:

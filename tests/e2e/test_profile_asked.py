@@ -269,12 +269,14 @@ def test_the_verdict_stands_below_the_cell(notebook: LiveKernel) -> None:
 def test_the_magic_profiles_a_loop_in_the_background(notebook: LiveKernel) -> None:
     request = notebook.send(f"%%distribute --background\n{loop(4000)}")
     assert notebook.collect(request).status == "ok"
-    said = notebook.run("%nbdist profile --steps 3")
-    assert "is profiled while it runs" in said.text, said.text
-    below = notebook.below(request, until="of the step")
-    assert any("text/html" in output.get("data", {}) for output in below.outputs)
-    notebook.run("%nbdist interrupt")
-    notebook.run("%nbdist wait")
+    try:
+        said = notebook.run("%nbdist profile --steps 3")
+        assert "is profiled while it runs" in said.text, said.text
+        below = notebook.below(request, until="part of a step")
+        assert any("text/html" in output.get("data", {}) for output in below.outputs)
+    finally:
+        notebook.run("%nbdist interrupt")
+        notebook.run("%nbdist wait")
 
 
 @pytest.mark.parametrize(

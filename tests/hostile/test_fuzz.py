@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from datetime import UTC, datetime
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -24,12 +24,15 @@ from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.kernel import asked, devices
 from nbdist.kernel.cell import _TAKERS, Cell
 from nbdist.kernel.metrics import Metrics
-from nbdist.panel import commands
+from nbdist.panel import commands, html_profile, text
+from nbdist.panel.profiled import Profiled
 from nbdist.plan import cache, calibration
 from nbdist.plan import devices as cluster
 from nbdist.plan.known import Known
 from nbdist.plan.models import closed, known
 from nbdist.plan.speeds import Disk, Links, Pace
+from nbdist.profile.figures import Line, Loader, Memory, RankFigures, Traffic
+from nbdist.profile.result import Profile, Setting
 from tests.hostile.fuzzing import NESTED, hold, mutated, often, plain, texts, trees
 from tests.unit import saved
 
@@ -402,7 +405,7 @@ COMMAND = {
     "kind": "command",
     "id": "7",
     "name": "switch",
-    "arguments": {"backend": "zero3", "nproc": 2, "offload_params": True},
+    "arguments": {"backend": "zero3", "nproc": 2, "accumulate": 4, "offload_params": True},
 }
 
 
@@ -421,5 +424,45 @@ def test_messages_of_a_page(examples: int) -> None:
             assert found.arguments.keys() <= commands.ARGUMENTS[found.name].keys()
 
     asks = {"kind": "log", "rank": 0, "search": "x"}
-    anything = st.one_of(mutated(COMMAND), mutated(asks), trees)
+    profile = {"kind": "command", "id": "7", "name": "profile", "arguments": {}}
+    anything = st.one_of(mutated(COMMAND), mutated(asks), mutated(profile), trees)
     hold(check, anything, examples)
+
+
+FIGURES = RankFigures(
+    rank=1,
+    kind="cpu",
+    device="cpu",
+    ends=[10.0, 10.2, 10.4],
+    parts={"data": 0.1, "forward": 0.05, "communication": 0.05},
+    traffic=[Traffic(name="all_reduce", count=2, bytes=5, seconds=0.05, exposed_s=0.05)],
+    loaders=[
+        Loader(
+            num_workers=0, pin_memory=False, batch_size=8, sharded=True, batches=1.0, fetch_s=0.1
+        )
+    ],
+    memory=Memory(parts={"parameters": 5}, lines=[Line(cell="In[1]", line=1, source="x", bytes=5)]),
+    notes=["x"],
+).to_json()
+
+
+@often
+@pytest.mark.fault("G1")
+def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
+    setting = Setting(options=strategies.Options(), cluster=cluster.parse("2xcpu"))
+    good = RankFigures.from_json({**FIGURES, "rank": 0})
+
+    def check(told: Any) -> None:
+        try:
+            made = Profile.of([good, RankFigures.from_json(told)], setting)
+        except Exception:  # noqa: BLE001 - the kernel tells it below the cell
+            return
+        session = SimpleNamespace(
+            profiles=[made], options=setting.options, why_no_profile=lambda: ""
+        )
+        view = Profiled().now(session)  # type: ignore[arg-type]
+        json.dumps(view, allow_nan=False, ensure_ascii=False).encode()  # as jupyter_client does
+        assert "<img" not in html_profile.body(view)
+        assert all(isinstance(line, str) for line in text.of_profile(view))
+
+    hold(check, mutated(FIGURES), examples)

@@ -9,6 +9,7 @@ import pytest
 
 from nbdist import magics
 from nbdist.plan.models import sizes
+from nbdist.plan.speeds import Links
 from nbdist.profile.advice import CHEAP, Advice
 from nbdist.profile.figures import Line, Memory
 from nbdist.profile.remark import Remark
@@ -132,6 +133,18 @@ def test_the_planner_at_what_was_measured_says_what_was_measured() -> None:
         same = planner.changed()
         assert same is not None
         assert same.gain.faster == pytest.approx(0, abs=1e-9)
+
+
+def test_a_link_that_was_measured_on_another_day_does_not_favour_another_engine() -> None:
+    curves = {
+        "all_reduce": ((1 << 16, 0.1), (1 << 24, 10.0)),
+        "all_gather": ((1 << 16, 1e-4), (1 << 24, 1e-3)),
+    }
+    fast_gathers = Links(curves=curves, day="2026-01-01")
+    where = setting()
+    where = replace(where, cluster=replace(where.cluster, links=fast_gathers))
+    found = profile(*both(communication=0.3), where=where)
+    assert titles(found) == titles(profile(*both(communication=0.3)))
 
 
 def test_a_batch_that_does_not_fit_is_not_advised() -> None:

@@ -6,7 +6,7 @@ import { attribute, h, Keyed, say } from "./dom.ts";
 import { age, seconds } from "./format.ts";
 import type { Advice, ProfiledRank, Span } from "./protocol.ts";
 import type { Store } from "./store.ts";
-import { inWords, painted, share, TimeBar, told } from "./times.ts";
+import { COLOURS, inWords, painted, share, TimeBar, told } from "./times.ts";
 import type { View } from "./view.ts";
 
 /** States without ranks that could switch. */
@@ -101,7 +101,9 @@ function meanOf(ranks: readonly ProfiledRank[]): Entry[] {
   for (const { part, seconds: taken } of ranks.flatMap(({ parts }) => parts)) {
     if (taken > 0) sums.set(part, (sums.get(part) ?? 0) + taken);
   }
-  return [...sums].map(([part, sum]) => ({ part, words: `${part} ${share(sum, whole)}` }));
+  const order = Object.keys(COLOURS);
+  const found = [...sums].sort(([a], [b]) => order.indexOf(a) - order.indexOf(b));
+  return found.map(([part, sum]) => ({ part, words: `${part} ${share(sum, whole)}` }));
 }
 
 function rankRow(read: (words: string) => void, scale: () => number): RankRow {
