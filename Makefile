@@ -31,7 +31,8 @@ demo: env ## run notebooks/01_first_cell.ipynb from start to finish and show its
 
 test: env ## all tests: unit, real ranks, notebooks, browser
 	@echo "==> tests: unit, real ranks, notebooks, browser (about 25 minutes on two cores)"
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not chaos and not alone"
+	@$(BIN)/python -m pytest -m "alone"
 
 check: env ## lint, formatting, types and unit tests: before each commit
 	@$(BIN)/ruff check

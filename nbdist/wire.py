@@ -132,6 +132,16 @@ class Interrupt(TypedDict):
     """Number of the cell's optimizer step after which to stop; 0: at once."""
 
 
+class Failed(TypedDict):
+    """Answer to any request of ours that raised on a rank."""
+
+    status: Literal["error"]
+    error: str
+    """One sentence."""
+    ename: str
+    """Type of the exception."""
+
+
 class HoldReply(TypedDict):
     """A rank begins no optimizer step for a moment."""
 
@@ -281,8 +291,6 @@ class RenewReply(TypedDict, total=False):
     """Fields of `rank.renew.Report`."""
     error: str
     """One sentence."""
-    broken: bool
-    """With an error: the groups do not work, and nothing else was touched."""
 
 
 class StacksReply(TypedDict):
@@ -315,7 +323,7 @@ class ProfileRequest(TypedDict):
 class ProfileReply(TypedDict, total=False):
     """The rank waits for steps, or why it does not."""
 
-    status: Literal["ok", "error"]
+    status: Literal["ok", "refused"]
     error: str
     """One sentence."""
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from nbdist import wire
 from nbdist.checkpoint import beside
 from nbdist.errors import CheckpointError, OptionError
+from nbdist.kernel.settling import Transaction
 from nbdist.kernel.status_line import StatusLine
-from nbdist.kernel.switching import not_stopped, size
+from nbdist.kernel.switching import size
 from nbdist.paths import expanded
 
 if TYPE_CHECKING:
@@ -155,14 +156,14 @@ def asked_of_all(
         CheckpointError: they could not.
     """
     doing = _DOING[kind]
-    listen(lambda text: line.show(f"nbdist: {doing}: {text}"))
+
+    def show(text: str) -> None:
+        line.show(f"nbdist: {doing}: {text}")
+
+    listen(show)
     try:
-        with not_stopped(lambda: line.show(f"nbdist: {doing}: cannot be stopped half-way")):
-            replies = gang.ask(ranks, kind, content)
+        replies = Transaction(gang, ranks, kind, raises=CheckpointError, show=show).ask(content)
     finally:
         listen(None)
-    errors = [reply["error"] for reply in replies.values() if reply["status"] == "error"]
-    if errors:
-        raise CheckpointError(errors[0])
     line.show(f"nbdist: {doing}: done")
     return [replies[rank] for rank in ranks]

@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 
     from nbdist.engines.local import Kind, Launcher, LocalEngine
     from nbdist.engines.run_dir import RunDir
+    from nbdist.errors import NbdistError
     from nbdist.kernel.arrival import Member
     from nbdist.kernel.causes import Death
     from nbdist.kernel.channel import Channel, Message
+    from nbdist.kernel.joint import Joint
 
 HALT_S = 15.0
 SILENT_S = 600.0
@@ -61,7 +63,7 @@ class Gang:
         engine: where launchers come from.
         on_message: gets messages that answer no request (report, late output).
         on_idle: called on the reader thread now and then; True asks for more often.
-        on_death: called once when ranks or launcher ended unasked.
+        on_death: called once when ranks or launcher ended unasked; returns it in full words.
         on_notice: gets a line when a process does not answer, and when it does again.
     """
 
@@ -71,7 +73,7 @@ class Gang:
         *,
         on_message: Callable[[int, Message], None],
         on_idle: Callable[[], bool],
-        on_death: Callable[[Death], None],
+        on_death: Callable[[Death], RankDied],
         on_notice: Callable[[str], None] = _nobody,
     ) -> None:
         """Start nothing yet."""
@@ -92,7 +94,11 @@ class Gang:
         self._lock = threading.Lock()
         self._ended: wire.Ended | None = None
         """The last end that the launcher has reported, of some generation."""
-        self._up = False
+        self._up = self._dying = False
+        self.joint: Joint | None = None
+        """What all ranks are asked to do together now."""
+        self._told: RankDied | None = None
+        """How the ranks ended that are dead."""
         self.ends: list[wire.RankEnded] = []
         """Ends of ranks of this generation, in their order."""
         self._first_end_at = 0.0
@@ -186,6 +192,7 @@ class Gang:
         hardware: dict[str, Any],
     ) -> None:
         self.generation += 1
+        self._told = None
         folder = launcher.run_dir.generation(self.generation)
         connections = write_connections(
             folder, world_size=world_size, key=secrets.token_hex(KEY_BYTES).encode()
@@ -296,14 +303,15 @@ class Gang:
         content: Any,
         *,
         channel: Channel = "shell",
-        all_or_error: bool = False,
+        raises: type[NbdistError] = SessionError,
     ) -> dict[int, Any]:
         """Send a request to ranks and wait for the replies, by rank.
 
-        On the control channel ranks answer while a cell runs. With `all_or_error` the first
-        reply that is an error ends the waiting: ranks in a collective may wait for ever then.
+        On the control channel ranks answer while a cell runs. The first reply that is an error
+        ends the waiting. What all ranks do together is for `kernel.joint`.
 
         Raises:
+            NbdistError: of the type given: it failed on a rank.
             RankDied: a rank ended before it answered.
             SessionError: for ten minutes there was no answer, nor a word about the request.
         """
@@ -320,8 +328,8 @@ class Gang:
                 rank, answered_on, message = self._answer(answers, kind)
                 if answered_on == channel:
                     replies[rank] = message["content"]
-                    if all_or_error and replies[rank]["status"] == "error":
-                        break
+                    if replies[rank].get("status") == "error":
+                        raise raises(replies[rank]["error"])
         finally:
             self.forget(requests)
         return replies
@@ -332,13 +340,24 @@ class Gang:
             try:
                 answer: tuple[int, str, Message] = answers.get(timeout=1.0)
             except Empty:
-                if not self._up:
-                    msg = f"The ranks ended before they answered {kind}."
-                    raise RankDied(msg) from None
+                self.check_up(kind)
             else:
                 return answer
         msg = f"The ranks have said nothing about {kind} for {SILENT_S:.0f} s."
         raise SessionError(msg)
+
+    def check_up(self, kind: str) -> None:
+        """Wait no longer for answers to a request where nobody can give them.
+
+        Raises:
+            RankDied: the ranks have ended.
+        """
+        if self._up:
+            return
+        deadline = time.monotonic() + REPORT_S
+        while self._dying and time.monotonic() < deadline:
+            time.sleep(0.01)  # another thread finds out how
+        raise self._told or RankDied(f"The ranks ended before they answered {kind}.")
 
     def wake(self) -> None:
         """Send what is queued, and have `on_idle` called soon."""
@@ -419,6 +438,7 @@ class Gang:
     def _died(self, ended: wire.Ended | None) -> None:
         with self._lock:
             was_up, self._up = self._up, False
+            self._dying = self._dying or was_up
         if not was_up:
             return
         death = self.death(ended)
@@ -426,7 +446,8 @@ class Gang:
             self._launcher.wake_up()
             with contextlib.suppress(StartError):  # it is gone, and not yet seen to be
                 self._launcher.send(wire.Halt())
-        self._on_death(death)
+        self._told = self._on_death(death)
+        self._dying = False
 
     def death(self, ended: wire.Ended | None) -> Death:
         """What has ended the ranks."""

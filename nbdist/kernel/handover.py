@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbdist import wire
 from nbdist.engines import run_dir
-from nbdist.errors import SessionError, SwitchError
-from nbdist.kernel.switching import SwitchReport, differences, not_stopped
+from nbdist.errors import CellInterrupted, SessionError, SwitchError
+from nbdist.kernel.settling import Transaction
+from nbdist.kernel.switching import SwitchReport, differences
+from nbdist.kernel.unstopped import not_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,12 +58,13 @@ class Handover:
     """Starts ranks; told who hears of its progress."""
     lost: bool = False
     """Whether neither the new nor the old ranks could be made."""
+    _going_back: bool = False
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> SwitchReport:
         """Hand everything over to new ranks.
 
-        Stop has no effect meanwhile.
+        Stop ends what the ranks do, not the change of ranks itself, nor the way back.
 
         Raises:
             SwitchError: what failed and why; ranks with the old options have everything, or
@@ -122,6 +125,7 @@ class Handover:
             SwitchError: always: the error that led here.
         """
         self._show("going back")
+        self._going_back = True
         try:
             self._renew(self.before, folder)
         except (SwitchError, SessionError) as second:
@@ -147,15 +151,24 @@ class Handover:
             SwitchError: one of them could not.
             RankDied: one of them ended.
         """
-        # Old ranks agree on an error and all say it; a new one that fails leaves others waiting.
-        alone = kind == wire.ARRIVE
-        ranks = range(choice.placement.nproc)
-        replies = self.gang.ask(ranks, kind, content, all_or_error=alone)
-        errors = [reply["error"] for reply in replies.values() if reply["status"] == "error"]
-        if errors:
+        work = Transaction(
+            self.gang,
+            range(choice.placement.nproc),
+            kind,
+            raises=SwitchError,
+            show=self._show,
+            stoppable=not self._going_back,
+            # Old ranks agree on an error; a new one that fails leaves others waiting.
+            alone=kind == wire.ARRIVE,
+        )
+        try:
+            replies = work.ask(content)
+        except (SwitchError, CellInterrupted) as error:
+            if isinstance(error, CellInterrupted) and kind == wire.LEAVE:
+                raise  # nothing is changed
             gone = [rank for rank, one in enumerate(self.gang.members) if not one.alive()]
             ended = f" (rank {', '.join(map(str, gone))} ended)" if gone else ""
-            raise SwitchError(f"{errors[0]}{ended}")
+            raise SwitchError(f"{error}{ended}") from error
         reports = [replies[rank]["report"] for rank in sorted(replies)]
         for phase in reports[0]["seconds"]:
             self._seconds[phase] = max(one["seconds"].get(phase, 0.0) for one in reports)

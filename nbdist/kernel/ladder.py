@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from nbdist import ranks as rank_names
 from nbdist import wire
 from nbdist.kernel.standstill import apart, place, standstill
 
 if TYPE_CHECKING:
-    from nbdist.kernel.cell import Cell
+    from nbdist.errors import RankDied
     from nbdist.kernel.channel import Channel, Message
     from nbdist.kernel.gang import Gang
     from nbdist.kernel.standstill import Standstill
@@ -50,11 +50,39 @@ GRACE_S = 3.0
 """Ranks that wait for one that has raised are stopped after this time."""
 
 
+class Watched(Protocol):
+    """A cell, or a request that all ranks do together."""
+
+    ranks: tuple[int, ...]
+    requests: dict[int, str]
+    """By rank, those that have been sent."""
+    finished: threading.Event
+    interrupted_at: float
+    """Unix seconds of when it was first asked to stop; 0: it was not."""
+    notice: str
+    """Who waits for whom, in words."""
+    death: RankDied | None
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Ranks that have not answered."""
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Ranks that are not at its end."""
+
+    @property
+    def errors(self) -> dict[int, wire.RankError]:
+        """Of the ranks that failed."""
+
+
 class Ladder:
     """One cell's way to its end."""
 
+    grace_s = GRACE_S
+
     def __init__(
-        self, cell: Cell, gang: Gang, whereabouts: Whereabouts, *, world_size: int
+        self, cell: Watched, gang: Gang, whereabouts: Whereabouts, *, world_size: int
     ) -> None:
         """Watch a cell that has just been sent."""
         self.rung: Rung = "none"
@@ -114,7 +142,7 @@ class Ladder:
     def _climb(self, now: float) -> None:
         if self.rung == "none" and self._waits_in_vain():
             self._failed_at = self._failed_at or now
-            if now - self._failed_at > GRACE_S:
+            if now - self._failed_at >= self.grace_s:
                 self._ask(now)
         elif self.rung == "asked" and now - self._asked_at > self._patience_s and self._may_free():
             self._free(now)

@@ -201,7 +201,7 @@ class Profiler:
             self.now = None
             raise
         refused = {
-            rank: reply["error"] for rank, reply in replies.items() if reply["status"] == "error"
+            rank: reply["error"] for rank, reply in replies.items() if reply["status"] == "refused"
         }
         one.refusals |= refused
         if len(refused) == len(one.ranks):

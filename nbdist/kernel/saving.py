@@ -16,8 +16,9 @@ from nbdist import checkpoint, wire
 from nbdist.checkpoint.names import MANIFEST
 from nbdist.errors import CheckpointError
 from nbdist.kernel.screen import PinnedScreen
+from nbdist.kernel.settling import Transaction
 from nbdist.kernel.status_line import StatusLine
-from nbdist.kernel.switching import not_stopped, size
+from nbdist.kernel.switching import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -308,10 +309,16 @@ class Saves:
         Raises:
             CheckpointError: nothing was written.
         """
-        replies = gang.ask(ranks, wire.SAVE, request)
-        errors = [reply["error"] for reply in replies.values() if reply["status"] == "error"]
-        if errors:
-            raise CheckpointError(errors[0])
+        title = f"nbdist: checkpoint {request['name']}"
+        with StatusLine() as line:
+            work = Transaction(
+                gang,
+                ranks,
+                wire.SAVE,
+                raises=CheckpointError,
+                show=lambda text: line.show(f"{title}: {text}"),
+            )
+            replies = work.ask(request)
         with self._lock:
             save = self._saves.setdefault(replies[0]["id"], Save())
         if not save.name:
@@ -416,16 +423,19 @@ def load(
     with checkpoint.opened(root, name) as opened, StatusLine() as line:
         manifest, title = opened.manifest, f"nbdist: loading {name}"
         content = wire.LoadRequest(path=str(opened.path), id=manifest.id, weights_only=weights_only)
-        listen(lambda phase: line.show(f"{title}: {phase}"))
+
+        def show(text: str) -> None:
+            line.show(f"{title}: {text}")
+
+        listen(show)
         try:
-            with not_stopped(lambda: line.show(f"{title}: cannot be stopped half-way")):
-                replies = gang.ask(ranks, wire.LOAD, content)
+            work = Transaction(gang, ranks, wire.LOAD, raises=CheckpointError, show=show)
+            replies = work.ask(content)
+        except CheckpointError:
+            show("failed")
+            raise
         finally:
             listen(None)
-        errors = [reply["error"] for reply in replies.values() if reply["status"] == "error"]
-        if errors:
-            line.show(f"{title}: failed")
-            raise CheckpointError(errors[0])
         reports = [replies[rank]["report"] for rank in ranks]
         report = _put_together(name, reports)
         line.show(f"{title}: done in {report.total_s:.1f} s")

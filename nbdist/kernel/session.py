@@ -6,12 +6,11 @@ the package is the current session, behind `current()`.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist import ranks as rank_names
 from nbdist import strategies, wire
@@ -33,7 +32,6 @@ from nbdist.kernel import (
     handover,
     judging,
     saving,
-    settling,
     source,
     stacks,
     switching,
@@ -41,8 +39,8 @@ from nbdist.kernel import (
 )
 from nbdist.kernel.asked import Choice
 from nbdist.kernel.cell import Cell, CellResult
+from nbdist.kernel.cells import Cells
 from nbdist.kernel.gang import Gang
-from nbdist.kernel.ladder import Ladder
 from nbdist.kernel.marks import Mark, Marks
 from nbdist.kernel.metrics import Metrics
 from nbdist.kernel.peeking import Peek
@@ -69,17 +67,11 @@ if TYPE_CHECKING:
     from nbdist.kernel.devices import Placement
     from nbdist.kernel.exporting import ExportReport
     from nbdist.kernel.foreign import ForeignReport
-    from nbdist.kernel.ladder import Rung
     from nbdist.kernel.render import Show
     from nbdist.kernel.saving import Checkpoints, LoadReport, Save
     from nbdist.profile.result import Profile
 
 State = Literal["new", "ready", "running", "dead", "stopped"]
-
-PATIENCE_S = 3.0
-"""A Stop after this time gives up on ranks that the first has not ended."""
-KEPT_CELLS = 64
-"""Late output (a rank's background thread) is shown for this many past cells."""
 
 
 class Session:
@@ -126,8 +118,6 @@ class Session:
         self.state = "new"
         self.started: float | None = None
         """Unix seconds of the first start."""
-        self.last: Cell | None = None
-        """The cell that ended last."""
         self.kept_for_panel: object = None
         """What a panel knows of this session; its own."""
         self._at_stop: list[Callable[[], object]] = []
@@ -139,12 +129,6 @@ class Session:
         self.received: dict[str, Any] = {}
         """Values of send(), by name."""
         self._death: RankDied | None = None
-        self._cells: list[Cell] = []
-        self._running: Cell | None = None
-        self._background: Cell | None = None
-        self._ladder: Ladder | None = None
-        """Of the cell that runs now, or of the last one until the ranks are seen to be in step."""
-        self._counter = itertools.count(1)
         self._gang = Gang(
             engine or LocalEngine(),
             on_message=self._receive,
@@ -153,6 +137,7 @@ class Session:
             on_notice=self._notice,
         )
         self.whereabouts = Whereabouts(self._gang)
+        self._cells = Cells(self._gang, self.whereabouts)
         self.peek = Peek(self._gang)
         self._profiler = Profiler(self._gang, lambda one: judging.judged(self, self._gang, one))
         named = {"backend": backend, "precision": precision, "offload": offload}
@@ -181,12 +166,17 @@ class Session:
     @property
     def running(self) -> Cell | None:
         """The cell that runs now."""
-        return self._running
+        return self._cells.running
+
+    @property
+    def last(self) -> Cell | None:
+        """The cell that ended last."""
+        return self._cells.last
 
     @property
     def standstill(self) -> str:
         """Who waits for whom in the running cell, in words; "" where nobody does for long."""
-        return self._running.notice if self._running is not None else ""
+        return self.running.notice if self.running is not None else ""
 
     @property
     def death(self) -> RankDied | None:
@@ -296,7 +286,7 @@ class Session:
     def _stop(self) -> None:
         self._saves.finish()
         self._profiler.give_up("the session was stopped.")
-        self._end_cells(RankDied("The session was stopped; %%distribute starts a new one."))
+        self._cells.die(RankDied("The session was stopped; %%distribute starts a new one."))
         self._gang.close()
         self._no_more_saves("the session was stopped")
         self.state = "stopped"
@@ -330,7 +320,7 @@ class Session:
         self.abandon()
         self._gang.halt()
         self._no_more_saves("the ranks were restarted")
-        self.state, self.last = "new", None
+        self.state, self._cells.last = "new", None
         self._saving.clear()
         self.marks.begin_anew(Mark(0, "restart", f"new ranks: {self.describe()}"))
         return self.start()
@@ -341,7 +331,7 @@ class Session:
         From any thread, so that a restart is possible while a cell blocks.
         """
         self._profiler.give_up("the ranks were restarted.")
-        self._end_cells(RankDied("The ranks were restarted; their variables are gone."))
+        self._cells.die(RankDied("The ranks were restarted; their variables are gone."))
 
     def give_up(self) -> None:
         """Let whoever waits for anything of the ranks wait no more: they are ended next.
@@ -373,38 +363,26 @@ class Session:
         """End the ranks."""
         self.stop()
 
-    def _die(self, death: Death) -> None:
+    def _die(self, death: Death) -> RankDied:
         """Say who ended how, what it said last, and from where training can go on."""
         self._death = death.told(
             log=self.logs[death.rank].tail(causes.LAST_LINES) if death.rank is not None else "",
             checkpoint=next(reversed(self.checkpoints), None),
-            cells=self._cell_files(),
+            cells=self._cells.files(),
         )
         self.state = "dead"
         self._saves.give_up(self._death.headline)
         self._profiler.give_up(self._death.headline)
-        self._end_cells(self._death)
-
-    def _cell_files(self) -> dict[str, int]:
-        """Numbers of the last cells by the name of the file that ranks give to their code."""
-        return {source.file_name(cell.code): cell.count for cell in self._cells}
+        self._cells.die(self._death)
+        return self._death
 
     def _notice(self, line: str) -> None:
-        if self._running is not None:
-            self._running.tell(line)
+        self._cells.tell(line)
 
     def _no_more_saves(self, why: str) -> None:
         """Once the ranks are gone: nothing is left of a save that they could not finish."""
         self._saves.give_up(f"{why} while it was written.")
         self._saves.tidy()
-
-    def _end_cells(self, death: RankDied) -> None:
-        for cell in self._cells:
-            if not cell.finished.is_set():
-                cell.die(death)
-                if cell.detached:
-                    cell.pump(0)
-        self._cells.clear()
 
     # -- cells
 
@@ -453,7 +431,7 @@ class Session:
         renderer = Renderer(screen, ranks=chosen, show=shown, logs=logs)
         cell = self._send_cell(code, chosen, renderer, count)
         if background:
-            self._background = cell
+            self._cells.background = cell
             cell.detach(pinned)
         else:
             self._join(cell, pinned)
@@ -467,22 +445,26 @@ class Session:
             CellError: the cell raised on a rank; told once.
             CellInterrupted: Stop was pressed; the cell goes on.
         """
-        cell = self._running or self._background
+        cell = self._cells.running or self._cells.background
         try:
             return cell is None or cell.joined or CellResult(cell).wait(timeout_s)
         except KeyboardInterrupt:
             msg = "stopped waiting; the cell goes on in the background, %nbdist interrupt stops it."
             raise CellInterrupted(msg) from None
 
-    def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept."""
-        self._stop_running()
+    def interrupt(self) -> bool:
+        """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept.
 
-    def _stop_running(self) -> Rung:
-        """Go one rung up with the running cell; returns where it is now."""
-        if self._running is None or self._ladder is None:
-            return "none"
-        return self._ladder.stop()
+        A save, a load, a switch, an export is stopped too, and all is as it was before.
+
+        Returns:
+            Whether there was anything to stop.
+        """
+        joint = self._gang.joint
+        if self.running is None and joint is not None:
+            joint.stop()
+            return True
+        return self._cells.stop() != "none"
 
     def _shown(self, output: str | Sequence[int]) -> Show:
         """Whose output is displayed."""
@@ -497,74 +479,31 @@ class Session:
     ) -> Cell:
         profiling = self._profiler.begin(ranks, None)
         cell = Cell(ranks, renderer, on_send=self._take_sent, on_done=self._cell_done)
-        cell.code, cell.count = code, count or next(self._counter)
+        cell.code, cell.count = code, self._cells.number(count)
         if profiling is not None:
-            profiling.cell, profiling.sources = cell, self._sources(cell)
-        self._running, self.state = cell, "running"
-        self._ladder = Ladder(cell, self._gang, self.whereabouts, world_size=self.world_size)
-        note = wire.CellNote(count=cell.count)
-        for rank in ranks:
-            cell.requests[rank] = self._gang.post(
-                rank, "shell", "execute_request", wire.execute(code), cell.deliver, note=note
-            )
-        self._gang.wake()
-        self._cells.append(cell)
-        for old in self._cells[:-KEPT_CELLS]:
-            self._gang.forget(old.requests.values())
-        self._cells = self._cells[-KEPT_CELLS:]
+            profiling.cell, profiling.sources = cell, self._cells.sources(cell)
+        self.state = "running"
+        self._cells.send(cell, world_size=self.world_size)
         return cell
 
     def _join(self, cell: Cell, afterwards: PinnedScreen) -> None:
-        """Show the cell's output until it is over; Stop interrupts the ranks."""
-        try:
-            while not cell.finished.is_set():
-                cell.pump(cell.patience_s)
-            self._profiler.show_owed(cell)
-        except KeyboardInterrupt:
-            self._join_interrupted(cell)
-            self._profiler.show_owed(cell)
-        finally:
-            cell.detach(afterwards)
+        """Show the cell's output until it is over, and see that the ranks are in step."""
+        self._cells.join(cell, afterwards, owed=self._profiler.show_owed, end=self._begin_anew)
         problem = self._settle()
         if cell.stopped:  # perhaps by another thread
             words = f"but {problem}" if problem else "every variable is kept"
             raise CellInterrupted(f"stopped on all ranks; {words}.") from None
 
-    def _join_interrupted(self, cell: Cell) -> None:
-        """Lead Stop from rung to rung until the cell is over.
-
-        Where ranks only compute, a late second Stop gives the prompt back.
-        """
-        asked_at = time.monotonic()
-        rung: Rung = "none"
-        while not cell.finished.is_set():
-            try:
-                rung = self._stop_running()
-                while not cell.finished.is_set() and rung != "end":
-                    cell.pump(cell.patience_s)
-            except KeyboardInterrupt:
-                computing = self._ladder is not None and self._ladder.rung == "asked"
-                if computing and time.monotonic() - asked_at > PATIENCE_S:
-                    cell.show_errors()
-                    raise CellInterrupted(stuck_words(cell)) from None
-            if rung == "end":
-                self._end_stuck(cell)
-
-    def _end_stuck(self, cell: Cell) -> NoReturn:
+    def _begin_anew(self) -> None:
         """End ranks that nothing else has stopped, and start new ones."""
-        words = rank_names.words(cell.pending)
+        stuck = self.running
         self.abandon()
-        cell.pump(0)
+        if stuck is not None:
+            stuck.pump(0)
         self.restart()
-        msg = f"{words} did not stop, so all ranks were ended and new ones started; their variables"
-        raise CellInterrupted(f"{msg} are gone.") from None
 
     def _settle(self) -> str:
-        """See that the ranks of the cell before are in step; returns what went wrong with it."""
-        ladder, self._ladder = self._ladder, None
-        if ladder is None:
-            return ""
-        return settling.settle(ladder, self._gang, world_size=self.world_size)
+        return self._cells.settle(world_size=self.world_size)
 
     def _ensure_alive(self) -> None:
         if os.getpid() != self._pid:
@@ -578,7 +517,7 @@ class Session:
 
     def _ensure_free(self) -> None:
         self._ensure_alive()
-        if self._running is not None:
+        if self.running is not None:
             msg = (
                 "A cell is still running on the ranks: wait for it with %nbdist wait, stop it"
                 " with %nbdist interrupt, or take new ranks with %nbdist restart."
@@ -587,10 +526,8 @@ class Session:
         self._settle()  # after a cell in the background
 
     def _cell_done(self, cell: Cell) -> None:
-        if self._running is cell:
-            self._running, self.last = None, cell
-            self.whereabouts.forget()
-            self.state = "ready" if self.state == "running" else self.state
+        if self._cells.done(cell) and self.state == "running":
+            self.state = "ready"
 
     # -- what arrives on the reader thread
 
@@ -619,13 +556,9 @@ class Session:
 
     def _on_idle(self) -> bool:
         """Watch the running cell; show output of background cells and what past ones write."""
-        if self._running is not None and self._ladder is not None:
-            self._ladder.tick()
+        self._cells.tick()
         self._profiler.tick()
-        waiting = [cell for cell in self._cells if cell.detached and not cell.quiet]
-        for cell in waiting:
-            cell.pump(0)
-        return bool(waiting)
+        return self._cells.show_late()
 
     def _take_sent(self, name: str, path: str) -> None:
         """Bind a value of send() in the notebook, while the cell still runs."""
@@ -739,7 +672,7 @@ class Session:
     def _hand_over(self, then: Choice, *, reset_optimizer: bool) -> SwitchReport:
         """Let new ranks take over; on failure others with the old options do."""
         self._saves.finish()
-        self._end_cells(RankDied("New ranks took over; what the old ones still wrote is lost."))
+        self._cells.die(RankDied("New ranks took over; what the old ones still wrote is lost."))
         with StatusLine() as line:
             change = handover.Handover(
                 gang=self._gang,
@@ -956,10 +889,10 @@ class Session:
         """
         wish = Wish.of(steps, trace, memory)
         self._ensure_alive()
-        cell = self._running
+        cell = self.running
         profiling = self._profiler.arm(wish)
         if cell is not None and cell.running:
-            profiling.sources = self._sources(cell)
+            profiling.sources = self._cells.sources(cell)
             self._profiler.begin(cell.running, cell)
         return profiling
 
@@ -980,11 +913,6 @@ class Session:
         if self._death is not None:
             return self._death.headline
         return self._profiler.why_busy()
-
-    def _sources(self, cell: Cell) -> list[tuple[str, str]]:
-        """What this cell and those before it run, for advice on their lines."""
-        before = [one for one in self._cells if one is not cell]
-        return [(f"In[{one.count}]", one.code) for one in (*before, cell)]
 
     # -- the planner
 
@@ -1029,9 +957,7 @@ class Session:
         request = wire.ModelRequest(
             name=name, batch_size=batch_size, seq_len=seq_len, kind=kind, quick=quick
         )
-        reply: wire.ModelReply = self._gang.ask([0], wire.MODEL, request)[0]
-        if reply["status"] == "error":
-            raise PlanError(reply["error"])
+        reply: wire.ModelReply = self._gang.ask([0], wire.MODEL, request, raises=PlanError)[0]
         return reply
 
     @in_turn
@@ -1103,7 +1029,7 @@ class Session:
         says so.
         """
         self._ensure_alive()
-        return stacks.of_ranks(self._gang, self._cell_files())
+        return stacks.of_ranks(self._gang, self._cells.files())
 
     def panel(self, face: str = "auto") -> None:
         """Show predicted memory beside live devices, curves, and buttons, under this cell.
@@ -1135,14 +1061,6 @@ class Session:
         from nbdist import panel
 
         return panel.bundle(self)
-
-
-def stuck_words(cell: Cell) -> str:
-    """Say which ranks did not stop, and what can be done."""
-    return (
-        f"{rank_names.words(cell.pending)} did not stop yet: Python stops when the library that it"
-        " has called returns. %nbdist wait goes on waiting, %nbdist restart takes new ranks."
-    )
 
 
 _current: list[Session | None] = [None]

@@ -12,7 +12,9 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from nbdist import wire
+from nbdist.errors import CellInterrupted, SwitchError
 from nbdist.kernel import tracebacks
+from nbdist.kernel.joint import Joint
 from nbdist.kernel.standstill import apart
 from nbdist.kernel.status_line import StatusLine
 
@@ -23,8 +25,14 @@ if TYPE_CHECKING:
 _eras = itertools.count(1)
 
 
-def settle(ladder: Ladder, gang: Gang, *, world_size: int) -> str:
+def settle(ladder: Ladder, gang: Gang, *, world_size: int, midway: bool = True) -> str:
     """See that the ranks are in step, or make them so; returns what went wrong with it.
+
+    Args:
+        ladder: of the cell or request.
+        gang: the ranks.
+        world_size: their number.
+        midway: whether an engine that is in the middle of a pass is made anew too.
 
     Raises:
         RankDied: a rank ended.
@@ -38,7 +46,7 @@ def settle(ladder: Ladder, gang: Gang, *, world_size: int) -> str:
     )
     answers = gang.ask(range(world_size), wire.WHERE, {}, channel="control").values()
     broken = broken or apart(answers)
-    if not broken and not any(one["standing"]["midway"] for one in answers):
+    if not broken and not (midway and any(one["standing"]["midway"] for one in answers)):
         return ""
     return renew(gang, world_size=world_size, groups=broken)
 
@@ -53,12 +61,21 @@ def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
     with StatusLine() as line:
         line.show("nbdist: making the ranks ready again")
         request: Any = wire.RenewRequest(era=next(_eras), groups=groups)
-        replies = gang.ask(range(world_size), wire.RENEW, request, all_or_error=True)
-        failed = {rank: one["error"] for rank, one in replies.items() if one["status"] == "error"}
-        if failed and not groups and all(replies[rank]["broken"] for rank in failed):
-            return renew(gang, world_size=world_size, groups=True)
-        if failed:
-            why = " / ".join(dict.fromkeys(failed.values())).removesuffix(".")
+        joint = Joint(
+            gang,
+            range(world_size),
+            wire.RENEW,
+            raises=SwitchError,
+            stoppable=False,
+            show=lambda text: line.show(f"nbdist: making the ranks ready again: {text}"),
+        )
+        joint.ladder.unasked = True  # and a Stop that comes once more leaves nothing half made
+        try:
+            replies = joint.ask(request)
+        except (SwitchError, CellInterrupted) as error:
+            if not groups and _is_broken(joint):
+                return renew(gang, world_size=world_size, groups=True)
+            why = str(error).removesuffix(".")
             problem = (
                 f"the ranks could not be made ready again: {why}. Plain variables are still there;"
                 " %nbdist restart takes new ranks, and %nbdist load the last checkpoint"
@@ -67,6 +84,27 @@ def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
             return problem
         line.show(f"nbdist: {_in_words(replies[0]['report'], groups=groups)}")
         return ""
+
+
+def _is_broken(joint: Joint) -> bool:
+    """Whether it was the group that did not work: a SwitchError comes from ranks that agree."""
+    return bool(joint.errors) and all(
+        one.ename not in {"SwitchError", "KeyboardInterrupt"} for one in joint.errors.values()
+    )
+
+
+class Transaction(Joint):
+    """A save, a load, a switch, an export: after a failure the ranks are in step again."""
+
+    def _problem(self) -> str:
+        """Have the ranks in step again where they may not be; what went wrong with that."""
+        if not self.errors or self.alone:
+            return ""
+        first = tracebacks.grouped(list(self.errors.values()))[0]
+        agreed = first.ranks == self.ranks and first.kind == "cause"
+        if agreed and self.ladder.rung == "none":
+            return ""
+        return settle(self.ladder, self.gang, world_size=len(self.ranks), midway=False)
 
 
 def _in_words(report: dict[str, Any], *, groups: bool) -> str:

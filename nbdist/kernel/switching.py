@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from nbdist import wire
 from nbdist.errors import SwitchError
+from nbdist.kernel.settling import Transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from nbdist.kernel.asked import Choice
     from nbdist.kernel.gang import Gang
@@ -122,14 +120,17 @@ class Request:
         title = f"nbdist: {now.backend} -> {then.backend}"
         listen(lambda phase: self.line.show(f"{title}: {phase}"))
         content = wire.SwitchRequest(options=then.to_json(), reset_optimizer=self.reset_optimizer)
+        work = Transaction(
+            gang,
+            range(self.before.placement.nproc),
+            wire.SWITCH,
+            raises=SwitchError,
+            show=lambda text: self.line.show(f"{title}: {text}"),
+        )
         try:
-            with not_stopped(lambda: self.line.show(f"{title}: cannot be stopped half-way")):
-                replies = gang.ask(range(self.before.placement.nproc), wire.SWITCH, content)
+            replies = work.ask(content)
         finally:
             listen(None)
-        errors = [reply["error"] for reply in replies.values() if reply["status"] == "error"]
-        if errors:
-            raise SwitchError(errors[0])
         reports = [reply["report"] for reply in replies.values()]
         first = reports[0]
         seconds = {
@@ -150,19 +151,6 @@ class Request:
         )
         self.line.show(f"{title} in {report.total_s:.1f} s")
         return report
-
-
-@contextlib.contextmanager
-def not_stopped(tell: Callable[[], object]) -> Iterator[None]:
-    """Let Stop have no effect meanwhile but a word of why."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: tell())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def differences(now: Options, then: Options) -> list[str]:

@@ -54,6 +54,7 @@ SECONDARY = (
     Secondary(r"Ranks? [\d, ]+failed to pass monitoredBarrier", "torch 2.13: ProcessGroupGloo.cpp"),
     Secondary(r"^DistNetworkError: .*Connection was likely closed", "torch 2.13: TCPStore recv"),
     Secondary(r"^Dist\w*Error: .*(?:Broken pipe|reset by peer)", "torch 2.13: TCPStore send"),
+    Secondary(r"the connections between the ranks were cut", "our rank/collectives.py, for Stop"),
     # Read in the libraries' strings and sources; not tried here:
     Secondary(r"Remote peer closed the connection", "gloo in torch 2.13: strings of libtorch_cpu"),
     Secondary(r"Gloo connectFullMesh failed with", "torch 2.13: strings of libtorch_cpu"),

@@ -19,7 +19,7 @@ def push(values: Mapping[str, object], ranks: Sequence[int], gang: Gang) -> int:
     """Bind `values` on `ranks`; returns the bytes, written once for all of them."""
     path = payload.write_where_room(dict(values), _folders(gang.run_dir))
     try:
-        gang.ask(ranks, wire.PUSH, wire.PushRequest(path=str(path)))
+        gang.ask(ranks, wire.PUSH, wire.PushRequest(path=str(path)), raises=PayloadError)
         return path.stat().st_size
     finally:
         path.unlink(missing_ok=True)
@@ -44,9 +44,7 @@ def pull(
     """
     folders = _folders(gang.run_dir)
     request = wire.PullRequest(names=list(names), folders=[str(f) for f in folders])
-    reply: wire.FileReply = gang.ask([rank], wire.PULL, request)[rank]
-    if reply["status"] == "error":
-        raise PayloadError(reply["error"])
+    reply: wire.FileReply = gang.ask([rank], wire.PULL, request, raises=PayloadError)[rank]
     if "prepared" not in reply:
         return received(reply["path"], gang.run_dir, as_numpy=as_numpy)
     values: dict[str, Any] = {}

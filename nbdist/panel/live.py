@@ -280,9 +280,11 @@ class Live:
         if self._session.running is not None:
             self._session.interrupt()
             ok, text = True, "the cell is asked to stop."
+        elif doing is not None and self._session.interrupt():
+            ok, text = True, f"{doing[0].text} is asked to stop."
         elif doing is not None:
             ok = False
-            text = f"{doing[0].text} cannot be stopped half-way; Restart ends the ranks with it."
+            text = f"{doing[0].text} cannot be stopped now; Restart ends the ranks with it."
         elif self._session.activity.now is not None:
             return
         else:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["straggler", "input", "communication", "offload", "optimizer", "host", "memory"]
 
-# Control runs of tests/planted.py, a Llama of 3 M parameters on two CPU ranks: data and Python under
-# 2 % of the step, communication 1 to 6 %, optimizer 9 to 12 %. The thresholds leave room for smaller
-# models and batches, where all of these weigh more and nothing is wrong; how much is an estimate.
+# Control runs of tests/planted.py, a Llama of 3 M parameters on two CPU ranks: data and Python
+# under 2 % of the step, communication 1 to 6 %, optimizer 9 to 12 %. The thresholds leave room for
+# smaller models and batches, where these weigh more and nothing is wrong; how much is estimated.
 _WAITED_FOR_DATA = 0.12
 """Cheap to mend, so the lowest of those that every loop has."""
 _COPIED = 0.12
@@ -38,7 +38,7 @@ _WHOLE = 0.8
 _HIDDEN = 0.5
 """Of all communication; where more is hidden, more units would not hide much more."""
 _OFFLOADED = 0.10
-"""The lowest of all, as the optimizer is on the CPU because of an option; 14 % in the planted run."""
+"""The lowest of all, for an option alone puts the optimizer there; 14 % in the planted run."""
 _OPTIMIZED = 0.30
 """A third of a small model's step at a small batch is usual, and only a larger batch helps."""
 _HOST = 0.20

@@ -39,6 +39,8 @@ GATHERED_S = 1.0
 WORK_S = dt.timedelta(seconds=0.25)
 """How soon Stop ends the waiting for a collective that has begun."""
 
+GIVEN_UP = "the connections between the ranks were cut"
+
 _SAME_SIZE = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
@@ -90,6 +92,7 @@ class Meeting:
         """Meet on this board."""
         self._board = board
         self._era = 0
+        self._given_up = False
         """How often the groups were made anew: their names begin again."""
         self.waiting: Waiting | None = None
 
@@ -97,6 +100,11 @@ class Meeting:
         """The process groups are new ones."""
         self._era += 1
         self._board.clear()
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """Wait for nobody any more, until the groups are made anew; from any thread."""
+        self._given_up = True
 
     def name_of(self, group: ProcessGroup) -> str:
         """Name of a group on the board."""
@@ -134,6 +142,8 @@ class Meeting:
         missing = tuple(others)
         while missing := self._missing(name, number, missing):
             now = time.monotonic()
+            if self._given_up:
+                raise RuntimeError(GIVEN_UP)
             if not misfit_at and self._misfits(name, number, call, others):
                 misfit_at = now
             if misfit_at and now - misfit_at > GATHERED_S:

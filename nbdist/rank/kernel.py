@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -27,18 +27,18 @@ from traitlets.config import Config
 
 from nbdist import payload, wire
 from nbdist.errors import (
-    CheckpointError,
-    NbdistError,
     PayloadError,
     SessionError,
     StartError,
-    SwitchError,
 )
 from nbdist.rank import advice, describe, measure, release, stacks, where
+from nbdist.rank.answers import answered, failed
 from nbdist.rank.gate import gate
 from nbdist.rank.long_text import LONGEST_ERROR, shortened
 from nbdist.rank.profiling import service
 from nbdist.rank.standing import Standing
+from nbdist.rank.stops import stops
+from nbdist.rank.stream import log_to_launcher
 from nbdist.signed import KEY_BYTES, Briefly, Signer
 from nbdist.strategies import Options
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     import zmq
 
     from nbdist.rank.collectives import Meeting
-    from nbdist.rank.handover import Report
     from nbdist.rank.namespace import Beginning
     from nbdist.rank.profiling.window import Surroundings
     from nbdist.rank.saving import Saver
@@ -151,30 +150,72 @@ class RankKernel(IPythonKernel):
         self.unwanted: str | None = None
         """Request of the cell that was interrupted last; it may not have begun."""
         self.shell_handlers |= {
-            wire.JOIN: self.join_request,
-            wire.PUSH: self.push_request,
-            wire.PULL: self.pull_request,
-            wire.MODEL: self.model_request,
-            wire.SWITCH: self.switch_request,
-            wire.SAVE: self.save_request,
-            wire.LOAD: self.load_request,
-            wire.LEAVE: self.leave_request,
-            wire.ARRIVE: self.arrive_request,
-            wire.EXPORT: self.export_request,
-            wire.GATHER: self.gather_request,
-            wire.FOREIGN: self.foreign_request,
-            wire.RENEW: self.renew_request,
-            wire.BANDWIDTH: self.bandwidth_request,
+            wire.JOIN: self.answering(self.join),
+            wire.PUSH: self.answering(self.push),
+            wire.PULL: self.answering(self.pull),
+            wire.MODEL: self.answering(self.model),
+            wire.SAVE: self.answering(self.save),
+            wire.RENEW: self.answering(self.renew, in_phases=True),
+            wire.SWITCH: self.answering(self.switch, in_phases=True),
+            wire.LOAD: self.answering(self.load, in_phases=True),
+            wire.LEAVE: self.answering(self.leave, in_phases=True),
+            wire.ARRIVE: self.answering(self.arrive, in_phases=True),
+            wire.EXPORT: self.answering(self.export, in_phases=True),
+            wire.GATHER: self.answering(self.gather, in_phases=True),
+            wire.FOREIGN: self.answering(self.foreign, in_phases=True),
+            wire.BANDWIDTH: self.answering(self.bandwidth),
         }
         self.control_handlers |= {
-            wire.MEASURED: self.measured_request,
-            wire.WHERE: self.where_request,
-            wire.RELEASE: self.release_request,
-            wire.HOLD: self.hold_request,
-            wire.STACKS: self.stacks_request,
-            wire.MODEL: self.prepared_request,
-            wire.PROFILE: self.profile_request,
+            wire.MEASURED: self.answering_beside(self.measured),
+            wire.WHERE: self.answering_beside(self.where),
+            wire.RELEASE: self.answering_beside(self.release),
+            wire.HOLD: self.answering_beside(self.hold),
+            wire.STACKS: self.answering_beside(self.stacks),
+            wire.MODEL: self.answering_beside(self.prepared_model),
+            wire.PROFILE: self.answering_beside(self.profile),
         }
+
+    def answering(
+        self, work: Callable[[Any], Any], *, in_phases: bool = False
+    ) -> Callable[..., None]:
+        """Make a handler of what answers a request on the main thread, where Stop can end it.
+
+        Args:
+            work: takes the content of the request, returns that of the reply.
+            in_phases: Stop is heard between phases.
+        """
+
+        def wanted(content: Any, request: str) -> Any:
+            if request == self.unwanted:
+                raise KeyboardInterrupt
+            with stops.in_phases() if in_phases else nullcontext():
+                return work(content)
+
+        def handle(stream: Any, ident: Any, parent: Message) -> None:
+            request = parent["header"]["msg_id"]
+            self.running = request
+            try:
+                reply = answered(lambda content: wanted(content, request), parent["content"])
+            except KeyboardInterrupt as late:
+                reply = failed(late)
+            finally:
+                self.running = None
+            self.reply(stream, ident, parent, reply)
+
+        return handle
+
+    def answering_beside(self, work: Callable[[Any], Any]) -> Callable[..., None]:
+        """Make a handler of what answers a request on the control thread."""
+
+        def handle(stream: Any, ident: Any, parent: Message) -> None:
+            self.reply(stream, ident, parent, answered(work, parent["content"]))
+
+        return handle
+
+    def reply(self, stream: Any, ident: Any, parent: Message, content: Any) -> None:
+        """Send the reply to a request of ours."""
+        kind = parent["header"]["msg_type"].replace("_request", "_reply")
+        self.session.send(stream, kind, content, parent, ident=ident)
 
     async def execute_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Answer every cell, also one that is interrupted outside of the user's code.
@@ -241,10 +282,10 @@ class RankKernel(IPythonKernel):
             self.unwanted = content["request"]
         self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
 
-    def hold_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def hold(self, _: object) -> wire.HoldReply:
         """Let no optimizer step begin until the kernel says after which one to stop."""
         begun, next_s = gate.hold()
-        self._answer(stream, ident, parent, wire.HoldReply(begun=begun, next_s=next_s))
+        return wire.HoldReply(begun=begun, next_s=next_s)
 
     def raw_input(self, prompt: str = "") -> NoReturn:
         """Refuse `input()` at once: it could never be answered."""
@@ -258,63 +299,49 @@ class RankKernel(IPythonKernel):
         """Refuse `getpass.getpass()` in the same way."""
         self.raw_input(prompt)
 
-    def join_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def join(self, _: object) -> wire.JoinReply:
         """Answer that this rank has passed the first barrier."""
         own = psutil.Process()
-        reply = wire.JoinReply(
+        return wire.JoinReply(
             pid=own.pid, created=own.create_time(), device=str(self.shell.user_ns["device"])
         )
-        self._answer(stream, ident, parent, reply)
 
-    def push_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def push(self, request: wire.PushRequest) -> wire.FileReply:
         """Bind the variables of a payload file in the user's namespace."""
-        path = parent["content"]["path"]
-        self.shell.push(payload.read(path, delete=False))
-        self._answer(stream, ident, parent, wire.FileReply(status="ok", path=path))
+        self.shell.push(payload.read(request["path"], delete=False))
+        return wire.FileReply(status="ok", path=request["path"])
 
-    def pull_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def pull(self, request: wire.PullRequest) -> wire.FileReply:
         """Write variables of the user's namespace into a payload file."""
         from nbdist.rank import pulling
 
-        request = parent["content"]
-        try:
-            values = self._named(request["names"])
-            if prepared := pulling.prepared(values):
-                reply = wire.FileReply(status="ok", prepared=prepared)
-            else:
-                plain = {name: pulling.plain(value) for name, value in values.items()}
-                path = payload.write_where_room(plain, request["folders"])
-                reply = wire.FileReply(status="ok", path=str(path))
-        except (NameError, PayloadError, OSError) as error:
-            reply = wire.FileReply(status="error", error=str(error))
-        self._answer(stream, ident, parent, reply)
+        values = self._named(request["names"])
+        if prepared := pulling.prepared(values):
+            return wire.FileReply(status="ok", prepared=prepared)
+        plain = {name: pulling.plain(value) for name, value in values.items()}
+        path = payload.write_where_room(plain, request["folders"])
+        return wire.FileReply(status="ok", path=str(path))
 
-    def model_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def model(self, request: wire.ModelRequest) -> wire.ModelReply:
         """Describe a model of the user's namespace, or the prepared one, to the planner."""
-        self._answer(stream, ident, parent, describe.reply(parent["content"], self.shell.user_ns))
+        return describe.reply(request, self.shell.user_ns)
 
-    def switch_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def switch(self, request: wire.SwitchRequest) -> wire.SwitchReply:
         """Give the living models another engine; all ranks do it together."""
         from nbdist.rank import switch
 
-        request: wire.SwitchRequest = parent["content"]
         change = switch.Switch(
             Options.from_json(request["options"]),
             self.shell.user_ns,
             tell=self.tell_phase,
             reset_optimizer=request["reset_optimizer"],
         )
-        try:
-            reply = wire.SwitchReply(status="ok", report=change.run().to_json())
-        except SwitchError as error:
-            reply = wire.SwitchReply(status="error", error=str(error))
-        self._answer(stream, ident, parent, reply)
+        return wire.SwitchReply(status="ok", report=change.run().to_json())
 
-    def export_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def export(self, request: wire.ExportRequest) -> wire.ExportReply:
         """Write the prepared model as a folder; all ranks do it together."""
         from nbdist.rank.exporting import Export
 
-        request: wire.ExportRequest = parent["content"]
         export = Export(
             request["folder"],
             names=self.shell.user_ns,
@@ -324,32 +351,21 @@ class RankKernel(IPythonKernel):
             overwrite=request["overwrite"],
             model=request["model"],
         )
-        try:
-            reply = wire.ExportReply(status="ok", report=export.run().to_json())
-        except CheckpointError as error:
-            reply = wire.ExportReply(status="error", error=str(error))
-        self._answer(stream, ident, parent, reply)
+        return wire.ExportReply(status="ok", report=export.run().to_json())
 
-    def gather_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def gather(self, request: wire.GatherRequest) -> wire.FileReply:
         """Write a prepared model into a payload file; all ranks do it together."""
         from nbdist.rank import pulling
 
-        request: wire.GatherRequest = parent["content"]
         name = request["name"]
-        try:
-            path = pulling.pull(
-                name, self.shell.user_ns.get(name), request["folders"], tell=self.tell_phase
-            )
-            reply = wire.FileReply(status="ok", path=str(path))
-        except CheckpointError as error:
-            reply = wire.FileReply(status="error", error=str(error))
-        self._answer(stream, ident, parent, reply)
+        value, folders = self.shell.user_ns.get(name), request["folders"]
+        path = pulling.pull(name, value, folders, tell=self.tell_phase)
+        return wire.FileReply(status="ok", path=str(path))
 
-    def leave_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def leave(self, request: wire.LeaveRequest) -> wire.HandoverReply:
         """Write everything that new ranks need; all ranks do it together."""
         from nbdist.rank import handover
 
-        request: wire.LeaveRequest = parent["content"]
         leaving = handover.Leaving(
             Options.from_json(request["options"]),
             self.shell.user_ns,
@@ -359,13 +375,13 @@ class RankKernel(IPythonKernel):
             reset_optimizer=request["reset_optimizer"],
         )
         folders = [Path(folder) for folder in request["folders"]]
-        self._answer(stream, ident, parent, _handed_over(lambda: leaving.run(folders)))
+        report = asdict(leaving.run(folders))
+        return wire.HandoverReply(status="ok", report=report)
 
-    def arrive_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def arrive(self, request: wire.ArriveRequest) -> wire.HandoverReply:
         """Make everything again that the ranks before have written; all do it together."""
         from nbdist.rank import handover
 
-        request: wire.ArriveRequest = parent["content"]
         arriving = handover.Arriving(
             Path(request["folder"]),
             self.shell.user_ns,
@@ -373,35 +389,25 @@ class RankKernel(IPythonKernel):
             tell=self.tell_phase,
             old_world_size=request["world_size"],
         )
-        self._answer(stream, ident, parent, _handed_over(arriving.run))
+        return wire.HandoverReply(status="ok", report=asdict(arriving.run()))
 
-    def save_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def save(self, request: wire.SaveRequest) -> wire.SaveReply:
         """Copy the training state and begin to write it; all ranks do it together."""
         from nbdist.rank.saving import Order
 
-        request: wire.SaveRequest = parent["content"]
-        try:
-            reply = wire.SaveReply(status="ok", id=self.saver.begin(Order(**request)))
-        except NbdistError as error:
-            reply = wire.SaveReply(status="error", error=str(error))
-        self._answer(stream, ident, parent, reply)
+        return wire.SaveReply(status="ok", id=self.saver.begin(Order(**request)))
 
-    def load_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def load(self, request: wire.LoadRequest) -> wire.LoadReply:
         """Bring a checkpoint into the prepared models; all ranks do it together."""
         from nbdist.rank.loading import Load
 
-        request: wire.LoadRequest = parent["content"]
         load = Load(
             Path(request["path"]),
             request["id"],
             tell=self.tell_phase,
             weights_only=request["weights_only"],
         )
-        try:
-            reply = wire.LoadReply(status="ok", report=load.run().to_json())
-        except NbdistError as error:
-            reply = wire.LoadReply(status="error", error=str(error))
-        self._answer(stream, ident, parent, reply)
+        return wire.LoadReply(status="ok", report=load.run().to_json())
 
     def complain_later(self) -> Callable[[str], None]:
         """Give what writes below the cell that runs now, from any thread, also after its end."""
@@ -413,97 +419,75 @@ class RankKernel(IPythonKernel):
 
         return complain
 
-    def foreign_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def foreign(self, request: wire.ForeignRequest) -> wire.ForeignReply:
         """Load what something else wrote; all ranks do it together."""
         from nbdist.rank import foreign
 
-        request: wire.ForeignRequest = parent["content"]
-        try:
-            report = foreign.load(
-                request["path"],
-                names=self.shell.user_ns,
-                tell=self.tell_phase,
-                trust=request["trust"],
-                model=request["model"],
-            )
-            reply = wire.ForeignReply(status="ok", report=report.to_json())
-        except CheckpointError as error:
-            reply = wire.ForeignReply(status="error", error=str(error))
-        self._answer(stream, ident, parent, reply)
+        report = foreign.load(
+            request["path"],
+            names=self.shell.user_ns,
+            tell=self.tell_phase,
+            trust=request["trust"],
+            model=request["model"],
+        )
+        return wire.ForeignReply(status="ok", report=report.to_json())
 
     def tell_phase(self, text: str) -> None:
         """Say what a long request is doing; one rank speaks for all."""
         if distributed.get_rank() == 0:
             self.publish(wire.PHASE, wire.Phase(text=text))
 
-    def bandwidth_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def bandwidth(self, request: wire.BandwidthRequest) -> wire.BandwidthReply:
         """Measure links, devices and a disk; all ranks do it together."""
         from nbdist.rank import bandwidth
 
-        request: wire.BandwidthRequest = parent["content"]
-        try:
-            figures = bandwidth.measure(
-                measure.state.device,
-                kinds=request["kinds"],
-                disk=request["disk"],
-                tell=self.tell_phase,
-            )
-            reply = wire.BandwidthReply(status="ok", figures=figures)
-        except (SessionError, RuntimeError) as error:
-            log.exception("the links could not be measured")
-            reply = wire.BandwidthReply(status="error", error=" ".join(str(error).split()))
-        self._answer(stream, ident, parent, reply)
+        figures = bandwidth.measure(
+            measure.state.device,
+            kinds=request["kinds"],
+            disk=request["disk"],
+            tell=self.tell_phase,
+        )
+        return wire.BandwidthReply(status="ok", figures=figures)
 
-    def measured_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def measured(self, _: object) -> wire.MeasuredReply:
         """Tell what the training held; on the control thread, also while a cell runs."""
-        self._answer(stream, ident, parent, wire.MeasuredReply(figures=measure.figures()))
+        return wire.MeasuredReply(figures=measure.figures())
 
-    def prepared_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def prepared_model(self, request: wire.ModelRequest) -> wire.ModelReply:
         """Describe the prepared model; on the control thread, while it trains.
 
         What is looked at is its twin without data, by its closed form: milliseconds.
         """
-        asked: wire.ModelRequest = parent["content"]
-        asked["name"], asked["quick"] = None, True
-        self._answer(stream, ident, parent, describe.reply(asked, {}))
+        request["name"], request["quick"] = None, True
+        return describe.reply(request, {})
 
-    def where_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def where(self, _: object) -> wire.WhereReply:
         """Tell the line that a cell is at; on the control thread, while it runs."""
-        place = where.reply(self.shell.compile.format_code_name, self.standing.look())
-        self._answer(stream, ident, parent, place)
+        return where.reply(self.shell.compile.format_code_name, self.standing.look())
 
-    def release_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def release(self, request: wire.ReleaseRequest) -> wire.ReleaseReply:
         """Free the main thread from a collective; on the control thread."""
-        request: wire.ReleaseRequest = parent["content"]
+        if self.meeting is not None:
+            self.meeting.give_up()
         closed = release.release(request["pids"])
-        self._answer(stream, ident, parent, wire.ReleaseReply(closed=closed))
+        return wire.ReleaseReply(closed=closed)
 
-    def renew_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def renew(self, request: wire.RenewRequest) -> wire.RenewReply:
         """Make the process groups anew; all ranks do it together."""
         from nbdist.rank import renew
 
-        request: wire.RenewRequest = parent["content"]
         renewal = renew.Renewal(self.shell.user_ns, self.meeting, tell=self.tell_phase)
-        try:
-            report = renewal.run(request["era"], groups=request["groups"])
-            reply = wire.RenewReply(status="ok", report=report.to_json())
-        except (SwitchError, RuntimeError) as error:
-            log.exception("the ranks could not be made ready again")
-            broken = not isinstance(error, SwitchError)
-            reply = wire.RenewReply(status="error", error=str(error), broken=broken)
-        self._answer(stream, ident, parent, reply)
+        report = renewal.run(request["era"], groups=request["groups"])
+        return wire.RenewReply(status="ok", report=report.to_json())
 
-    def stacks_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def stacks(self, _: object) -> wire.StacksReply:
         """Tell what every thread is doing; on the control thread, while a cell runs."""
         text = stacks.text(self.shell.compile.format_code_name)
-        self._answer(stream, ident, parent, wire.StacksReply(text=text))
+        return wire.StacksReply(text=text)
 
-    def profile_request(self, stream: Any, ident: Any, parent: Message) -> None:
+    def profile(self, request: wire.ProfileRequest) -> wire.ProfileReply:
         """Let steps of a cell be recorded; on the control thread, also while it runs."""
-        reply = service.arm(
-            parent["content"], self.surroundings, running=self.running, over=self.over
-        )
-        self._answer(stream, ident, parent, reply)
+        return service.arm(request, self.surroundings, running=self.running, over=self.over)
 
     def _named(self, names: list[str]) -> dict[str, object]:
         missing = [name for name in names if name not in self.shell.user_ns]
@@ -511,16 +495,12 @@ class RankKernel(IPythonKernel):
             msg = (
                 f"No variable {', '.join(missing)} on this rank; define it in a %%distribute cell."
             )
-            raise NameError(msg)
+            raise PayloadError(msg)
         return {name: self.shell.user_ns[name] for name in names}
 
     def publish(self, kind: str, content: Any) -> None:
         """Send a message of `wire` on iopub, under the cell that runs; from any thread."""
         self.session.send(self.iopub_socket, kind, content, parent=self.get_parent("shell"))
-
-    def _answer(self, stream: Any, ident: Any, parent: Message, content: Any) -> None:
-        kind = parent["header"]["msg_type"].replace("_request", "_reply")
-        self.session.send(stream, kind, content, parent, ident=ident)
 
 
 class RankApp(IPKernelApp):
@@ -546,6 +526,7 @@ class RankApp(IPKernelApp):
         )
         app.log.addFilter(Briefly())
         app.initialize([])
+        log_to_launcher(rank)
         app.kernel.meeting, app.kernel.standing = meeting, Standing(meeting)
         sys.breakpointhook = refuse_breakpoint  # after ipykernel's debugpy has set its own
         return app
@@ -594,14 +575,6 @@ def release_frames(shell: ZMQInteractiveShell) -> None:
         vars(view).update(tb=None, evalue=None, etype=None, last_syntax_error=None)
     shell.last_execution_result = None
     gc.collect()  # exception and frame often refer to each other
-
-
-def _handed_over(half: Callable[[], Report]) -> wire.HandoverReply:
-    """Run one half of a handover and say what came of it."""
-    try:
-        return wire.HandoverReply(status="ok", report=asdict(half()))
-    except SwitchError as error:
-        return wire.HandoverReply(status="error", error=str(error))
 
 
 def _no_advice(_: BaseException | None) -> None:

@@ -7,8 +7,9 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from nbdist.errors import NbdistError
+from nbdist.errors import CollectiveMismatch, NbdistError
 from nbdist.rank import together
+from nbdist.rank.stops import stops
 from nbdist.state import wires
 
 if TYPE_CHECKING:
@@ -18,7 +19,12 @@ log = logging.getLogger(__name__)
 
 CHECKING = "checking"
 """The phase in which nothing has moved yet: what it refuses needs no other words."""
+AGREEMENT = 1
+STOP = "Stop was pressed"
 TOLD_EVERY_S = 0.25
+
+Said = tuple[str | None, bool, bool]
+"""An error in words, whether it is a refusal, and whether it follows from that of another rank."""
 
 before_phase: list[Callable[[str], object]] = []
 """Called with each phase's name before it begins; tests let phases fail here."""
@@ -50,40 +56,72 @@ class Phases:
         began = time.perf_counter()
         self._tell(name)
         self._agree(name, together.attempt(lambda: [hook(name) for hook in before_phase])[1])
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             yield
-        except Exception as caught:
+        except (Exception, KeyboardInterrupt, SystemExit) as caught:
             log.exception("%s failed while %s", self._what, name)
             error = caught
         self._agree(name, error)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def _agree(self, name: str, error: Exception | None) -> None:
-        """Let all ranks know whether one of them failed; a collective."""
-        everyone = wires.everyones((together.words(error), isinstance(error, NbdistError)))
-        failed = {rank: why for rank, (why, _) in enumerate(everyone) if why is not None}
+    def _agree(self, name: str, error: BaseException | None) -> None:
+        """Let all ranks know whether one of them failed, or is to stop; a collective."""
+        with stops.whole():
+            error = error or (KeyboardInterrupt() if stops.wanted else None)
+            refused = isinstance(error, NbdistError)
+            follows = isinstance(error, CollectiveMismatch)
+            everyone = self._everyones(name, (_words(error), refused, follows))
+        failed = {rank: why for rank, (why, *_) in enumerate(everyone) if why is not None}
+        # ranks that only met with one that had failed say nothing of their own
+        failed = {rank: why for rank, why in failed.items() if not everyone[rank][2]} or failed
         if not failed:
             return
-        if name == CHECKING and all(refused for why, refused in everyone if why is not None):
+        stops.no_more()
+        if set(failed.values()) == {STOP}:
+            raise self._raises(f"{self._what} was stopped while {name}") from error
+        if name == CHECKING and all(everyone[rank][1] for rank in failed):
             raise self._raises(together.said(failed, len(everyone))) from error
         reasons = " / ".join(dict.fromkeys(failed.values()))
         everywhere = len(failed) == len(everyone)
         ranks = "all ranks" if everywhere else f"rank {', '.join(map(str, failed))}"
         raise self.failure(name, ranks, reasons) from error
 
+    def _everyones(self, name: str, mine: Said) -> list[Said]:
+        """What each rank has to say at the end of a phase.
+
+        Raises:
+            NbdistError: of the type given: the ranks have lost one another.
+        """
+        while True:
+            try:
+                return wires.everyones(mine, about=AGREEMENT)
+            except CollectiveMismatch:
+                continue  # a rank that was still in the phase: it fails there, and comes here
+            except RuntimeError as error:
+                stopped = stops.wanted
+                stops.no_more()
+                if stopped:
+                    raise self._raises(f"{self._what} was stopped while {name}") from error
+                why = f"the ranks have lost one another ({together.words(error)})"
+                raise self._raises(f"{self._what} failed while {name}: {why}") from error
+
     def failure(self, name: str, ranks: str, reasons: str) -> NbdistError:
         """The error of a phase in words."""
         return self._raises(f"{self._what} failed while {name}, on {ranks}: {reasons}")
 
 
+def _words(error: BaseException | None) -> str | None:
+    return STOP if isinstance(error, KeyboardInterrupt) else together.words(error)
+
+
 class Alone(Phases):
     """Phases of a rank that says at once what fails, for the kernel then ends all new ranks."""
 
-    def _agree(self, name: str, error: Exception | None) -> None:
+    def _agree(self, name: str, error: BaseException | None) -> None:
+        error = error or (KeyboardInterrupt() if stops.wanted else None)
         if error is not None:
-            ranks = f"rank {wires.rank()}"
-            raise self.failure(name, ranks, together.words(error) or "") from error
+            raise self.failure(name, f"rank {wires.rank()}", _words(error) or "") from error
 
 
 class Told:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 
 from ipykernel.iostream import OutStream
@@ -41,3 +43,12 @@ def pipes() -> list[int]:
     """The ends that this process reads of what C code writes to stdout and stderr."""
     watched = (vars(stream).get("_fid") for stream in (sys.stdout, sys.stderr))
     return [fd for fd in watched if fd is not None]
+
+
+def log_to_launcher(rank: int) -> None:
+    """Let what nbdist logs on this rank go to the log of the launcher, and under no cell."""
+    # ipykernel 7.4 keeps the descriptor that it has put a pipe of its own in the place of
+    kept = vars(sys.stderr).get("_original_stdstream_copy") or 2
+    handler = logging.StreamHandler(os.fdopen(kept, "w", closefd=False))
+    handler.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+    logging.getLogger("nbdist").addHandler(handler)

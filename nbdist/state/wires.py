@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from nbdist.errors import CollectiveMismatch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -36,21 +38,31 @@ def device(group: Group = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-def everyones(mine: Any, group: Group = None) -> list[Any]:
+def everyones(mine: Any, group: Group = None, *, about: int = 0) -> list[Any]:
     """What each rank of a group gives, in their order; a collective.
 
     For names, numbers, and dataclasses of nbdist with such in them. torch's own
     `all_gather_object` would unpickle, and so run, whatever comes over gloo's or NCCL's
     connections, which nobody signs.
 
+    Args:
+        mine: what this rank gives.
+        group: the ranks.
+        about: number of what it is about, the same on all ranks.
+
     Raises:
+        CollectiveMismatch: it is not: a rank that has failed is at another place than the others.
         pickle.UnpicklingError: it holds something else.
     """
     if size(group) == 1:
         return [mine]
     packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-    lengths = _gathered(torch.tensor([packed.numel()], device=device(group)), group)
-    room = torch.zeros(max(map(int, lengths)), dtype=torch.uint8, device=device(group))
+    heads = _gathered(torch.tensor([packed.numel(), about], device=device(group)), group)
+    lengths, abouts = zip(*(head.tolist() for head in heads), strict=True)
+    if len(set(abouts)) > 1:
+        message = "the ranks tell one another of different things."
+        raise CollectiveMismatch(message)
+    room = torch.zeros(max(lengths), dtype=torch.uint8, device=device(group))
     room[: packed.numel()] = packed
     every = _gathered(room, group)
     return [unpacked(one[:length]) for one, length in zip(every, lengths, strict=True)]

@@ -77,7 +77,7 @@ def measure() -> Iterator[Row]:
     detail = ", ".join(f"{name} off by a factor of {factors[name]}" for name in off)
     for name, bar in (("calibrated", 1.0), ("profiled", 0.8)):
         yield Row(
-            name=f"planned step time, {name}: error against the catalogue's",
+            name=f"planned step time, {name}: error to the catalogue's",
             value=typical[name] / typical["catalogue"],
             unit="x",
             limit=bar,

@@ -114,6 +114,7 @@ def test_a_plan_is_another_one_then_and_says_so(
     assert ranks.world_size == len(measured.figures)
 
 
+@pytest.mark.alone
 def test_a_collective_of_another_size_takes_about_as_long_as_planned(ranks: Session) -> None:
     ratios: dict[int, list[float]] = {4 * MIB: [], 32 * MIB: []}
     for _ in range(2):  # others compute on this machine meanwhile

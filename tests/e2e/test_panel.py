@@ -435,7 +435,7 @@ def test_ranks_that_hang_in_a_command_can_be_restarted(page: Page) -> None:
     saving = page.command("save", name="hangs")
     page.until(lambda: page.picture["header"]["state"] == "saving")
     stopped = page.answer(page.command("interrupt"))
-    assert "cannot be stopped" in stopped["text"]
+    assert "is asked to stop" in stopped["text"]
     since = time.monotonic()
     page.until(lambda: time.monotonic() - since > commands.PATIENCE_S)
     restart = page.command("restart")

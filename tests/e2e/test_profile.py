@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from nbdist import Profile, Session
     from tests.planted import Planted
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:

@@ -205,9 +205,11 @@ def test_the_phases_agree_with_what_torch_profiler_saw(profiler: Profiler, tmp_p
         last = sorted(events, key=lambda event: float(event["ts"]))[-2 * len(one.steps) :]
         theirs = sum(float(event["dur"]) for event in last) * 1e-6 / len(one.steps)
         ours = one.parts["forward"] + one.parts["backward"]
-        # what is exposed of communication lies in a pass, or in the optimizer's step
+        # exposed communication lies in a pass or in the optimizer's step; between a forward and
+        # its backward the cell's own code runs
         assert ours <= 1.03 * theirs
-        assert ours + one.parts["communication"] >= 0.97 * theirs
+        beside = sum(one.parts[part] for part in ("communication", "python", "idle"))
+        assert ours + beside >= 0.97 * theirs
 
 
 def test_operators_are_those_of_torch(profiler: Profiler) -> None:

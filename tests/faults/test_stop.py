@@ -355,7 +355,7 @@ def test_a_slow_rank_is_told_and_never_stopped(plain: Session) -> None:
 @pytest.mark.fault("C12")
 def test_a_second_stop_goes_one_rung_up(session: Session) -> None:
     def asked() -> bool:
-        return session._ladder is not None and session._ladder.rung == "asked"
+        return session._cells.asked_to_stop
 
     said, _ = stopped(session, IN_STEP, when=runs_for(session, 2.5), more=asked)
     assert "every variable is kept" in said

@@ -196,6 +196,7 @@ def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.alone
 def test_make_it_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # what this learns is of a busy machine
     notebook = executed("07_make_it_faster.ipynb")

@@ -172,7 +172,7 @@ def test_other_devices_are_another_plan(opened: Opened, monkeypatch: pytest.Monk
     view, planned = opened.live._view, []
     opened.live.close()
     monkeypatch.setattr(view, "plan", lambda *, quick: planned.append(quick))
-    opened.session.last = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
+    opened.session._cells.last = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
     for nproc in (2, 2, 4):
         opened.session._choice = Choice.of({"nproc": nproc, "backend": "ddp"})
         view.replan(at_once=True)
@@ -192,12 +192,12 @@ def test_it_beats_when_there_is_nothing_to_say(
 def test_stop_interrupts_the_cell_at_once(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
     monkeypatch.setattr(opened.session, "interrupt", lambda: setattr(cell, "interrupted_at", 1.0))
-    opened.session._running = cell
+    opened.session._cells.running = cell
     with opened.session.turn:  # as the cell's thread does
         opened.command("interrupt")
         assert opened.answer()["ok"]
     assert cell.interrupted_at
-    opened.session._running = None
+    opened.session._cells.running = None
 
 
 def test_stop_says_what_cannot_be_stopped(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,4 +52,4 @@ def cell_ended() -> None:
 
 
 def _refused(sentence: str) -> wire.ProfileReply:
-    return wire.ProfileReply(status="error", error=sentence)
+    return wire.ProfileReply(status="refused", error=sentence)

@@ -1,0 +1,194 @@
+"""The cells of a session: sent to the ranks, joined, stopped; runs in the notebook's kernel.
+
+One cell runs at a time. Those before it are kept for a while, because a background thread of
+a rank may still write under them, and because tracebacks name them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+from nbdist import ranks as rank_names
+from nbdist import wire
+from nbdist.errors import CellInterrupted
+from nbdist.kernel import settling, source
+from nbdist.kernel.ladder import Ladder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.errors import RankDied
+    from nbdist.kernel.cell import Cell
+    from nbdist.kernel.gang import Gang
+    from nbdist.kernel.ladder import Rung
+    from nbdist.kernel.screen import PinnedScreen
+    from nbdist.kernel.whereabouts import Whereabouts
+
+PATIENCE_S = 3.0
+"""A Stop after this time gives up on ranks that the first has not ended."""
+KEPT_CELLS = 64
+"""Late output (a rank's background thread) is shown for this many past cells."""
+
+
+class Cells:
+    """The cell that runs, and those before it."""
+
+    def __init__(self, gang: Gang, whereabouts: Whereabouts) -> None:
+        """Run nothing yet."""
+        self.running: Cell | None = None
+        self.background: Cell | None = None
+        """The last one that was sent to run in the background."""
+        self.last: Cell | None = None
+        """The one that ended last."""
+        self._kept: list[Cell] = []
+        self._ladder: Ladder | None = None
+        """Of the cell that runs now, or of the last one until the ranks are seen to be in step."""
+        self._counter = itertools.count(1)
+        self._gang, self._whereabouts = gang, whereabouts
+
+    # -- a cell's life
+
+    def number(self, given: int | None) -> int:
+        """Number of the next cell: the notebook's own, or counted here."""
+        return given or next(self._counter)
+
+    def send(self, cell: Cell, *, world_size: int) -> None:
+        """Send a cell to its ranks."""
+        self.running = cell
+        self._ladder = Ladder(cell, self._gang, self._whereabouts, world_size=world_size)
+        note = wire.CellNote(count=cell.count)
+        for rank in cell.ranks:
+            cell.requests[rank] = self._gang.post(
+                rank, "shell", "execute_request", wire.execute(cell.code), cell.deliver, note=note
+            )
+        self._gang.wake()
+        self._kept.append(cell)
+        for old in self._kept[:-KEPT_CELLS]:
+            self._gang.forget(old.requests.values())
+        self._kept = self._kept[-KEPT_CELLS:]
+
+    def join(
+        self,
+        cell: Cell,
+        afterwards: PinnedScreen,
+        *,
+        owed: Callable[[Cell], object],
+        end: Callable[[], object],
+    ) -> None:
+        """Show the cell's output until it is over; Stop interrupts the ranks.
+
+        Args:
+            cell: the one that runs.
+            afterwards: where it shows what comes later.
+            owed: shows what belongs below the cell when it is over.
+            end: ends all ranks and starts new ones.
+
+        Raises:
+            CellInterrupted: Stop was pressed, and the ranks could not be stopped.
+        """
+        try:
+            while not cell.finished.is_set():
+                cell.pump(cell.patience_s)
+            owed(cell)
+        except KeyboardInterrupt:
+            self._join_interrupted(cell, end)
+            owed(cell)
+        finally:
+            cell.detach(afterwards)
+
+    def _join_interrupted(self, cell: Cell, end: Callable[[], object]) -> None:
+        """Lead Stop from rung to rung until the cell is over.
+
+        Where ranks only compute, a late second Stop gives the prompt back.
+        """
+        asked_at = time.monotonic()
+        rung: Rung = "none"
+        while not cell.finished.is_set():
+            try:
+                rung = self.stop()
+                while not cell.finished.is_set() and rung != "end":
+                    cell.pump(cell.patience_s)
+            except KeyboardInterrupt:
+                if self.asked_to_stop and time.monotonic() - asked_at > PATIENCE_S:
+                    cell.show_errors()
+                    raise CellInterrupted(stuck_words(cell)) from None
+            if rung == "end":
+                words = rank_names.words(cell.pending)
+                end()
+                msg = f"{words} did not stop, so all ranks were ended and new ones started;"
+                raise CellInterrupted(f"{msg} their variables are gone.") from None
+
+    def stop(self) -> Rung:
+        """Go one rung up with the running cell; returns where it is now."""
+        if self.running is None or self._ladder is None:
+            return "none"
+        return self._ladder.stop()
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether Stop was pressed, and its ranks are on their way out by themselves."""
+        return self._ladder is not None and self._ladder.rung == "asked"
+
+    def settle(self, *, world_size: int) -> str:
+        """See that the ranks of the cell before are in step; returns what went wrong with it."""
+        ladder, self._ladder = self._ladder, None
+        if ladder is None:
+            return ""
+        return settling.settle(ladder, self._gang, world_size=world_size)
+
+    # -- what arrives on the reader thread
+
+    def done(self, cell: Cell) -> bool:
+        """Note that a cell is over; whether it was the one that runs."""
+        if self.running is not cell:
+            return False
+        self.running, self.last = None, cell
+        self._whereabouts.forget()
+        return True
+
+    def tell(self, line: str) -> None:
+        """Show a line below the cell that runs."""
+        if self.running is not None:
+            self.running.tell(line)
+
+    def tick(self) -> None:
+        """Watch the running cell."""
+        if self.running is not None and self._ladder is not None:
+            self._ladder.tick()
+
+    def show_late(self) -> bool:
+        """Show output of background cells, and what past ones write; whether there was any."""
+        waiting = [cell for cell in self._kept if cell.detached and not cell.quiet]
+        for cell in waiting:
+            cell.pump(0)
+        return bool(waiting)
+
+    # -- all of them
+
+    def die(self, death: RankDied) -> None:
+        """End those that are not over, and forget all: their ranks are gone."""
+        for cell in self._kept:
+            if not cell.finished.is_set():
+                cell.die(death)
+                if cell.detached:
+                    cell.pump(0)
+        self._kept.clear()
+
+    def files(self) -> dict[str, int]:
+        """Numbers of the last cells by the name of the file that ranks give to their code."""
+        return {source.file_name(cell.code): cell.count for cell in self._kept}
+
+    def sources(self, cell: Cell) -> list[tuple[str, str]]:
+        """Name and code of the cells before this one, and of it, for advice on their lines."""
+        before = [one for one in self._kept if one is not cell]
+        return [(f"In[{one.count}]", one.code) for one in (*before, cell)]
+
+
+def stuck_words(cell: Cell) -> str:
+    """Say which ranks did not stop, and what can be done."""
+    return (
+        f"{rank_names.words(cell.pending)} did not stop yet: Python stops when the library that it"
+        " has called returns. %nbdist wait goes on waiting, %nbdist restart takes new ranks."
+    )

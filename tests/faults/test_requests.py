@@ -1,0 +1,176 @@
+"""Save, load, switch, export and pull where one rank fails, hangs or is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+import nbdist
+from nbdist import CellInterrupted, NbdistError, PayloadError, RankDied, Session
+from nbdist.errors import CheckpointError
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+PREPARE = """
+import os, signal, time, torch
+trap = None
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def named_parameters(self, *args, **kwargs):
+        sprung = trap
+        if sprung is not None:
+            spring()
+        return super().named_parameters(*args, **kwargs)
+
+def spring():
+    global trap
+    kind = trap
+    if kind == "error":
+        raise LookupError("my own mistake")
+    trap = None
+    if kind == "exit":
+        raise SystemExit(3)
+    if kind == "death":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while kind == "hang": time.sleep(0.05)
+    while kind == "busy": pass
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+
+def step():
+    loss = model(torch.ones(2, 8)).sum()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+step()
+
+class Torn:
+    @property
+    def __class__(self):
+        raise LookupError("torn")
+
+torn = Torn()
+"""
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+def session(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Session]:
+    """Two CPU ranks with a model in training, and a checkpoint."""
+    with nbdist.Session(nproc=2, backend=request.param) as running:
+        running.run(PREPARE)
+        root = tmp_path_factory.mktemp("root")
+        running.checkpoints.root = root
+        running.save("whole", folder=root, wait=True)
+        yield running
+
+
+def works(root: Path) -> dict[str, Callable[[Session], object]]:
+    """What all ranks do together, by name."""
+    return {
+        "save": lambda s: s.save("another", overwrite=True, folder=root, wait=True),
+        "load": lambda s: s.load("whole", folder=s.checkpoints.root),
+        "switch": lambda s: s.switch("fsdp2" if s.backend == "ddp" else "ddp"),
+        "export": lambda s: s.export(root / "exported", overwrite=True),
+        "pull": lambda s: s.pull("model"),
+    }
+
+
+def trains_on(session: Session) -> bool:
+    """Whether all ranks make further steps with the same weights."""
+    session.run("trap = None")
+    losses = session.run("[step() for _ in range(3)][-1]").values
+    return losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("trap", ["error", "exit"])
+@pytest.mark.parametrize("work", ["save", "load", "switch", "export", "pull"])
+def test_one_rank_that_fails_is_named_soon_and_the_models_train_on(
+    session: Session, tmp_path: Path, work: str, trap: str
+) -> None:
+    backend = session.backend
+    session.run(f"if rank == 1: trap = {trap!r}")
+    began = time.monotonic()
+    with pytest.raises(NbdistError, match=r"LookupError: my own mistake|SystemExit: 3") as told:
+        works(tmp_path)[work](session)
+    assert time.monotonic() - began < 30  # with the import of a library, on a machine in use
+    assert "rank 1" in str(told.value)
+    assert session.backend == backend
+    assert trains_on(session)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.fault("E14")
+@pytest.mark.parametrize("trap", ["hang", "busy"])
+@pytest.mark.parametrize("work", ["save", "load", "switch", "export", "pull"])
+def test_stop_ends_what_does_not_get_on_and_the_models_train_on(
+    session: Session, tmp_path: Path, work: str, trap: str
+) -> None:
+    backend = session.backend
+    session.run(f"if rank == 1: trap = {trap!r}")
+    pressed: list[float] = []
+
+    def press() -> None:
+        eventually(lambda: session._gang.joint is not None, within_s=10)
+        eventually(lambda: session._gang.joint is None or session._gang.joint.notice, within_s=10)
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(CellInterrupted, match="was stopped"):
+            works(tmp_path)[work](session)
+    finally:
+        thread.join()
+    assert time.monotonic() - pressed[0] < 10
+    assert session.backend == backend
+    assert trains_on(session)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.fault("B2")
+def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path) -> None:
+    with nbdist.Session(nproc=2) as session:
+        session.run(PREPARE)
+        session.run("if rank == 1: trap = 'death'")
+        with pytest.raises(RankDied, match=r"(?s)rank 1.*SIGKILL"):
+            session.save("never", folder=tmp_path, wait=True)
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.fault("E17")
+def test_a_folder_that_one_rank_cannot_write_is_told_at_once(
+    session: Session, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(CheckpointError, match="file"):
+        session.save("never", folder=tmp_path / "file" / "below", wait=True)
+    assert trains_on(session)
+
+
+def test_an_error_that_nobody_expects_is_answered_too(session: Session) -> None:
+    with pytest.raises(PayloadError, match="LookupError: torn"):
+        session.pull("torn")
+    eventually(lambda: "LookupError: torn" in session.log(), within_s=10)
+    assert session.run("rank").values == {0: 0, 1: 1}
