@@ -45,8 +45,9 @@ def measure() -> Iterator[Row]:
         session.run(SETUP)
         for number in range(-1, ROUNDS):
             off = middle(gaps(moments(session.run(STEP_CELL))))
+            before = len(session.profiles)
             profiled = moments(session.run(STEP_CELL, profile={"steps": RECORDED}))
-            begin, end = window(session)
+            begin, *_, end = newest(session, before).ranks[0].ends
             in_it = [seconds for at, seconds in at_ends(profiled) if begin < at <= end]
             # the first step after the window waits for the figures, the next one is counted
             behind = [seconds for at, seconds in at_ends(profiled) if at > end][3:]
@@ -92,12 +93,6 @@ def gaps(ends: Sequence[float]) -> list[float]:
 def at_ends(ends: Sequence[float]) -> list[tuple[float, float]]:
     """End and seconds of each step but the first."""
     return [(then, then - now) for now, then in pairwise(ends)]
-
-
-def window(session: Session) -> tuple[float, float]:
-    """Begin and end of the last profile's window on rank 0."""
-    ends = newest(session, 0).ranks[0].ends
-    return ends[0], ends[-1]
 
 
 def verdict_s(session: Session) -> float:
