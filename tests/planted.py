@@ -156,9 +156,9 @@ OFFLOADED = Planted(
 )
 ALL = (*DDP, ONE_UNIT, OFFLOADED)
 
-STEPS = 4
+STEPS = 8
 """Of a window."""
-ATTEMPTS = 3
+ATTEMPTS = 5
 """The machine that runs the tests has other work too, and a rank that it keeps waiting is slower
 indeed: so many profiles are made, if need be, for one in which only what was planted is there."""
 
