@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -22,11 +21,10 @@ from IPython.display import display
 from traitlets import Enum, Int, TraitError, Unicode
 
 import nbdist
-from nbdist import completion, machine, plan_magic, strategies
+from nbdist import completion, machine, parsers, plan_magic, strategies
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellSyntaxError, OptionError, SessionError
-from nbdist.kernel import exporting, saving, source
-from nbdist.kernel.screen import FACES
+from nbdist.kernel import saving, source
 from nbdist.kernel.session import Session, current
 
 if TYPE_CHECKING:
@@ -328,7 +326,7 @@ class NbDist(Magics):
     def switch_command(self, line: str) -> None:
         """Give the living models another engine."""
         parser = switch_parser()
-        asked = parser.parse_args(words(line, "switch"))
+        asked = parser.parse_args(parsers.words(line, "switch"))
         changes = session_options(asked)
         if asked.help or not changes:
             print(parser.format_help())
@@ -337,8 +335,8 @@ class NbDist(Magics):
 
     def export_command(self, line: str) -> None:
         """Write the prepared model as a folder that `from_pretrained` reads."""
-        parser = export_parser()
-        asked = parser.parse_args(words(line, "export"))
+        parser = parsers.export()
+        asked = parser.parse_args(parsers.words(line, "export"))
         if asked.help or not asked.folder:
             print(parser.format_help())
             return
@@ -354,8 +352,8 @@ class NbDist(Magics):
 
     def save_command(self, line: str) -> None:
         """Write a checkpoint of the training in the background."""
-        parser = save_parser()
-        asked = parser.parse_args(words(line, "save"))
+        parser = parsers.save()
+        asked = parser.parse_args(parsers.words(line, "save"))
         if asked.help or not asked.name:
             print(parser.format_help())
             return
@@ -368,8 +366,8 @@ class NbDist(Magics):
 
     def load_command(self, line: str) -> None:
         """Load a checkpoint into the prepared models."""
-        parser = load_parser()
-        asked = parser.parse_args(words(line, "load"))
+        parser = parsers.load()
+        asked = parser.parse_args(parsers.words(line, "load"))
         if asked.help or not asked.name:
             print(parser.format_help())
             return
@@ -381,8 +379,8 @@ class NbDist(Magics):
 
     def checkpoints_command(self, line: str) -> None:
         """List checkpoints, also without a session."""
-        parser = checkpoints_parser()
-        asked = parser.parse_args(words(line, "checkpoints"))
+        parser = parsers.checkpoints()
+        asked = parser.parse_args(parsers.words(line, "checkpoints"))
         session = current()
         if asked.help:
             print(parser.format_help())
@@ -401,8 +399,8 @@ class NbDist(Magics):
 
     def profile_command(self, line: str) -> None:
         """Profile the loop that runs, or the next cell; or show the last profile again."""
-        parser = profile_parser()
-        asked = parser.parse_args(words(line, "profile"))
+        parser = parsers.profile()
+        asked = parser.parse_args(parsers.words(line, "profile"))
         if asked.help:
             print(parser.format_help())
             return
@@ -422,8 +420,8 @@ class NbDist(Magics):
 
     def panel_command(self, line: str) -> None:
         """Show the session: live where that is possible."""
-        parser = panel_parser()
-        asked = parser.parse_args(words(line, "panel"))
+        parser = parsers.panel()
+        asked = parser.parse_args(parsers.words(line, "panel"))
         if asked.help:
             print(parser.format_help())
         else:
@@ -432,8 +430,8 @@ class NbDist(Magics):
 
     def doctor_command(self, line: str) -> None:
         """Show what is wrong with this machine, or with this run, and what to do."""
-        parser = doctor_parser()
-        asked = parser.parse_args(words(line, "doctor"))
+        parser = parsers.doctor()
+        asked = parser.parse_args(parsers.words(line, "doctor"))
         if asked.help:
             print(parser.format_help())
             return
@@ -503,177 +501,20 @@ def switch_parser() -> MagicArgumentParser:
     return made
 
 
-def export_parser() -> MagicArgumentParser:
-    """The options of `%nbdist export`."""
-    made = MagicArgumentParser(
-        "%nbdist export",
-        description="Write the prepared model as from_pretrained reads it, whatever the engine.",
-        add_help=False,
-    )
-    made.add_argument("folder", nargs="?", metavar="DIR", help="to be made, or empty")
-    made.add_argument("--dtype", metavar="NAME", help="bf16, fp16 or fp32; default: as trained")
-    made.add_argument(
-        "--max-shard-size",
-        default=exporting.MAX_SHARD_SIZE,
-        metavar="SIZE",
-        help="of a file, as 500MB; default: 5GB",
-    )
-    made.add_argument(
-        "--overwrite", action="store_true", help="replace the model in DIR; other files there stay"
-    )
-    made.add_argument("--model", metavar="NAME", help="the variable, where several are prepared")
-    made.add_argument("-h", "--help", action="store_true", help="show this text")
-    return made
-
-
-def save_parser() -> MagicArgumentParser:
-    """The options of `%nbdist save`."""
-    made = MagicArgumentParser(
-        "%nbdist save",
-        description="Write a checkpoint of the training; the next cell runs meanwhile.",
-        add_help=False,
-    )
-    made.add_argument("name", nargs="?", metavar="NAME", help="letters, digits, . - _")
-    made.add_argument("--overwrite", action="store_true", help="replace the checkpoint NAME")
-    made.add_argument(
-        "--keep", type=int, metavar="N", help="remove the oldest beyond N, once this one is whole"
-    )
-    made.add_argument("--wait", action="store_true", help="return once it is on the disk")
-    _add_common(made)
-    return made
-
-
-def load_parser() -> MagicArgumentParser:
-    """The options of `%nbdist load`."""
-    made = MagicArgumentParser(
-        "%nbdist load",
-        description="Load a checkpoint into the models that are prepared now.",
-        add_help=False,
-    )
-    made.add_argument(
-        "name", nargs="?", metavar="NAME", help="of a checkpoint, or the path of a folder"
-    )
-    made.add_argument(
-        "--weights-only", action="store_true", help="leave optimizer, schedule and loaders alone"
-    )
-    made.add_argument(
-        "--trust", action="store_true", help="run code in files that something else wrote"
-    )
-    _add_common(made)
-    return made
-
-
-def checkpoints_parser() -> MagicArgumentParser:
-    """The options of `%nbdist checkpoints`."""
-    made = MagicArgumentParser(
-        "%nbdist checkpoints", description="List whole checkpoints.", add_help=False
-    )
-    _add_common(made)
-    return made
-
-
-def profile_parser() -> MagicArgumentParser:
-    """The options of `%nbdist profile`."""
-    made = MagicArgumentParser(
-        "%nbdist profile",
-        description="Say where the steps of the loop go that runs in the background, or of the"
-        " next cell; what would make them faster; and what the last advice has gained.",
-        add_help=False,
-    )
-    made.add_argument(
-        "--steps", type=int, metavar="N", help="of the window; default: until it is stable"
-    )
-    made.add_argument("--trace", metavar="DIR", help="write a trace of each rank, for Perfetto")
-    made.add_argument(
-        "--memory",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="tell the peak of memory apart",
-    )
-    made.add_argument("--show", action="store_true", help="show the last profile again")
-    made.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="instead measure this machine's bandwidths for %%nbdist plan; a few seconds",
-    )
-    made.add_argument("--disk", metavar="PATH", help="with --calibrate: of the disk for NVMe too")
-    made.add_argument("-h", "--help", action="store_true", help="show this text")
-    return made
-
-
-def panel_parser() -> MagicArgumentParser:
-    """The options of `%nbdist panel`."""
-    made = MagicArgumentParser(
-        "%nbdist panel",
-        description="Predicted memory beside live devices, strategies, curves, ranks, checkpoints.",
-        add_help=False,
-    )
-    made.add_argument(
-        "--face",
-        choices=FACES,
-        default="auto",
-        help="widget: live; html: as it is now, without script; text; default: the best possible",
-    )
-    made.add_argument("-h", "--help", action="store_true", help="show this text")
-    return made
-
-
-def doctor_parser() -> MagicArgumentParser:
-    """The options of `%nbdist doctor`."""
-    made = MagicArgumentParser(
-        "%nbdist doctor",
-        description="Look at this machine: what is wrong or disturbs, and what to do.",
-        add_help=False,
-    )
-    made.add_argument(
-        "--run", action="store_true", help="the training: its profile, options and last errors"
-    )
-    made.add_argument("--json", action="store_true", help="the same as JSON")
-    made.add_argument("-h", "--help", action="store_true", help="show this text")
-    return made
-
-
-def _add_common(parser: MagicArgumentParser) -> None:
-    """Options of all three that are about checkpoints."""
-    parser.add_argument("--dir", metavar="ROOT", help="of all checkpoints; default: checkpoints")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
-
-
-def words(line: str, command: str) -> list[str]:
-    """Split a line as a shell does.
-
-    Raises:
-        UsageError: a quote is left open.
-    """
-    try:
-        return shlex.split(line)
-    except ValueError as error:
-        msg = f"%nbdist {command} {line}: {error}."
-        raise UsageError(msg) from None
-
-
-def flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> list[str]:
-    """Options of a parser by their long names; with `valued` those that take a value, short too."""
-    actions = parser._actions  # noqa: SLF001 - argparse has no other way
-    if valued:
-        return [flag for one in actions if one.nargs is None for flag in one.option_strings]
-    return [flag for one in actions for flag in one.option_strings if flag.startswith("--")]
-
-
 MATCHER = completion.matcher(
-    options=flags(NbDist.distribute.parser),
-    valued=flags(NbDist.distribute.parser, valued=True),
+    options=parsers.flags(NbDist.distribute.parser),
+    valued=parsers.flags(NbDist.distribute.parser, valued=True),
     commands=list(COMMANDS),
     of_commands={
-        "plan": flags(plan_magic.parser()),
-        "switch": flags(switch_parser()),
-        "export": flags(export_parser()),
-        "save": flags(save_parser()),
-        "load": flags(load_parser()),
-        "checkpoints": flags(checkpoints_parser()),
-        "profile": flags(profile_parser()),
-        "panel": flags(panel_parser()),
-        "doctor": flags(doctor_parser()),
+        "plan": parsers.flags(plan_magic.parser()),
+        "switch": parsers.flags(switch_parser()),
+        "export": parsers.flags(parsers.export()),
+        "save": parsers.flags(parsers.save()),
+        "load": parsers.flags(parsers.load()),
+        "checkpoints": parsers.flags(parsers.checkpoints()),
+        "profile": parsers.flags(parsers.profile()),
+        "panel": parsers.flags(parsers.panel()),
+        "doctor": parsers.flags(parsers.doctor()),
         "log": ["--stacks"],
     },
 )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import parse_argstring
 
-from nbdist import machine, magics, plan_magic, ranks, strategies, wire
+from nbdist import machine, magics, parsers, plan_magic, ranks, strategies, wire
 from nbdist.checkpoint import FilePart, names
 from nbdist.checkpoint.manifest import Manifest
 from nbdist.errors import NbdistError, OptionError, PlanError
@@ -125,16 +125,18 @@ def test_the_line_of_a_distribute_cell(examples: int) -> None:
 
         quietly(read)
 
-    hold(check, lines(magics.flags(magics.NbDist.distribute.parser)), examples)
+    hold(check, lines(parsers.flags(magics.NbDist.distribute.parser)), examples)
 
 
 PARSERS = {
     "switch": magics.switch_parser,
-    "export": magics.export_parser,
-    "save": magics.save_parser,
-    "load": magics.load_parser,
-    "checkpoints": magics.checkpoints_parser,
-    "panel": magics.panel_parser,
+    "export": parsers.export,
+    "save": parsers.save,
+    "load": parsers.load,
+    "checkpoints": parsers.checkpoints,
+    "panel": parsers.panel,
+    "profile": parsers.profile,
+    "doctor": parsers.doctor,
 }
 
 
@@ -144,9 +146,9 @@ def test_the_line_of_a_command(command: str, examples: int) -> None:
     parser = PARSERS[command]()
 
     def check(line: str) -> None:
-        quietly(lambda: parser.parse_args(magics.words(line, command)))
+        quietly(lambda: parser.parse_args(parsers.words(line, command)))
 
-    hold(check, lines(magics.flags(parser)), examples)
+    hold(check, lines(parsers.flags(parser)), examples)
 
 
 @often

@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "builds": set(),
     "doctor": {*PURE, "", "engines", "kernel", "panel", "profile"},
     "plan_magic": {"", "errors", "strategies", "plan", "kernel"},
-    "magics": {*PURE, "", "completion", "kernel", "engines", "plan_magic", "profile"},
+    "parsers": {"kernel"},
+    "magics": {*PURE, "", "completion", "kernel", "engines", "parsers", "plan_magic", "profile"},
     "": {*PURE, "doctor", "kernel", "magics", "plan", "profile", "rank"},
 }
 """Room -> rooms it may import from; "" is the package itself."""

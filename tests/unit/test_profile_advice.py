@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import magics
+from nbdist import magics, parsers
 from nbdist.plan.models import sizes
 from nbdist.plan.speeds import Links
 from nbdist.profile.advice import CHEAP, Advice
@@ -286,7 +286,7 @@ def test_every_line_to_switch_is_one_that_the_magic_takes() -> None:
         for one in profile(*ranks, where=replace(where, spec=setting().spec)).advice:
             if one.changes:
                 line = one.line.removeprefix("%nbdist switch ")
-                asked = magics.switch_parser().parse_args(magics.words(line, "switch"))
+                asked = magics.switch_parser().parse_args(parsers.words(line, "switch"))
                 for name, value in one.changes.items():
                     given = getattr(asked, name)
                     assert given == value or "{" in str(given)
