@@ -240,16 +240,21 @@ def take_apart(accelerator: Accelerator) -> None:
 def renew(accelerator: Accelerator) -> None:
     """Build an Accelerator again, in place, under the session's options of now.
 
-    Its loaders, trackers and hooks stay: a loop over a prepared loader goes on where it is.
+    Its loaders, trackers and hooks stay: a loop over a prepared loader goes on where it is. Where
+    that fails or is stopped, it is as before.
     """
-    before = vars(accelerator)
-    kept = {name: before[name] for name in _OUTLIVE_THE_ENGINE if name in before}
-    asked, built = before["_nbdist_asked"], before.get("_built")
-    before.clear()
-    if built is not None:
+    now = vars(accelerator)
+    before = dict(now)
+    now.clear()
+    if (built := before.get("_built")) is not None:
         accelerator._built = built  # noqa: SLF001
-    Accelerator.__init__(accelerator, **asked)
-    vars(accelerator).update(kept)
+    try:
+        Accelerator.__init__(accelerator, **before["_nbdist_asked"])
+    except BaseException:
+        now.clear()
+        now.update(before)
+        raise
+    now.update({name: before[name] for name in _OUTLIVE_THE_ENGINE if name in before})
 
 
 _OUTLIVE_THE_ENGINE = (

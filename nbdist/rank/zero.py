@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
 from nbdist.rank import leftovers, rehearsal, wrap
+from nbdist.rank.unstopped import unstopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -94,9 +95,10 @@ def plugin(options: Options, hardware: Hardware) -> DeepSpeedPlugin:
 
 def start(hardware: Hardware) -> None:
     """Let DeepSpeed adopt the process group, quietly; after the first call nothing."""
-    import deepspeed
+    with unstopped():  # an import that is cut in two leaves modules that no later one repairs
+        import deepspeed
 
-    leftovers.let_engines_go()
+        leftovers.let_engines_go()
     if hardware.kind == "cpu":
         rehearsal.skip_shared_memory_op()
     # deepspeed 0.19 uses names that torch 2.13 deprecates, and each collective would say so.

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from nbdist.profile.figures import Loader, Model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
@@ -18,11 +18,18 @@ if TYPE_CHECKING:
     from nbdist.rank.profiling.marks import Taken
 
 
-def model(watch: measure.Watch) -> Model | None:
-    """Facts of the model that is followed; None where it is gone."""
-    prepared, options = watch.prepared, watch.options
-    if prepared is None:
+def model(watch: measure.Watch | None, passes: Mapping[nn.Module, int], steps: int) -> Model | None:
+    """Facts of the model that is followed; None where it is gone.
+
+    Args:
+        watch: of the model that was prepared last.
+        passes: training forwards in the window, by model.
+        steps: of the window.
+    """
+    prepared = watch.prepared if watch is not None else None
+    if watch is None or prepared is None:
         return None
+    options = watch.options
     sizes = units(prepared)
     samples, tokens = watch.shape or (0, 0)
     return Model(
@@ -35,8 +42,31 @@ def model(watch: measure.Watch) -> Model | None:
         optimizer=str(watch.described.get("class", "")),
         samples=samples,
         seq_len=tokens,
-        accumulate=watch.accumulate,
+        accumulate=_accumulated(watch.accumulate, passes.get(prepared, 0), steps),
     )
+
+
+def _accumulated(asked: int, passes: int, steps: int) -> int:
+    """Micro-batches of a step: those asked for, where the loop really accumulates."""
+    return min(asked, max(1, round(passes / max(1, steps)))) if passes else asked
+
+
+def notes(
+    watch: measure.Watch | None, found: Model | None, passes: Mapping[nn.Module, int]
+) -> list[str]:
+    """What the user should know of the loop and its models, in sentences."""
+    said = []
+    if watch is not None and found is not None and found.accumulate < watch.accumulate:
+        said.append(
+            f"--accumulate {watch.accumulate} has no effect in this loop, which steps at every"
+            " batch; run its body under: with accelerator.accumulate(model):"
+        )
+    if len(passes) > 1:
+        said.append(
+            f"{len(passes)} models train in this loop; what is said of memory, units and tokens is"
+            " of the one that was prepared last."
+        )
+    return said
 
 
 def units(prepared: nn.Module) -> list[int]:

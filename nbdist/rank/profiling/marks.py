@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,8 @@ class Marks:
         self.waits: list[Span] = []
         self.loaders: dict[int, Taken] = {}
         """By the id of an iterator; facts alone, so that the iterator can end."""
+        self.passes: Counter[torch.nn.Module] = Counter()
+        """Training forwards of each prepared model."""
         self.size = 0
         """Bytes of the collective that is about to be called."""
         self._open: list[tuple[str, int]] = []
@@ -185,8 +187,13 @@ def _around(marks: Marks, name: str) -> Callable[[Any], Any]:
 
 
 def _mark_forward(model: torch.nn.Module, marks: Marks, patches: Patches) -> None:
+    def begins(*_: object) -> None:
+        if model.training and torch.is_grad_enabled():
+            marks.passes[model] += 1
+        marks.begin("forward")
+
     # FSDP gathers in hooks: ours comes before them and after them
-    before = model.register_forward_pre_hook(lambda *_: marks.begin("forward"), prepend=True)
+    before = model.register_forward_pre_hook(begins, prepend=True)
     after = model.register_forward_hook(lambda *_: marks.end("forward"), always_call=True)
     patches.later(before.remove)
     patches.later(after.remove)

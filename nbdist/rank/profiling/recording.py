@@ -69,15 +69,19 @@ class Recording:
         return [(then - now) * NS for now, then in pairs]
 
     def step_begins(self) -> None:
-        """The prepared optimizer steps."""
+        """A prepared optimizer steps."""
         self._marks.begin("optimizer")
+
+    def optimizer_ended(self) -> None:
+        """A prepared optimizer has stepped, perhaps not the one by which steps are counted."""
+        self._marks.end("optimizer")
 
     def step_ended(self) -> None:
         """A step is whole; the first one opens the window."""
-        self._marks.end("optimizer")
         if not self.ends:
             self._recorder.synchronize()  # the device is behind: the step before ends there too
             self._marks.loaders.clear()
+            self._marks.passes.clear()
             self._sampler.restart()
         self.ends.append(time.time_ns())
 
@@ -110,7 +114,7 @@ class Recording:
             )
         else:
             moved = traffic.collectives(seen, self._marks.met)
-            _size_those_of_ddp(moved, self.steps)
+            _size_those_of_ddp(moved, list(self._marks.passes), self.steps)
             if offload.configured():
                 self._marks.spans["offload"] += common(seen.copies, self._marks.spans["optimizer"])
         told = told_apart(
@@ -137,9 +141,10 @@ class Recording:
             lines=self._sampler.lines(self.steps),
             loaders=facts.loaders(self._marks.loaders.values(), self.steps),
             operators=seen.table,
-            model=facts.model(measure.state.watch) if measure.state.watch else None,
+            model=facts.model(measure.state.watch, self._marks.passes, self.steps),
             ended=ended,
         )
+        made.notes += facts.notes(measure.state.watch, made.model, self._marks.passes)
         if self._trace:
             self._save(made)
         return made
@@ -156,21 +161,27 @@ class Recording:
             made.notes.append(f"the trace could not be written to {path}: {error}.")
 
 
-def _size_those_of_ddp(moved: list[Collective], steps: int) -> None:
-    """Give what DDP sends from C++ its size: all gradients once a step, buffers at a forward."""
-    watch = measure.state.watch
-    model = inner(watch.prepared) if watch is not None else None
-    if not isinstance(model, DistributedDataParallel):
+def _size_those_of_ddp(moved: list[Collective], passed: list[Any], steps: int) -> None:
+    """Give what DDP sends from C++ its size: all gradients once a step, buffers at a forward.
+
+    Args:
+        moved: collectives of the window.
+        passed: models that went forward in it.
+        steps: of the window.
+    """
+    models = [one for one in map(inner, passed) if isinstance(one, DistributedDataParallel)]
+    if not models:
         return
     by_name: dict[str, list[Collective]] = defaultdict(list)
     for one in moved:
         if one.meeting is None:
             by_name[one.name].append(one)
-    gradients = holdings.size([one for one in model.parameters() if one.requires_grad])
+    parameters = [one for model in models for one in model.parameters()]
+    gradients = holdings.size([one for one in parameters if one.requires_grad])
     for one in by_name["all_reduce"]:
         one.bytes = round(gradients * steps / len(by_name["all_reduce"]))
     for one in by_name["broadcast"]:
-        one.bytes = holdings.size(model.buffers())
+        one.bytes = sum(holdings.size(model.buffers()) for model in models) // len(models)
 
 
 def inner(model: Any) -> Any:

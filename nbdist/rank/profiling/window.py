@@ -45,8 +45,8 @@ NO_STEP = (
     " an optimizer from accelerator.prepare()."
 )
 TOO_FEW = (
-    "the cell made {made} before it ended; a profile needs {need}: two to warm up and one or more"
-    " to record."
+    "the cell made {made} before it ended; a profile needs more: two or three warm up, and at least"
+    " one is recorded."
 )
 
 
@@ -97,6 +97,8 @@ class Window:
     def step_ended(self, optimizer: Any) -> None:
         """A prepared optimizer has used them."""
         with self._harmless():
+            if self._recording is not None:
+                self._recording.optimizer_ended()
             if self._optimizer is None or self._optimizer() is optimizer:
                 self._on_step(optimizer)
 
@@ -236,7 +238,7 @@ class Window:
         if not self._seen:
             return NO_STEP
         made = "one optimizer step" if self._seen == 1 else f"{self._seen} optimizer steps"
-        return TOO_FEW.format(made=made, need=self._seen + 1 if self._recording else 3)
+        return TOO_FEW.format(made=made)
 
     def _close(self, error: str = "") -> None:
         """Publish once, figures or why there are none, and remove everything."""
