@@ -296,3 +296,35 @@ def test_bad_lines_are_one_sentence(notebook: LiveKernel, line: str, says: str) 
     assert says in shown.text
     assert "Traceback" not in shown.text
     assert notebook.run("%%distribute\nrank").status == "ok"
+
+
+# ---------------------------------------------------------------------- what a loop may be
+
+
+def test_two_models_with_an_optimizer_each_are_told_apart(session: Session) -> None:
+    session.run(
+        "other = accelerator.prepare(torch.nn.Linear(64, 64))\n"
+        "second = accelerator.prepare(torch.optim.SGD(other.parameters(), lr=1e-3))"
+    )
+    both = loop(9).replace(
+        "    report(",
+        "    accelerator.backward(other(torch.ones(8, 64)).square().mean())\n"
+        "    second.step()\n    second.zero_grad()\n    report(",
+    )
+    session.run(both, profile={"steps": 3})
+    profile = session.profiles[-1]
+    assert profile.share("forward", "backward") > 2 * profile.share("optimizer")
+    assert any("2 models" in note for note in profile.notes)
+    session.run("del other, second")
+
+
+def test_accumulation_without_effect_is_said_and_does_not_count(session: Session) -> None:
+    session.switch(accumulate=4)
+    try:
+        session.run(loop(9), profile={"steps": 3})
+    finally:
+        session.switch(accumulate=1)
+    profile = session.profiles[-1]
+    assert profile.model is not None
+    assert profile.model.accumulate == 1
+    assert any("accelerator.accumulate(model)" in note for note in profile.notes)

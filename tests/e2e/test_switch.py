@@ -201,6 +201,25 @@ def test_a_failed_phase_brings_the_old_engine_back(trained: Session) -> None:
     assert apart(found, expected) <= 1e-6
 
 
+def test_an_engine_that_cannot_be_made_brings_the_old_one_back(trained: Session) -> None:
+    trained.switch("ddp")
+    trained.run(START.format(""))
+    trained.run(
+        "import nbdist.rank.accelerator as inside\n"
+        "original = inside._original_init\n"
+        "def once(*_, **__):\n"
+        "    inside._original_init = original\n"
+        "    raise RuntimeError('on purpose')\n"
+        "inside._original_init = once"
+    )
+    with pytest.raises(SwitchError, match=r"failed while building.*on purpose"):
+        trained.switch("zero2")
+    assert trained.backend == "ddp"
+    assert len(one(trained, "train(1)")) == 1
+    trained.switch("zero2")
+    assert len(one(trained, "train(1)")) == 1
+
+
 def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Session) -> None:
     trained.switch("ddp")
     trained.run(START.format("make=torch.optim.Adafactor, lr=1e-3"))
