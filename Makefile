@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check faults chaos notebooks browser pictures bench wheel clean
+.PHONY: help env demo test long check faults chaos notebooks browser pictures bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,10 +29,13 @@ $(READY): pyproject.toml constraints.txt hatch_build.py
 demo: env ## run notebooks/01_first_cell.ipynb from start to finish and show its output
 	@$(BIN)/python notebooks/run.py notebooks/01_first_cell.ipynb
 
-test: env ## all tests: unit, real ranks, notebooks, browser
+test: env ## the tests: unit, real ranks, notebooks, browser
 	@echo "==> tests: unit, real ranks, notebooks, browser (about 25 minutes on two cores)"
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not chaos and not alone"
-	@$(BIN)/python -m pytest -m "alone"
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not chaos and not alone and not long"
+	@$(BIN)/python -m pytest -m "alone and not long"
+
+long: env ## the tests that `make test` leaves out, as every engine in place of two; half an hour
+	@$(BIN)/python -m pytest -m long
 
 check: env ## lint, formatting, types and unit tests: before each commit
 	@$(BIN)/ruff check

@@ -251,6 +251,7 @@ def matrix(ranks: Session, kind: str, **options: Any) -> list[Any]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_all_state_moves_between_all_engines(ranks: Session) -> None:
     problems, worst, sent, apart = matrix(ranks, "adapters")
     assert problems == []

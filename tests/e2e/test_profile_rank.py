@@ -116,7 +116,9 @@ class Profiler:
         return str(told[0]["error"])
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2", "zero2"])
+@pytest.fixture(
+    scope="module", params=["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.long)]
+)
 def profiler(request: pytest.FixtureRequest) -> Iterator[Profiler]:
     """Two ranks with a model, under three engines."""
     heard: dict[str, dict[int, Any]] = {}

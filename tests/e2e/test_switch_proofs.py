@@ -163,6 +163,7 @@ def left_in_folders(temporary: Path) -> set[str]:
     return ours | {str(one) for one in temporary.rglob("*")}
 
 
+@pytest.mark.long
 def test_twenty_switches_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

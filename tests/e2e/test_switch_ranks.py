@@ -215,6 +215,7 @@ BOMB = textwrap.dedent(
 )
 
 
+@pytest.mark.long
 def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) -> None:
     build(trained)
     expected = one(trained, "train(6)")

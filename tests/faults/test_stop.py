@@ -49,7 +49,9 @@ else:
 """
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2", "zero3"])
+@pytest.fixture(
+    scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.long), "zero3"]
+)
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     """Two CPU ranks with a model in training."""
     with nbdist.Session(nproc=2, backend=request.param) as running:

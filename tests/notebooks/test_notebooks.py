@@ -121,6 +121,7 @@ def test_first_cell() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_every_backend() -> None:
     notebook = executed("02_every_backend.ipynb")
     assert "DistributedDataParallel" in text(notebook, "train")
@@ -136,6 +137,7 @@ def test_every_backend() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_trainer() -> None:
     notebook = executed("03_trainer.ipynb")
     assert "FSDP" in text(notebook, "train")
@@ -163,6 +165,7 @@ def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_switch() -> None:
     notebook = executed("05_switch.ipynb")
     assert "ddp -> fsdp2 in" in text(notebook, "to-fsdp")
