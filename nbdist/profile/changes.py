@@ -6,6 +6,7 @@ those of the cell here, those of the engine in `engine`. Each one's gain comes f
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from nbdist.profile import engine, gains
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from nbdist.profile.verdict import Blame
 
 MOST = 3
+_TRAINS = re.compile(r"\b(?:step|backward|model)\(")
+"""A line that no training can do less often."""
 
 
 def best(profile: Profile) -> list[Advice]:
@@ -110,7 +113,6 @@ def _straggler(profile: Profile, blame: Blame) -> Iterator[Advice]:
         ),
         line="%nbdist doctor",
         gain=gains.without(profile, min(slow.lost_s, blame.share * profile.step_s)),
-        change={"straggler": slow.rank},
     )
 
 
@@ -130,22 +132,26 @@ def _own_line(profile: Profile, slow: Straggler) -> Line | None:
 
 
 def _host(profile: Profile, blame: Blame) -> Iterator[Advice]:
-    """Do a line less often."""
+    """Do a line less often; never as code, for what stands around the line is not known here."""
     line = blame.line
     if line is None:
         return
     told = _remark(profile, "sync", line.cell, line.line)
     lost = min(line.seconds, blame.share * profile.step_s)
+    where = f"{line.cell}, line {line.line}"
+    instead = (
+        "put what is slow on a line of its own and profile again"
+        if _TRAINS.search(line.source)
+        else "do this less often or outside of the loop; batches can be made by the workers of a"
+        " DataLoader"
+    )
     yield Advice(
-        title=f"{line.cell}, line {line.line}",
+        title=where,
         why=(
-            told.reason
-            if told
-            else f"`{source(line)}` takes {time(line.seconds)} of every step; do it less often."
+            told.reason if told else f"`{source(line)}` takes {time(line.seconds)} of every step."
         ),
-        line=told.change if told else f"if step % 50 == 0: {source(line)}",
+        line=f"# {where}: {told.change if told else instead}",
         gain=gains.without(profile, lost),
-        change={"line": line.source.strip()},
     )
 
 

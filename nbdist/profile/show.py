@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from nbdist.profile.advice import Advice
     from nbdist.profile.figures import Part, RankFigures
+    from nbdist.profile.remark import Remark
     from nbdist.profile.result import Profile
     from nbdist.profile.tables import Table
 
@@ -72,17 +73,19 @@ def _mfu(profile: Profile) -> str:
 
 def remarks(profile: Profile) -> list[str]:
     """What the cell's text tells beside the advice, a sentence each."""
-    lines = {one.line for one in profile.advice}
     return [
-        f"{one.cell}, line {one.line} ({one.sure}): {one.reason} {one.change}"
-        for one in sorted(profile.remarks, key=lambda one: -one.seconds)
-        if one.change not in lines and not _told(profile, one.kind)
+        f"{one.cell}, line {one.line} ({one.sure}): {one.reason.rstrip('.')}. Instead: {one.change}"
+        for one in profile.remarks
+        if not _told(profile, one)
     ]
 
 
-def _told(profile: Profile, kind: str) -> bool:
-    """Whether an advice says the same of the loader."""
-    return any(kind in one.change for one in profile.advice)
+def _told(profile: Profile, remark: Remark) -> bool:
+    """Whether an advice says the same of the loader, or of the line."""
+    return any(
+        remark.kind in one.change or one.line.endswith(f": {remark.change}")
+        for one in profile.advice
+    )
 
 
 def files(profile: Profile) -> Iterator[str]:
