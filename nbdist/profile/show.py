@@ -48,9 +48,10 @@ _TRACK += ";background:rgba(124,134,148,.22)"
 def heading(profile: Profile) -> str:
     """How fast it was, in one line."""
     model = profile.model
+    steps = f"{profile.num_steps} step{'' if profile.num_steps == 1 else 's'}"
     unit = "tokens/s" if model and model.seq_len > 1 else "samples/s"
     words = [
-        f"{profile.num_steps} steps of {time(profile.p50_s)} (p90 {time(profile.p90_s)})",
+        f"{steps} of {time(profile.step_s)} (p50 {time(profile.p50_s)}, p90 {time(profile.p90_s)})",
         f"{profile.tokens_per_s:,.0f} {unit}" if profile.samples_per_s else "",
         _mfu(profile),
         f"{_device(profile)}, {profile.options.describe()}",

@@ -82,7 +82,14 @@ def test_the_tables_say_shares_and_times_of_each_rank() -> None:
     assert re.search(r"all tensors +14.0 MiB +\d", shown)
     assert re.search(r"resident memory +700.0 MiB", shown)
     assert "/runs/rank0.json, /runs/rank1.json" in shown
-    assert "8 steps of 253 ms (p90 253 ms); 4,047 tokens/s; 2 x CPU rank, ddp" in shown
+    assert "8 steps of 253 ms (p50 253 ms, p90 253 ms); 4,047 tokens/s; 2 x CPU rank, ddp" in shown
+
+
+def test_the_heading_has_the_mean_that_the_table_is_made_of() -> None:
+    uneven = rank(steps=4, communication=0.0)
+    uneven.ends = [0.0, 0.1, 0.2, 0.3, 1.0]
+    assert "4 steps of 250 ms (p50 100 ms, p90 700 ms)" in str(profile(uneven))
+    assert "\n1 step of " in str(profile(rank(steps=1)))
 
 
 def test_memory_stands_beside_what_was_predicted() -> None:
