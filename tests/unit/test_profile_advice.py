@@ -132,6 +132,36 @@ def test_a_slow_link_is_shared_by_larger_batches() -> None:
     assert advised(found, titles(found)[1]).changes == {"accumulate": 8}
 
 
+@pytest.mark.parametrize(
+    "tiny", [{"optimizer": 0.037}, {"communication": 0.027, "python": 0.018, "optimizer": 0.025}]
+)
+def test_a_tiny_batch_without_one_large_cause_gets_a_larger_one(tiny: dict[str, float]) -> None:
+    found = profile(*both(**tiny))
+    assert found.blamed == ()
+    assert found.bound == "compute"
+    (one,) = found.advice
+    assert "micro_batch" in one.change
+    assert found.verdict.startswith("compute-bound: ")
+    assert "nothing cheap" not in found.verdict
+
+
+@pytest.mark.parametrize("share", [0.09, 0.12])
+def test_the_planted_control_gets_no_larger_batch(share: float) -> None:
+    computing = 0.09 / (1 - share - 0.06 - 0.04)
+    parts = {"optimizer": share, "communication": 0.06, "python": 0.02, "data": 0.02}
+    found = profile(*both(**{part: one * computing for part, one in parts.items()}))
+    assert found.verdict == "compute-bound, nothing cheap to gain"
+
+
+def test_an_optimizer_that_nothing_shortens_is_said_to_be_so() -> None:
+    # a batch of 2^20 samples cannot be doubled
+    ranks = both(optimizer=0.06, model={"samples": 1 << 20})
+    found = profile(*ranks)
+    assert found.planner is not None
+    assert found.advice == ()
+    assert found.verdict.endswith("the optimizer's own; none of the known changes gains 5 %")
+
+
 def test_a_larger_batch_gains_what_it_shares_and_no_more() -> None:
     found = profile(*both(communication=0.3))
     planner = found.planner
