@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.profile import engine, gains
 from nbdist.profile.advice import CHEAP, Advice
+from nbdist.profile.lint_loaders import OF_TRAINER
 from nbdist.profile.words import source, time
 
 if TYPE_CHECKING:
@@ -82,6 +83,12 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
     if loader is None or found is None:
         return
     count, gain = found
+    trainer = _of_kind(profile, "num_workers")
+    line = (
+        f"TrainingArguments(..., {OF_TRAINER}={count}, dataloader_persistent_workers=True)"
+        if trainer and trainer.change.startswith(OF_TRAINER)
+        else f"DataLoader(..., num_workers={count}, persistent_workers=True)"
+    )
     now = f"{loader.num_workers} workers" if loader.num_workers else "the main thread"
     yield Advice(
         title=f"num_workers={count}",
@@ -89,7 +96,7 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
             f"Batches are made by {now} and a step waits {time(profile.parts['data'])} for them;"
             f" {count} workers make them while the ranks compute{_at(profile, 'num_workers')}."
         ),
-        line=f"DataLoader(..., num_workers={count}, persistent_workers=True)",
+        line=line,
         gain=gain,
         change={"num_workers": count},
     )
@@ -164,8 +171,13 @@ _OF_CELL: dict[str, Callable[[Profile, Blame], Iterator[Advice]]] = {
 
 def _at(profile: Profile, kind: str) -> str:
     """Where the cell's text has it."""
-    told = next((one for one in profile.remarks if one.kind == kind), None)
+    told = _of_kind(profile, kind)
     return f" ({told.cell}, line {told.line})" if told else ""
+
+
+def _of_kind(profile: Profile, kind: str) -> Remark | None:
+    """What the lint says of a loader."""
+    return next((one for one in profile.remarks if one.kind == kind), None)
 
 
 def _remark(profile: Profile, kind: str, cell: str, line: int) -> Remark | None:

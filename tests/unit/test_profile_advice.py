@@ -12,6 +12,7 @@ from nbdist.plan.models import sizes
 from nbdist.plan.speeds import Links
 from nbdist.profile.advice import CHEAP, Advice
 from nbdist.profile.figures import Line, Memory
+from nbdist.profile.lint import confirmed, remarks
 from nbdist.profile.remark import Remark
 from nbdist.profile.verdict import blamed
 from tests.unit.profiled import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
@@ -49,6 +50,17 @@ def test_a_slow_loader_gets_as_many_workers_as_hide_it() -> None:
     rest = found.step_s - 0.2
     assert one.gain.faster == pytest.approx(found.step_s / (rest + 0.1 * 0.2 / 4) - 1)
     assert one.gain.low < one.gain.faster < one.gain.high
+
+
+def test_the_loader_of_a_trainer_is_changed_in_its_arguments() -> None:
+    setup = "args = TrainingArguments(output_dir='out')\ntrainer = Trainer(model, args)"
+    ranks = both(data=0.2)
+    told = confirmed(remarks([("In[1]", setup), ("In[2]", "trainer.train()")]), ranks)
+    (one,) = profile(*ranks, remarks=told).advice
+    assert one.line == (
+        "TrainingArguments(..., dataloader_num_workers=4, dataloader_persistent_workers=True)"
+    )
+    assert "(In[1], line 1)" in one.why
 
 
 def test_a_loader_slower_than_the_step_however_many_workers_keeps_what_they_do_not_hide() -> None:

@@ -156,7 +156,9 @@ def test_what_the_text_of_the_cell_tells_is_shown_once() -> None:
     )
     workers = replace(remark, kind="num_workers", change="num_workers=4")
     shown = str(profile(*both(data=0.2), remarks=[remark, workers]))
-    assert "In[3], line 1 (certain): The model is in evaluation mode. Instead: model.train()" in shown
+    assert (
+        "In[3], line 1 (certain): The model is in evaluation mode. Instead: model.train()" in shown
+    )
     assert shown.count("num_workers=4, persistent_workers=True") == 1
     assert "(certain): The model is in evaluation mode. Instead: num_workers=4" not in shown
 
