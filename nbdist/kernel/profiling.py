@@ -99,6 +99,8 @@ class Profiling:
     wish: Wish
     since: float = field(default_factory=time.time)
     """Unix seconds."""
+    replaces: bool = False
+    """Another one that waited for its cell is forgotten."""
     cell: Cell | None = None
     """That is profiled; None as long as the next one is waited for."""
     sources: Sequence[tuple[str, str]] = ()
@@ -150,11 +152,12 @@ class Profiling:
 
     def __str__(self) -> str:
         """Say what happens now."""
+        instead = " It takes the place of the profile that waited." if self.replaces else ""
         if self.cell is None:
-            return "the next %%distribute cell is profiled; its verdict appears below it."
+            return f"the next %%distribute cell is profiled; its verdict appears below it.{instead}"
         return (
             f"the cell In[{self.cell.count}] is profiled while it runs; the verdict appears below"
-            " that cell, and %nbdist profile --show repeats it."
+            f" that cell, and %nbdist profile --show repeats it.{instead}"
         )
 
 
@@ -179,7 +182,11 @@ class Profiler:
         with self._lock:
             if busy := self.why_busy():
                 raise ProfileError(busy)
-            self.now = Profiling(wish=wish, text="armed: the next cell is profiled")
+            self.now = Profiling(
+                wish=wish,
+                text="armed: the next cell is profiled",
+                replaces=self.now is not None,
+            )
             return self.now
 
     def begin(self, ranks: Sequence[int], cell: Cell | None) -> Profiling | None:

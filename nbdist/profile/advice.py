@@ -24,12 +24,12 @@ class Advice:
     why: str
     """One sentence."""
     line: str
-    """To paste."""
+    """To paste; a comment where only the user knows what to write."""
     gain: Gain
     change: dict[str, Any] = field(default_factory=dict)
     """What will be different in the next profile: {"options": {...}}, {"micro_batch": 8},
-    {"num_workers": 4}, {"pin_memory": True}, {"largest_unit": 1000}, {"line": "..."}, or
-    {"straggler": 1}."""
+    {"num_workers": 4}, {"pin_memory": True} or {"largest_unit": 1000}; empty where the next
+    profile cannot tell whether it was taken."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Arguments of `Session.switch` that do it; empty where the cell itself must change."""
     saves_bytes: int = 0

@@ -6,10 +6,12 @@ those of the cell here, those of the engine in `engine`. Each one's gain comes f
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from nbdist.profile import engine, gains
 from nbdist.profile.advice import CHEAP, Advice
+from nbdist.profile.lint_loaders import OF_TRAINER
 from nbdist.profile.words import source, time
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from nbdist.profile.verdict import Blame
 
 MOST = 3
+_TRAINS = re.compile(r"\b(?:step|backward|model)\(")
+"""A line that no training can do less often."""
 
 
 def best(profile: Profile) -> list[Advice]:
@@ -79,6 +83,12 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
     if loader is None or found is None:
         return
     count, gain = found
+    trainer = _of_kind(profile, "num_workers")
+    line = (
+        f"TrainingArguments(..., {OF_TRAINER}={count}, dataloader_persistent_workers=True)"
+        if trainer and trainer.change.startswith(OF_TRAINER)
+        else f"DataLoader(..., num_workers={count}, persistent_workers=True)"
+    )
     now = f"{loader.num_workers} workers" if loader.num_workers else "the main thread"
     yield Advice(
         title=f"num_workers={count}",
@@ -86,7 +96,7 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
             f"Batches are made by {now} and a step waits {time(profile.parts['data'])} for them;"
             f" {count} workers make them while the ranks compute{_at(profile, 'num_workers')}."
         ),
-        line=f"DataLoader(..., num_workers={count}, persistent_workers=True)",
+        line=line,
         gain=gain,
         change={"num_workers": count},
     )
@@ -110,7 +120,6 @@ def _straggler(profile: Profile, blame: Blame) -> Iterator[Advice]:
         ),
         line="%nbdist doctor",
         gain=gains.without(profile, min(slow.lost_s, blame.share * profile.step_s)),
-        change={"straggler": slow.rank},
     )
 
 
@@ -130,22 +139,26 @@ def _own_line(profile: Profile, slow: Straggler) -> Line | None:
 
 
 def _host(profile: Profile, blame: Blame) -> Iterator[Advice]:
-    """Do a line less often."""
+    """Do a line less often; never as code, for what stands around the line is not known here."""
     line = blame.line
     if line is None:
         return
     told = _remark(profile, "sync", line.cell, line.line)
     lost = min(line.seconds, blame.share * profile.step_s)
+    where = f"{line.cell}, line {line.line}"
+    instead = (
+        "put what is slow on a line of its own and profile again"
+        if _TRAINS.search(line.source)
+        else "do this less often or outside of the loop; batches can be made by the workers of a"
+        " DataLoader"
+    )
     yield Advice(
-        title=f"{line.cell}, line {line.line}",
+        title=where,
         why=(
-            told.reason
-            if told
-            else f"`{source(line)}` takes {time(line.seconds)} of every step; do it less often."
+            told.reason if told else f"`{source(line)}` takes {time(line.seconds)} of every step."
         ),
-        line=told.change if told else f"if step % 50 == 0: {source(line)}",
+        line=f"# {where}: {told.change if told else instead}",
         gain=gains.without(profile, lost),
-        change={"line": line.source.strip()},
     )
 
 
@@ -158,8 +171,13 @@ _OF_CELL: dict[str, Callable[[Profile, Blame], Iterator[Advice]]] = {
 
 def _at(profile: Profile, kind: str) -> str:
     """Where the cell's text has it."""
-    told = next((one for one in profile.remarks if one.kind == kind), None)
+    told = _of_kind(profile, kind)
     return f" ({told.cell}, line {told.line})" if told else ""
+
+
+def _of_kind(profile: Profile, kind: str) -> Remark | None:
+    """What the lint says of a loader."""
+    return next((one for one in profile.remarks if one.kind == kind), None)
 
 
 def _remark(profile: Profile, kind: str, cell: str, line: int) -> Remark | None:

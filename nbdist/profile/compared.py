@@ -225,11 +225,15 @@ _CLEAR = 2.5
 """Standard errors by which the others' waiting must exceed its own, step by step. In the control
 runs above it was 2.1 at most. With a rank that had a third more to do it was 0.5 to 4.1 under the
 same load: what noise covers is not named."""
+_FEWEST = 5
+"""Steps that must be compared: in two or three, a rank of a healthy loop was late by chance."""
 
 
 def straggler(ranks: Sequence[RankFigures]) -> Straggler | None:
     """The rank that makes the others wait, or None: figures that `compared` has told apart."""
     if len(ranks) < 2 or min(one.step_s for one in ranks) <= 0:  # noqa: PLR2004
+        return None
+    if min(len(one.steps) for one in ranks) < _FEWEST:
         return None
     own = {one.rank: _own(one) for one in ranks}
     slow = max(ranks, key=lambda one: own[one.rank])
@@ -268,6 +272,8 @@ def _steadily_last(ranks: Sequence[RankFigures], slow: RankFigures) -> bool:
     steps = sorted({step for by_step in waits.values() for step in by_step})
     if not steps:  # moments are not known; means are all there is
         return True
+    if len(steps) < _FEWEST:
+        return False
     least = [min(waits, key=lambda rank: waits[rank].get(step, 0.0)) for step in steps]
     if least.count(slow.rank) < _STEADY * len(steps):
         return False
@@ -277,11 +283,5 @@ def _steadily_last(ranks: Sequence[RankFigures], slow: RankFigures) -> bool:
         - waits[slow.rank].get(step, 0.0)
         for step in steps
     ]
-    if len(late) < _FEW:
-        return True
     error = statistics.stdev(late) / math.sqrt(len(late))
     return statistics.fmean(late) >= _CLEAR * error
-
-
-_FEW = 3
-"""Steps of which no spread can be told."""

@@ -13,12 +13,17 @@ if TYPE_CHECKING:
 
 SMALL = 0.02
 """Of a step: less is not worth a change."""
+_WAITED = 0.10
+"""The same of a loader, which healthy loops wait for a little too; just under what the verdict
+blames."""
 
 
 def confirmed(
     remarks: Sequence[Remark], figures: Sequence[RankFigures], *, bf16: bool = True
 ) -> list[Remark]:
-    """Remarks that hold, the dearest first; what the profile refutes is left out.
+    """Remarks that hold, the dearest first and those that cost nothing here last.
+
+    What the profile refutes is left out.
 
     Without a profile those stay that the text alone shows.
 
@@ -34,7 +39,12 @@ def confirmed(
         judged = _JUDGES[one.evidence](one, figures) if figures and one.evidence else _alone(one)
         if judged is not None:
             kept.append(judged)
-    return sorted(kept, key=lambda one: -one.seconds)
+    return sorted(kept, key=lambda one: (bool(figures) and _for_nothing(one), -one.seconds))
+
+
+def _for_nothing(one: Remark) -> bool:
+    """Whether it is on a line that took no time."""
+    return one.evidence == "line" and not one.seconds
 
 
 def _alone(one: Remark) -> Remark | None:
@@ -45,7 +55,7 @@ def _alone(one: Remark) -> Remark | None:
 def _data(one: Remark, figures: Sequence[RankFigures]) -> Remark | None:
     seconds = _longest(figures, "data")
     loaders = [loader for rank in figures for loader in rank.loaders]
-    if _share(figures, seconds) < SMALL or (loaders and all(x.num_workers for x in loaders)):
+    if _share(figures, seconds) < _WAITED or (loaders and all(x.num_workers for x in loaders)):
         return None
     reason = f"{one.reason}; {_words(figures, seconds)} waits for batches"
     return replace(one, reason=reason, sure="certain" if loaders else "likely", seconds=seconds)
@@ -55,7 +65,7 @@ def _copies(one: Remark, figures: Sequence[RankFigures]) -> Remark | None:
     seconds = _longest(figures, "copies")
     loaders = [loader for rank in figures for loader in rank.loaders]
     on_gpus = all(rank.kind == "cuda" for rank in figures)
-    if not on_gpus or _share(figures, seconds) < SMALL:
+    if not on_gpus or _share(figures, seconds) < _WAITED:
         return None
     if loaders and all(loader.pin_memory for loader in loaders):
         return None

@@ -55,16 +55,23 @@ def _found(all_events: list[Event], lines: list[str]) -> Iterator[Remark]:
         yield from lint_loops.look(loop, all_events)
         yield from lint_modes.modes(loop, all_events)
         yield from lint_loaders.look(loop, all_events)
-    if loops or _trains(all_events):
+    trains = _trains(all_events)
+    if trains:
+        yield lint_loaders.of_trainer(trains, all_events)
+    if loops or trains:
         yield from lint_modes.half_precision(all_events)
 
 
-def _trains(all_events: list[Event]) -> bool:
-    """Whether a Trainer of transformers does the loop."""
-    return any(
-        isinstance(one.node, ast.Call)
-        and one.root is all_events[-1].root
-        and one.name(one.node.func) == "train"
-        and "trainer" in one.name(getattr(one.node.func, "value", None)).lower()
-        for one in all_events
+def _trains(all_events: list[Event]) -> Event | None:
+    """Where a Trainer of transformers does the loop; None where none does."""
+    return next(
+        (
+            one
+            for one in all_events
+            if isinstance(one.node, ast.Call)
+            and one.root is all_events[-1].root
+            and one.name(one.node.func) == "train"
+            and "trainer" in one.name(getattr(one.node.func, "value", None)).lower()
+        ),
+        None,
     )

@@ -18,6 +18,8 @@ _HARMLESS = frozenset(
     {"cycle", "enumerate", "iter", "islice", "len", "next", "print", "tqdm", "trange", "zip"}
 )
 """What may take a loader and leave it as it is."""
+OF_TRAINER = "dataloader_num_workers"
+"""What a Trainer calls it."""
 _BY_PLACE = 3
 """Dataset, batch size, shuffle; nobody gives more by their place."""
 _SHARES = frozenset(
@@ -69,6 +71,24 @@ def look(loop: StepLoop, before: Sequence[Event]) -> Iterator[Remark]:
             )
         if certain and not given.keys() & {"sampler", "batch_sampler"}:
             yield from _unsharded(name, event, before)
+
+
+def of_trainer(trains: Event, before: Sequence[Event]) -> Remark:
+    """A Trainer makes its loader by itself, so its arguments are told; a profile weighs it."""
+    arguments = [
+        one
+        for one in before
+        if isinstance(one.node, ast.Call) and one.name(one.node.func).endswith("TrainingArguments")
+    ]
+    return remark(
+        arguments[-1] if arguments else trains,
+        "num_workers",
+        "the Trainer's loader has no workers: it makes each batch itself, and nothing computes"
+        " meanwhile",
+        f"{OF_TRAINER}=4 in TrainingArguments",
+        "worth a look",
+        "data",
+    )
 
 
 def _unsharded(name: str, made: Event, before: Sequence[Event]) -> Iterator[Remark]:

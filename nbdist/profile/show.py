@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from nbdist.profile.advice import Advice
     from nbdist.profile.figures import Part, RankFigures
+    from nbdist.profile.remark import Remark
     from nbdist.profile.result import Profile
     from nbdist.profile.tables import Table
 
@@ -47,9 +48,10 @@ _TRACK += ";background:rgba(124,134,148,.22)"
 def heading(profile: Profile) -> str:
     """How fast it was, in one line."""
     model = profile.model
+    steps = f"{profile.num_steps} step{'' if profile.num_steps == 1 else 's'}"
     unit = "tokens/s" if model and model.seq_len > 1 else "samples/s"
     words = [
-        f"{profile.num_steps} steps of {time(profile.p50_s)} (p90 {time(profile.p90_s)})",
+        f"{steps} of {time(profile.step_s)} (p50 {time(profile.p50_s)}, p90 {time(profile.p90_s)})",
         f"{profile.tokens_per_s:,.0f} {unit}" if profile.samples_per_s else "",
         _mfu(profile),
         f"{_device(profile)}, {profile.options.describe()}",
@@ -72,17 +74,19 @@ def _mfu(profile: Profile) -> str:
 
 def remarks(profile: Profile) -> list[str]:
     """What the cell's text tells beside the advice, a sentence each."""
-    lines = {one.line for one in profile.advice}
     return [
-        f"{one.cell}, line {one.line} ({one.sure}): {one.reason} {one.change}"
-        for one in sorted(profile.remarks, key=lambda one: -one.seconds)
-        if one.change not in lines and not _told(profile, one.kind)
+        f"{one.cell}, line {one.line} ({one.sure}): {one.reason.rstrip('.')}. Instead: {one.change}"
+        for one in profile.remarks
+        if not _told(profile, one)
     ]
 
 
-def _told(profile: Profile, kind: str) -> bool:
-    """Whether an advice says the same of the loader."""
-    return any(kind in one.change for one in profile.advice)
+def _told(profile: Profile, remark: Remark) -> bool:
+    """Whether an advice says the same of the loader, or of the line."""
+    return any(
+        remark.kind in one.change or one.line.endswith(f": {remark.change}")
+        for one in profile.advice
+    )
 
 
 def files(profile: Profile) -> Iterator[str]:

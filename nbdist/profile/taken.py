@@ -76,24 +76,11 @@ def _units_taken(wanted: int, _before: Profile, now: Profile) -> bool:
     return now.model is not None and 0 < now.model.largest_unit <= wanted
 
 
-def _line_taken(wanted: str, before: Profile, now: Profile) -> bool:
-    def on_it(profile: Profile) -> float:
-        return sum(line.seconds for line in profile.ranks[0].lines if line.source.strip() == wanted)
-
-    return on_it(now) < on_it(before) / 2
-
-
-def _straggler_gone(wanted: int, _before: Profile, now: Profile) -> bool:
-    return now.straggler != wanted
-
-
 _RECOGNISED: dict[str, Callable[[Any, Profile, Profile], bool]] = {
     "options": _options_taken,
     "micro_batch": _micro_batch_taken,
     "num_workers": _workers_taken,
     "pin_memory": _pinning_taken,
     "largest_unit": _units_taken,
-    "line": _line_taken,
-    "straggler": _straggler_gone,
 }
 """Key of `Advice.change` -> whether the profile after shows it."""

@@ -55,6 +55,7 @@ _WELL_USED = 0.35
 _COMPUTING: tuple[Part, ...] = ("forward", "backward")
 _MATRICES = re.compile(r"mm\b|gemm|nvjet|conv|attention|linear|flash|matmul|wgmma", re.IGNORECASE)
 """Operators and kernels that multiply matrices."""
+_NOTHING_GAINS = "; none of the known changes gains 5 %"
 _LINKS = {"nvlink": "NVLink", "pcie": "PCIe", "cpu": "the loopback"}
 
 
@@ -89,7 +90,9 @@ def bound(profile: Profile) -> str:
 def sentence(profile: Profile) -> str:
     """The verdict."""
     if profile.blamed:
-        return profile.blamed[0].sentence
+        first = profile.blamed[0]
+        alone = first.kind == "optimizer" and profile.planner is not None and not profile.advice
+        return f"{first.sentence}{_NOTHING_GAINS if alone else ''}"
     computing = profile.share(*_COMPUTING)
     if computing < _HALF:
         largest = sorted(profile.parts.items(), key=lambda item: -item[1])[:3]

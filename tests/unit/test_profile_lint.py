@@ -149,6 +149,12 @@ def test_memory_is_pinned_where_copies_take_time_on_a_gpu() -> None:
     assert judged(LOADER, rank(loaders=[loader(pin_memory=True)], copies=0.1)) == []
 
 
+def test_a_loader_that_is_hardly_waited_for_is_not_spoken_of() -> None:
+    for part in ("data", "copies"):
+        for kind in ("cuda", "cpu"):
+            assert judged(LOADER, rank(kind=kind, loaders=[loader()], **{part: 0.09})) == []
+
+
 def test_a_wait_for_the_device_costs_what_the_device_idles() -> None:
     (told,) = [one for one in remarks(named(ITEM)) if one.kind == "sync"]
     lines = [Line(cell=told.cell, line=told.line, source=told.source, seconds=0.7)]
@@ -163,6 +169,12 @@ def test_a_wait_for_the_device_costs_nothing_on_cpu_ranks() -> None:
     assert one.seconds == 0
     assert "on a GPU it waits" in one.reason
     assert "here: nothing on CPU ranks" in one.reason
+
+
+def test_what_costs_nothing_on_cpu_ranks_comes_last() -> None:
+    both = [rank(one, kind="cpu", loaders=[loader(sharded=False)], idle=0.2) for one in range(2)]
+    several = [*remarks(named(ITEM)), *remarks(named(WHOLE))]
+    assert [one.kind for one in confirmed(several, both)] == ["sharding", "sync"]
 
 
 def test_fp16_is_told_where_bf16_exists_and_fp16_is_used() -> None:

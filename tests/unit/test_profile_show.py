@@ -82,7 +82,14 @@ def test_the_tables_say_shares_and_times_of_each_rank() -> None:
     assert re.search(r"all tensors +14.0 MiB +\d", shown)
     assert re.search(r"resident memory +700.0 MiB", shown)
     assert "/runs/rank0.json, /runs/rank1.json" in shown
-    assert "8 steps of 253 ms (p90 253 ms); 4,047 tokens/s; 2 x CPU rank, ddp" in shown
+    assert "8 steps of 253 ms (p50 253 ms, p90 253 ms); 4,047 tokens/s; 2 x CPU rank, ddp" in shown
+
+
+def test_the_heading_has_the_mean_that_the_table_is_made_of() -> None:
+    uneven = rank(steps=4, communication=0.0)
+    uneven.ends = [0.0, 0.1, 0.2, 0.3, 1.0]
+    assert "4 steps of 250 ms (p50 100 ms, p90 700 ms)" in str(profile(uneven))
+    assert "\n1 step of " in str(profile(rank(steps=1)))
 
 
 def test_memory_stands_beside_what_was_predicted() -> None:
@@ -149,9 +156,11 @@ def test_what_the_text_of_the_cell_tells_is_shown_once() -> None:
     )
     workers = replace(remark, kind="num_workers", change="num_workers=4")
     shown = str(profile(*both(data=0.2), remarks=[remark, workers]))
-    assert "In[3], line 1 (certain): The model is in evaluation mode. model.train()" in shown
+    assert (
+        "In[3], line 1 (certain): The model is in evaluation mode. Instead: model.train()" in shown
+    )
     assert shown.count("num_workers=4, persistent_workers=True") == 1
-    assert "(certain): The model is in evaluation mode. num_workers=4" not in shown
+    assert "(certain): The model is in evaluation mode. Instead: num_workers=4" not in shown
 
 
 def test_a_gpu_says_its_mfu_and_the_peak_that_it_is_of() -> None:

@@ -22,12 +22,12 @@ def no_calibration(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-def slow_rank(part: str = "backward", by: float = 0.3) -> list[RankFigures]:
+def slow_rank(part: str = "backward", by: float = 0.3, **more: Any) -> list[RankFigures]:
     """Rank 1 does its own work so much slower; rank 0 waits in the collective."""
     own = sum(BALANCED.values()) - BALANCED["communication"]
     lost = by * own
-    waits = rank(0, communication=BALANCED["communication"] + lost)
-    return [waits, rank(1, **{part: BALANCED.get(part, 0.0) + lost})]
+    waits = rank(0, communication=BALANCED["communication"] + lost, **more)
+    return [waits, rank(1, **more, **{part: BALANCED.get(part, 0.0) + lost})]
 
 
 def one_unit(**more: Any) -> list[RankFigures]:
@@ -190,6 +190,11 @@ def test_ranks_that_take_turns_in_being_late_are_no_stragglers() -> None:
     first = rank(0, communication=0.05, backward=0.08, late=[0.0, 0.04] * 4)
     second = rank(1, communication=0.05, backward=0.08, late=[0.04, 0.0] * 4)
     assert profile(first, second).straggler is None
+
+
+@pytest.mark.parametrize(("steps", "named"), [(2, None), (4, None), (5, 1)])
+def test_few_steps_name_no_straggler(steps: int, named: int | None) -> None:
+    assert profile(*slow_rank(by=0.9, steps=steps)).straggler == named
 
 
 def test_one_rank_alone_can_be_profiled() -> None:
