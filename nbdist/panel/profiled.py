@@ -118,7 +118,8 @@ def _parts(parts: Mapping[Any, float]) -> list[Span]:
 
 def _facts(profile: Profile) -> Iterator[str]:
     """Of all ranks together."""
-    yield f"{profile.num_steps} steps of {time(profile.step_s)}"
+    number = profile.num_steps
+    yield f"{number} step{'s' * (number != 1)} of {time(profile.step_s)}"
     yield f"p50 {time(profile.p50_s)}"
     yield f"p90 {time(profile.p90_s)}"
     if profile.tokens_per_s > 0:
