@@ -114,8 +114,8 @@ def of_plan(plan: Plan, options: Options) -> Predicted:
             tokens_per_s=row.tokens_per_s or None,
             why=row.why,
             command=row.command,
-            does="" if row is current else _does(options, row),
-            arguments={} if row is current else _arguments(options, row),
+            does="" if row is current or not _switchable(row) else _does(options, row),
+            arguments={} if row is current or not _switchable(row) else _arguments(options, row),
         )
         for row in _shown(plan, current)
     ]
@@ -143,11 +143,13 @@ def _row_of(plan: Plan, options: Options) -> Row | None:
 
 
 def _shown(plan: Plan, current: Row | None) -> list[Row]:
-    """Of each backend and offload the best variant that a switch can bring about."""
+    """The best row, and of each backend and offload the best that a button can ask for."""
     possible = tuple(row for row in plan.rows if row.cost is not None and _switchable(row))
     rows = show.briefly(replace(plan, rows=possible))
     if current is not None and current not in rows:
         rows.append(current)
+    if plan.best is not None and _id(plan.best.options) not in {_id(row.options) for row in rows}:
+        rows.insert(0, plan.best)
     return rows
 
 

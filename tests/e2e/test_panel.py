@@ -157,7 +157,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     script = folder / "panel.js"
     script.write_text("export default () => ({ render() {} });")
     script.with_suffix(".css").write_text("")
-    with LiveKernel(folder) as kernel:
+    # plans by what is measured here are for other tests
+    with LiveKernel(folder, XDG_CACHE_HOME=str(folder / "cache")) as kernel:
         assert kernel.run("%load_ext nbdist").status == "ok"
         # The bundle is built by Node, which these tests do without.
         kernel.run(
