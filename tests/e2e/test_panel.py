@@ -359,32 +359,6 @@ def test_buttons_work_while_a_cell_blocks(page: Page) -> None:
     assert page.cell("%%distribute\nassert x == 1") == "ok"
 
 
-def test_a_cell_that_blocks_is_profiled_and_commands_for_later_wait(page: Page) -> None:
-    subshell = page.subshell()
-    slow = TRAIN.replace("range(5)", "range(300)").replace("report", "time.sleep(0.3); report")
-    asked = page.kernel.send(slow.replace("\n", "\nimport time\n", 1))
-    page.until(lambda: page.picture["header"]["state"] == "running")
-    later = page.command("plan", subshell)
-    answer = page.answer(page.command("profile", subshell))
-    assert answer["ok"], answer
-    page.until(lambda: "profiling: step" in (page.picture["progress"] or {}).get("text", ""))
-    assert "under way" in page.picture["profile"]["refused"]
-    again = page.answer(page.command("profile", subshell))
-    assert (again["ok"], "under way" in again["text"]) == (False, True)
-    page.until(lambda: page.picture["profile"]["verdict"])
-    profile = page.picture["profile"]
-    assert [one["rank"] for one in profile["ranks"]] == [0, 1]
-    for one in profile["ranks"]:
-        whole = sum(part["seconds"] for part in one["parts"])
-        assert whole == pytest.approx(one["step_s"], rel=0.03)
-    assert page.picture["header"]["state"] == "running"
-    assert [one["text"] for one in page.picture["queue"]] == ["plan"]
-    assert page.answer(page.command("interrupt", subshell))["ok"]
-    page.until(lambda: asked in page.statuses)
-    assert page.answer(later)
-    page.until(lambda: page.picture["profile"]["refused"] == "")
-
-
 def test_a_restart_ends_a_cell_that_blocks(page: Page) -> None:
     subshell = page.subshell()
     stuck = page.kernel.send("%%distribute\nimport time\ntime.sleep(80)")
@@ -453,6 +427,33 @@ def test_log_is_searched(page: Page) -> None:
     lines = page.messages[-1][0]["lines"]
     assert lines[0] == "line 1"
     assert lines[-1] == "line 19"
+
+
+def test_a_cell_that_blocks_is_profiled_and_commands_for_later_wait(page: Page) -> None:
+    assert page.cell(SETUP) == "ok"  # the ranks are new ones by now
+    subshell = page.subshell()
+    slow = TRAIN.replace("range(5)", "range(300)").replace("report", "time.sleep(0.3); report")
+    asked = page.kernel.send(slow.replace("\n", "\nimport time\n", 1))
+    page.until(lambda: page.picture["header"]["state"] == "running")
+    later = page.command("plan", subshell)
+    answer = page.answer(page.command("profile", subshell))
+    assert answer["ok"], answer
+    page.until(lambda: "profiling: step" in (page.picture["progress"] or {}).get("text", ""))
+    assert "under way" in page.picture["profile"]["refused"]
+    again = page.answer(page.command("profile", subshell))
+    assert (again["ok"], "under way" in again["text"]) == (False, True)
+    page.until(lambda: page.picture["profile"]["verdict"])
+    profile = page.picture["profile"]
+    assert [one["rank"] for one in profile["ranks"]] == [0, 1]
+    for one in profile["ranks"]:
+        whole = sum(part["seconds"] for part in one["parts"])
+        assert whole == pytest.approx(one["step_s"], rel=0.03)
+    assert page.picture["header"]["state"] == "running"
+    assert [one["text"] for one in page.picture["queue"]] == ["plan"]
+    assert page.answer(page.command("interrupt", subshell))["ok"]
+    page.until(lambda: asked in page.statuses)
+    assert page.answer(later)
+    page.until(lambda: page.picture["profile"]["refused"] == "")
 
 
 @pytest.mark.fault("G3")
