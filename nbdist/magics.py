@@ -454,9 +454,7 @@ ENGINE_OPTIONS = (
     "clip",
 )
 
-SWITCHED = frozenset(
-    {*ENGINE_OPTIONS, "help", "gpus", "deepspeed_config", "fsdp_config"} - {"backend"}
-)
+SWITCHED = frozenset({*ENGINE_OPTIONS, "gpus", "deepspeed_config", "fsdp_config"} - {"backend"})
 """Destinations of options that `%nbdist switch` takes too."""
 
 
@@ -483,10 +481,8 @@ COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
 
 def switch_parser() -> MagicArgumentParser:
     """The options of `%nbdist switch`: those of `%%distribute` that name an engine."""
-    made = MagicArgumentParser(
-        "%nbdist switch",
-        description="Give the living models another engine; nothing of the training is lost.",
-        add_help=False,
+    made = parsers.command(
+        "switch", "Give the living models another engine; nothing of the training is lost."
     )
     made.add_argument(
         "backend", nargs="?", metavar="NAME", help="ddp, fsdp (= fsdp2), fsdp1, zero1, ..."

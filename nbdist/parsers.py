@@ -12,12 +12,17 @@ from nbdist.kernel import exporting
 from nbdist.kernel.screen import FACES
 
 
+def command(name: str, description: str) -> MagicArgumentParser:
+    """A parser of one command, which has only its help yet."""
+    made = MagicArgumentParser(f"%nbdist {name}", description=description, add_help=False)
+    made.add_argument("-h", "--help", action="store_true", help="show this text")
+    return made
+
+
 def export() -> MagicArgumentParser:
     """The options of `%nbdist export`."""
-    made = MagicArgumentParser(
-        "%nbdist export",
-        description="Write the prepared model as from_pretrained reads it, whatever the engine.",
-        add_help=False,
+    made = command(
+        "export", "Write the prepared model as from_pretrained reads it, whatever the engine."
     )
     made.add_argument("folder", nargs="?", metavar="DIR", help="to be made, or empty")
     made.add_argument("--dtype", metavar="NAME", help="bf16, fp16 or fp32; default: as trained")
@@ -31,34 +36,25 @@ def export() -> MagicArgumentParser:
         "--overwrite", action="store_true", help="replace the model in DIR; other files there stay"
     )
     made.add_argument("--model", metavar="NAME", help="the variable, where several are prepared")
-    made.add_argument("-h", "--help", action="store_true", help="show this text")
     return made
 
 
 def save() -> MagicArgumentParser:
     """The options of `%nbdist save`."""
-    made = MagicArgumentParser(
-        "%nbdist save",
-        description="Write a checkpoint of the training; the next cell runs meanwhile.",
-        add_help=False,
-    )
+    made = command("save", "Write a checkpoint of the training; the next cell runs meanwhile.")
     made.add_argument("name", nargs="?", metavar="NAME", help="letters, digits, . - _")
     made.add_argument("--overwrite", action="store_true", help="replace the checkpoint NAME")
     made.add_argument(
         "--keep", type=int, metavar="N", help="remove the oldest beyond N, once this one is whole"
     )
     made.add_argument("--wait", action="store_true", help="return once it is on the disk")
-    _add_common(made)
+    _add_folder(made)
     return made
 
 
 def load() -> MagicArgumentParser:
     """The options of `%nbdist load`."""
-    made = MagicArgumentParser(
-        "%nbdist load",
-        description="Load a checkpoint into the models that are prepared now.",
-        add_help=False,
-    )
+    made = command("load", "Load a checkpoint into the models that are prepared now.")
     made.add_argument(
         "name", nargs="?", metavar="NAME", help="of a checkpoint, or the path of a folder"
     )
@@ -68,26 +64,23 @@ def load() -> MagicArgumentParser:
     made.add_argument(
         "--trust", action="store_true", help="run code in files that something else wrote"
     )
-    _add_common(made)
+    _add_folder(made)
     return made
 
 
 def checkpoints() -> MagicArgumentParser:
     """The options of `%nbdist checkpoints`."""
-    made = MagicArgumentParser(
-        "%nbdist checkpoints", description="List whole checkpoints.", add_help=False
-    )
-    _add_common(made)
+    made = command("checkpoints", "List whole checkpoints.")
+    _add_folder(made)
     return made
 
 
 def profile() -> MagicArgumentParser:
     """The options of `%nbdist profile`."""
-    made = MagicArgumentParser(
-        "%nbdist profile",
-        description="Say where the steps of the loop go that runs in the background, or of the"
+    made = command(
+        "profile",
+        "Say where the steps of the loop go that runs in the background, or of the"
         " next cell; what would make them faster; and what the last advice has gained.",
-        add_help=False,
     )
     made.add_argument(
         "--steps", type=int, metavar="N", help="of the window; default: until it is stable"
@@ -106,16 +99,13 @@ def profile() -> MagicArgumentParser:
         help="instead measure this machine's bandwidths for %%nbdist plan; a few seconds",
     )
     made.add_argument("--disk", metavar="PATH", help="with --calibrate: of the disk for NVMe too")
-    made.add_argument("-h", "--help", action="store_true", help="show this text")
     return made
 
 
 def panel() -> MagicArgumentParser:
     """The options of `%nbdist panel`."""
-    made = MagicArgumentParser(
-        "%nbdist panel",
-        description="Predicted memory beside live devices, strategies, curves, ranks, checkpoints.",
-        add_help=False,
+    made = command(
+        "panel", "Predicted memory beside live devices, strategies, curves, ranks, checkpoints."
     )
     made.add_argument(
         "--face",
@@ -123,29 +113,22 @@ def panel() -> MagicArgumentParser:
         default="auto",
         help="widget: live; html: as it is now, without script; text; default: the best possible",
     )
-    made.add_argument("-h", "--help", action="store_true", help="show this text")
     return made
 
 
 def doctor() -> MagicArgumentParser:
     """The options of `%nbdist doctor`."""
-    made = MagicArgumentParser(
-        "%nbdist doctor",
-        description="Look at this machine: what is wrong or disturbs, and what to do.",
-        add_help=False,
-    )
+    made = command("doctor", "Look at this machine: what is wrong or disturbs, and what to do.")
     made.add_argument(
         "--run", action="store_true", help="the training: its profile, options and last errors"
     )
     made.add_argument("--json", action="store_true", help="the same as JSON")
-    made.add_argument("-h", "--help", action="store_true", help="show this text")
     return made
 
 
-def _add_common(parser: MagicArgumentParser) -> None:
-    """Options of all three that are about checkpoints."""
+def _add_folder(parser: MagicArgumentParser) -> None:
+    """The option of all three that are about checkpoints."""
     parser.add_argument("--dir", metavar="ROOT", help="of all checkpoints; default: checkpoints")
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
 
 
 def words(line: str, command: str) -> list[str]:

@@ -6,16 +6,17 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic_arguments import MagicArgumentParser
 
 import nbdist
-from nbdist import strategies
+from nbdist import parsers, strategies
 from nbdist.errors import PlanError
 from nbdist.kernel import planning
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
+
+    from IPython.core.magic_arguments import MagicArgumentParser
 
     from nbdist.kernel.session import Session
     from nbdist.plan.checked import Check
@@ -27,11 +28,7 @@ FIXED = ("offload", "offload_params", "activation_checkpointing", "accumulate")
 
 def parser() -> MagicArgumentParser:
     """The options of `%nbdist plan`."""
-    made = MagicArgumentParser(
-        "%nbdist plan",
-        description="Predicted memory and speed of a model under every strategy.",
-        add_help=False,
-    )
+    made = parsers.command("plan", "Predicted memory and speed of a model under every strategy.")
     add = made.add_argument
     add(
         "model",
@@ -56,7 +53,6 @@ def parser() -> MagicArgumentParser:
         help="search with it only",
     )
     add("--accumulate", type=int, metavar="N", help="micro batches in one optimizer step")
-    add("-h", "--help", action="store_true", help="show this text")
     return made
 
 

@@ -304,6 +304,7 @@ class Gang:
         *,
         channel: Channel = "shell",
         raises: type[NbdistError] = SessionError,
+        patience_s: float = SILENT_S,
     ) -> dict[int, Any]:
         """Send a request to ranks and wait for the replies, by rank.
 
@@ -313,7 +314,7 @@ class Gang:
         Raises:
             NbdistError: of the type given: it failed on a rank.
             RankDied: a rank ended before it answered.
-            SessionError: for ten minutes there was no answer, nor a word about the request.
+            SessionError: for `patience_s` there was no answer, nor a word about the request.
         """
         answers: SimpleQueue[tuple[int, str, Message]] = SimpleQueue()
         waiting = set(ranks)
@@ -325,7 +326,7 @@ class Gang:
         replies: dict[int, Any] = {}
         try:
             while waiting - replies.keys():
-                rank, answered_on, message = self._answer(answers, kind)
+                rank, answered_on, message = self._answer(answers, kind, patience_s)
                 if answered_on == channel:
                     replies[rank] = message["content"]
                     if replies[rank].get("status") == "error":
@@ -334,16 +335,18 @@ class Gang:
             self.forget(requests)
         return replies
 
-    def _answer(self, answers: SimpleQueue[Any], kind: str) -> tuple[int, str, Message]:
+    def _answer(
+        self, answers: SimpleQueue[Any], kind: str, patience_s: float
+    ) -> tuple[int, str, Message]:
         since = time.monotonic()
-        while time.monotonic() - max(since, self._heard) < SILENT_S:
+        while time.monotonic() - max(since, self._heard) < patience_s:
             try:
-                answer: tuple[int, str, Message] = answers.get(timeout=1.0)
+                answer: tuple[int, str, Message] = answers.get(timeout=min(1.0, patience_s))
             except Empty:
                 self.check_up(kind)
             else:
                 return answer
-        msg = f"The ranks have said nothing about {kind} for {SILENT_S:.0f} s."
+        msg = f"The ranks have said nothing about {kind} for {patience_s:.0f} s."
         raise SessionError(msg)
 
     def check_up(self, kind: str) -> None:

@@ -6,23 +6,21 @@ the verdict does not wait for a trace.
 
 from __future__ import annotations
 
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist import ranks as rank_names
 from nbdist import wire
-from nbdist.errors import NbdistError, SessionError
+from nbdist.errors import NbdistError
+from nbdist.kernel import planning
 
 if TYPE_CHECKING:
-    from nbdist.kernel.channel import Channel, Message
     from nbdist.kernel.gang import Gang
     from nbdist.kernel.profiling import Profiling
     from nbdist.kernel.session import Session
-    from nbdist.plan.devices import Cluster
     from nbdist.plan.spec import ModelSpec
     from nbdist.profile.result import Profile
 
-ASKED_S = 2.0
+PATIENCE_S = 2.0
 """A rank that computes answers within milliseconds; the verdict waits no longer."""
 
 
@@ -32,7 +30,7 @@ def judged(session: Session, gang: Gang, one: Profiling) -> Profile:
     from nbdist.profile import lint
     from nbdist.profile.result import Profile, Setting
 
-    cluster, spec = _cluster(session), _spec(session, gang, min(one.figures))
+    cluster, spec = planning.machine(session), _spec(session, gang, min(one.figures))
     setting = Setting(options=session.options, cluster=cluster, spec=spec)
     figures = [one.figures[rank] for rank in sorted(one.figures)]
     made = Profile.of(
@@ -61,32 +59,10 @@ def _spec(session: Session, gang: Gang, rank: int) -> ModelSpec | None:
     content = wire.ModelRequest(
         name=None, batch_size=None, seq_len=None, kind=session.hardware.kind, quick=True
     )
-    answers: SimpleQueue[Any] = SimpleQueue()
-
-    def take(_rank: int, channel: Channel, message: Message) -> None:
-        if channel == "control":
-            answers.put(message["content"])
-
     try:
-        request = gang.post(rank, "control", wire.MODEL, content, take)
-    except SessionError:  # the ranks are just being ended
+        reply: wire.ModelReply = gang.ask(
+            [rank], wire.MODEL, content, channel="control", patience_s=PATIENCE_S
+        )[rank]
+        return read.spec_from_json(reply["spec"])
+    except NbdistError:  # no closed form, no answer in time, or the rank has just ended
         return None
-    gang.wake()
-    try:
-        reply: wire.ModelReply = answers.get(timeout=ASKED_S)
-    except Empty:
-        return None
-    finally:
-        gang.forget([request])
-    try:
-        return read.spec_from_json(reply["spec"]) if reply["status"] == "ok" else None
-    except NbdistError:
-        return None
-
-
-def _cluster(session: Session) -> Cluster:
-    """The machine as the planner sees it."""
-    from nbdist.plan import here
-
-    pids = {rank["pid"] for rank in session.status()["ranks"]}
-    return here.found(session.world_size, kind=session.hardware.kind, own=pids)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nbdist import wire
     from nbdist.kernel.session import Session
     from nbdist.plan.checked import Check
+    from nbdist.plan.devices import Cluster
     from nbdist.plan.result import Plan
 
 
@@ -42,7 +43,7 @@ def plan(
     cluster = (
         here.cluster(arguments["devices"], arguments.get("world_size"))
         if "devices" in arguments
-        else here.found(session.world_size, kind=session.hardware.kind, own=_pids(session))
+        else machine(session)
     )
     batch_size = arguments.get("batch_size")
     with StatusLine() as line:
@@ -66,10 +67,8 @@ def peeked(session: Session, seen: wire.ModelReply) -> Plan:
     """
     if seen["status"] == "error":
         raise PlanError(seen["error"])
-    from nbdist.plan import here
-
-    cluster = here.found(session.world_size, kind=session.hardware.kind, own=_pids(session))
-    return planned_for(session, seen, {"devices": cluster, "world_size": session.world_size})
+    devices = machine(session)
+    return planned_for(session, seen, {"devices": devices, "world_size": session.world_size})
 
 
 def planned_for(session: Session, seen: wire.ModelReply, arguments: Mapping[str, Any]) -> Plan:
@@ -90,9 +89,12 @@ def planned_for(session: Session, seen: wire.ModelReply, arguments: Mapping[str,
     return planned(read.spec_from_json(seen["spec"]), **{**own, **arguments})
 
 
-def _pids(session: Session) -> set[int]:
-    """The ranks' processes."""
-    return {rank["pid"] for rank in session.status()["ranks"]}
+def machine(session: Session) -> Cluster:
+    """The session's devices as the planner sees them; what its own ranks hold counts as free."""
+    from nbdist.plan import here
+
+    own = {rank["pid"] for rank in session.status()["ranks"]}
+    return here.found(session.world_size, kind=session.hardware.kind, own=own)
 
 
 def check(session: Session) -> Check:

@@ -8,7 +8,7 @@ compare.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,18 +26,7 @@ Part = Literal[
     "idle",
 ]
 
-PARTS: tuple[Part, ...] = (
-    "data",
-    "copies",
-    "forward",
-    "backward",
-    "optimizer",
-    "communication",
-    "waiting",
-    "offload",
-    "python",
-    "idle",
-)
+PARTS: tuple[Part, ...] = get_args(Part)
 """Every moment of a step belongs to exactly one.
 
 data            the main thread waits for the next batch of a DataLoader

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "completion": {"strategies"},
     "builds": set(),
     "doctor": {*PURE, "", "engines", "kernel", "panel", "profile"},
-    "plan_magic": {"", "errors", "strategies", "plan", "kernel"},
+    "plan_magic": {"", "errors", "strategies", "plan", "kernel", "parsers"},
     "parsers": {"kernel"},
     "magics": {*PURE, "", "completion", "kernel", "engines", "parsers", "plan_magic", "profile"},
     "": {*PURE, "doctor", "kernel", "magics", "plan", "profile", "rank"},

@@ -51,7 +51,7 @@ def test_a_request_may_last_while_ranks_say_how_far_it_is(
 ) -> None:
     ranks = Ranks(asked, words=30, answer=True)
     monkeypatch.setattr(gang.time, "monotonic", ranks.monotonic)
-    assert asked._answer(ranks, wire.EXPORT) == DONE
+    assert asked._answer(ranks, wire.EXPORT, gang.SILENT_S) == DONE
     assert ranks.now == 3000
 
 
@@ -61,5 +61,5 @@ def test_a_request_that_nothing_more_is_heard_of_has_failed(
     ranks = Ranks(asked, words=3, answer=False)
     monkeypatch.setattr(gang.time, "monotonic", ranks.monotonic)
     with pytest.raises(SessionError, match=r"nothing about nbdist_export_request for 600 s"):
-        asked._answer(ranks, wire.EXPORT)
+        asked._answer(ranks, wire.EXPORT, gang.SILENT_S)
     assert ranks.now == 300 + 600

@@ -54,6 +54,8 @@ class Marks:
         """Training forwards of each prepared model."""
         self.size = 0
         """Bytes of the collective that is about to be called."""
+        self.begun = 0
+        """How many marks have begun."""
         self._open: list[tuple[str, int]] = []
 
     @property
@@ -66,6 +68,7 @@ class Marks:
 
     def begin(self, name: str) -> None:
         """The main thread comes to it."""
+        self.begun += 1
         self._open.append((name, time.time_ns()))
 
     def end(self, name: str) -> None:

@@ -42,7 +42,8 @@ class Sampler:
         self._seconds: dict[tuple[str, str, int], float] = defaultdict(float)
         """By cell, file and line."""
         self.queued_s = 0.0
-        """Outside of marks, the main thread could have run and another one did."""
+        """Outside of marks, the main thread could have run and another one did. Counted where no
+        mark lies between two looks, which are far apart on a machine in use: it is the least."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="nbdist-profile", daemon=True)
 
@@ -74,14 +75,17 @@ class Sampler:
 
     def _look(self) -> None:
         then, queued = time.perf_counter(), self._queued()
+        begun, was_at = self._marks.begun, self._marks.now_at
         while not self._ended.wait(EVERY_S):
             at = self._marks.now_at
+            outside = not at and not was_at and self._marks.begun == begun
+            begun, was_at = self._marks.begun, at
             now, waited = time.perf_counter(), self._queued()
             if at not in _PASSES:
                 frame = sys._current_frames().get(self._main.ident or 0)  # noqa: SLF001
                 if (place := place_of(frame, self._cell_of)) is not None:
                     self._seconds[place] += now - then
-                if not at:
+                if outside:
                     self.queued_s += waited - queued
             then, queued = now, waited
 

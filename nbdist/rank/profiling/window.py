@@ -202,7 +202,7 @@ class Window:
         if watch is None or model is None or self._figures is None:
             self._close()
             return
-        try:
+        with _noted(self._figures):
             if self._figures.kind == "cuda":
                 self._counting = History(
                     watch, model, self._around.cell_of, self._asked["trace"], self._around.rank
@@ -211,9 +211,6 @@ class Window:
                 self._counting = Counting(watch, model, self._around.cell_of)
             else:
                 self._figures.notes.append(reason)
-        except Exception:
-            log.exception("memory could not be counted")
-            self._figures.notes.append("the memory of a step could not be counted; see the log.")
         if self._counting is None:
             self._close()
 
@@ -222,11 +219,8 @@ class Window:
         if counting is None or self._figures is None:
             return
         counting.stop()
-        try:
+        with _noted(self._figures):
             self._figures.memory = counting.figures()
-        except Exception:
-            log.exception("memory could not be counted")
-            self._figures.notes.append("the memory of a step could not be counted; see the log.")
         self._close()
 
     def _tell(self) -> None:
@@ -270,11 +264,23 @@ class Window:
                 yield
             except Exception as error:
                 log.exception("the profile failed; training goes on")
-                with contextlib.suppress(Exception):
+                try:
                     self._close(f"the profile failed ({type(error).__name__}: {error}).")
+                except Exception:
+                    log.exception("the profile was told, and not removed whole")
             except BaseException:  # Stop, in the middle of it
                 self._close("Stop was pressed while the profile was made.")
                 raise
+
+
+@contextlib.contextmanager
+def _noted(figures: RankFigures) -> Iterator[None]:
+    """Say with the figures that the memory of a step could not be counted, where that fails."""
+    try:
+        yield
+    except Exception:
+        log.exception("memory could not be counted")
+        figures.notes.append("the memory of a step could not be counted; see the log.")
 
 
 def _are_stable(seconds: list[float]) -> bool:
