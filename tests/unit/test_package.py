@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import tomllib
 import zipfile
 from pathlib import Path
@@ -57,3 +59,26 @@ def test_notebook_is_committed_clean(path: Path) -> None:
     assert all(cell.id.replace("-", "").isalpha() for cell in notebook.cells)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
+
+
+def mapped() -> dict[str, str]:
+    """Modules of docs/modules.md: path and sentence."""
+    found, folders = {}, [""]
+    for line in (ROOT / "docs/modules.md").read_text().splitlines():
+        if match := re.fullmatch(r"((?:  )*)([a-z_0-9]+(?:/|\.py))(?: +(\S.*))?", line):
+            depth = len(match[1]) // 2
+            path = folders[depth] + match[2]
+            folders[depth + 1 :] = [path]
+            found[path.removesuffix("/")] = match[3] or ""
+    return found
+
+
+def test_every_module_is_in_the_map_with_its_first_words() -> None:
+    paths = [path for path in (ROOT / "nbdist").rglob("*.py") if path.name != "__init__.py"]
+    said = mapped()
+    for path in paths:
+        name = str(path.relative_to(ROOT))
+        words = ast.get_docstring(ast.parse(path.read_text()))
+        assert words is not None
+        assert " ".join(words.split()).startswith(said.pop(name))
+    assert not [name for name in said if name.endswith(".py") and name != "nbdist/__init__.py"]
