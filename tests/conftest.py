@@ -14,6 +14,7 @@ import pytest
 
 from nbdist.plan import cache
 from tests.faults import table
+from tests.kept import keeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,6 +42,13 @@ def nothing_learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_launcher_kept() -> Iterator[None]:
+    """At the end, what modules have handed on ends too."""
+    yield
+    keeper.close()
+
+
 def eventually(happened: Callable[[], object], *, within_s: float) -> None:
     """Poll until `happened()` is true; fail when the time is up."""
     deadline = time.monotonic() + within_s
@@ -51,8 +59,8 @@ def eventually(happened: Callable[[], object], *, within_s: float) -> None:
 
 def remains() -> set[str]:
     """What a session could leave: processes, sockets, threads, folders, shared memory."""
-    own = psutil.Process()
-    children = own.children(recursive=True)
+    own, kept = psutil.Process(), keeper.kept.belongings if keeper.kept else set()
+    children = [one for one in own.children(recursive=True) if one.pid not in kept]
     processes = {f"process {p.pid} {_name(p)}" for p in children if _alive(p)}
     zombies = {f"zombie {p.pid}" for p in own.children() if not _alive(p)}
     listening = {
@@ -60,12 +68,13 @@ def remains() -> set[str]:
         for connection in own.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
-    threads = {f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("nbdist")}
+    alive = [one for one in threading.enumerate() if one not in kept]
+    threads = {f"thread {one.name}" for one in alive if one.name.startswith("nbdist")}
     folders = {
         f"folder {path}"
         for root in ("/tmp", "/dev/shm")  # noqa: S108 - where sessions make private folders
         for path in Path(root).glob("nbdist-*")
-        if _ours(path)
+        if path not in kept and _ours(path)
     }
     shared = {f"file {path}" for path in SHARED.glob("torch_*") if _of_the_dead(path)}
     return processes | zombies | listening | threads | folders | shared

@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
+from tests.kept import keeper
 from tests.live_kernel import LiveKernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist import Session
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_launcher() -> Iterator[None]:
+    """Sessions take over the launcher of those before; in tests/faults each starts its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nbdist.kernel.session.LocalEngine", lambda: keeper)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,124 @@
+"""One warm launcher for all sessions of a pytest process: its imports take longer than a test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+from nbdist import wire
+from nbdist.engines.environment import scrubbed
+from nbdist.engines.local import Launcher, LocalEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.engines.local import Kind
+
+    Listener = Callable[[wire.LinkMessage], None]
+
+ENDED_S = 15.0
+
+
+class KeptLauncher(Launcher):
+    """A launcher that the next session takes over when a session has closed it."""
+
+    def __init__(self, kind: Kind, keeper: Keeper) -> None:
+        """Start the process."""
+        self._keeper = keeper
+        self._nobody_runs = threading.Event()
+        self._nobody_runs.set()
+        self._tell: Listener | None = None
+        self.made_under = environment()
+        super().__init__(kind)
+
+    @property
+    def listener(self) -> Listener:
+        """Hears the launcher, and notes when its ranks have ended."""
+        return self._hear
+
+    @listener.setter
+    def listener(self, tell: Listener) -> None:
+        self._tell = tell
+
+    def _hear(self, message: wire.LinkMessage) -> None:
+        if isinstance(message, wire.Ended):
+            self._nobody_runs.set()
+        if self._tell is not None:
+            self._tell(message)
+
+    def send(self, message: wire.LinkMessage) -> None:
+        """Send one message."""
+        if isinstance(message, wire.Launch):
+            self._nobody_runs.clear()
+        super().send(message)
+
+    def close(self) -> None:
+        """Wait for the next session; one that does not end its ranks is ended itself."""
+        if not self._keeper.keep(self):
+            super().close()
+
+    def emptied(self) -> bool:
+        """End the ranks and remove what the session left in the folders; False: it cannot."""
+        self.listener = lambda _message: None
+        if not self.alive:
+            return False
+        if not self._nobody_runs.is_set():
+            self.wake_up()
+            super().send(wire.Halt())
+        if not self._nobody_runs.wait(ENDED_S) or not self.alive:
+            return False
+        for path in (*self.run_dir.bulk.iterdir(), *self.run_dir.path.iterdir()):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif not path.name.startswith("."):  # whose the folder is
+                path.unlink()
+        return True
+
+    @property
+    def belongings(self) -> set[object]:
+        """Its process, folders and threads: no session has left them behind."""
+        folders = {self.run_dir.path, self.run_dir.bulk}
+        return {self.process.pid, *folders, self._reader, self.log._thread}
+
+
+class Keeper(LocalEngine):
+    """Gives the launcher that an earlier session has used, where nothing has changed since."""
+
+    def __init__(self) -> None:
+        """Keep none yet."""
+        super().__init__()
+        self.kept: KeptLauncher | None = None
+        self._ending = False
+
+    def take(self, kind: Kind) -> Launcher:
+        """Hand over the kept launcher, or a new one."""
+        kept, self.kept = self.kept, None
+        if kept is not None and (kept.kind, kept.made_under) == (kind, environment()):
+            return kept
+        if kept is not None:
+            Launcher.close(kept)
+        return KeptLauncher(kind, self)
+
+    def keep(self, launcher: KeptLauncher) -> bool:
+        """Keep a launcher that no session needs; False where one is kept already."""
+        if not self._ending and self.kept is None and launcher.emptied():
+            self.kept = launcher
+        return self.kept is launcher
+
+    def close(self) -> None:
+        """End the launcher that is kept."""
+        self._ending = True
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept.close()
+
+
+keeper = Keeper()
+"""Of this pytest process."""
+
+
+def environment() -> dict[str, str]:
+    """What a launcher's process has been started with, but for pytest's own."""
+    return {k: v for k, v in scrubbed(os.environ).items() if not k.startswith("PYTEST_")}
