@@ -7,6 +7,7 @@ a rank may still write under them, and because tracebacks name them.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ class Cells:
         self.last: Cell | None = None
         """The one that ended last."""
         self._kept: list[Cell] = []
+        self._lock = threading.Lock()
+        """For `running` and those kept: one thread sends a cell while another ends them all."""
         self._ladder: Ladder | None = None
         """Of the cell that runs now, or of the last one until the ranks are seen to be in step."""
         self._counter = itertools.count(1)
@@ -56,18 +59,19 @@ class Cells:
 
     def send(self, cell: Cell, *, world_size: int) -> None:
         """Send a cell to its ranks."""
-        self.running = cell
         self._ladder = Ladder(cell, self._gang, self._whereabouts, world_size=world_size)
+        with self._lock:
+            self.running = cell
+            self._kept.append(cell)
+            old, self._kept = self._kept[:-KEPT_CELLS], self._kept[-KEPT_CELLS:]
+        for one in old:
+            self._gang.forget(one.requests.values())
         note = wire.CellNote(count=cell.count)
         for rank in cell.ranks:
             cell.requests[rank] = self._gang.post(
                 rank, "shell", "execute_request", wire.execute(cell.code), cell.deliver, note=note
             )
         self._gang.wake()
-        self._kept.append(cell)
-        for old in self._kept[:-KEPT_CELLS]:
-            self._gang.forget(old.requests.values())
-        self._kept = self._kept[-KEPT_CELLS:]
 
     def join(
         self,
@@ -169,12 +173,13 @@ class Cells:
 
     def die(self, death: RankDied) -> None:
         """End those that are not over, and forget all: their ranks are gone."""
-        for cell in self._kept:
+        with self._lock:
+            dying, self._kept = self._kept, []
+        for cell in dying:
             if not cell.finished.is_set():
                 cell.die(death)
                 if cell.detached:
                     cell.pump(0)
-        self._kept.clear()
 
     def files(self) -> dict[str, int]:
         """Numbers of the last cells by the name of the file that ranks give to their code."""

@@ -51,7 +51,7 @@ from nbdist.kernel.render import Renderer
 from nbdist.kernel.screen import LiveScreen, PinnedScreen
 from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import SwitchReport
-from nbdist.kernel.turns import in_turn, tell_of_waiting
+from nbdist.kernel.turns import in_turn, in_turn_on_these_ranks, tell_of_waiting
 from nbdist.kernel.whereabouts import Whereabouts
 from nbdist.paths import expanded
 from nbdist.plan.checked import Measured
@@ -112,6 +112,8 @@ class Session:
         """Check the options; start nothing yet."""
         self.turn = threading.RLock()
         """Held by the thread that uses the ranks; `interrupt` and `status` need none."""
+        self.restarts = 0
+        """How often the ranks were restarted; written in turn."""
         self.activity = Activity()
         """What is done beside cells, and how far it is."""
         self.marks = Marks()
@@ -315,6 +317,7 @@ class Session:
 
     @in_turn
     def _restart(self, **changes: Any) -> Self:
+        self.restarts += 1
         self._configure(self._with(changes))
         self._saves.finish()
         self.abandon()
@@ -386,7 +389,7 @@ class Session:
 
     # -- cells
 
-    @in_turn
+    @in_turn_on_these_ranks
     def run(
         self,
         code: str,
@@ -568,7 +571,7 @@ class Session:
 
     # -- values
 
-    @in_turn
+    @in_turn_on_these_ranks
     def push(self, **values: object) -> int:
         """Bind values on all ranks; returns the bytes moved through shared memory.
 
@@ -581,7 +584,7 @@ class Session:
         self.start()
         return transfer.push(values, range(self.world_size), self._gang)
 
-    @in_turn
+    @in_turn_on_these_ranks
     def pull(self, *names: str, rank: int = 0, as_numpy: bool = False) -> Any:
         """Fetch variables of one rank: one value for one name, else a list.
 
@@ -612,7 +615,7 @@ class Session:
 
     # -- another engine
 
-    @in_turn
+    @in_turn_on_these_ranks
     def switch(self, backend: str | None = None, **changes: Any) -> SwitchReport:
         """Give the living models another engine; nothing of the training is lost.
 
@@ -714,7 +717,7 @@ class Session:
         """
         return self._saves.checkpoints
 
-    @in_turn
+    @in_turn_on_these_ranks
     def save(
         self,
         name: str,
@@ -753,7 +756,7 @@ class Session:
                 save.wait_shown()
         return save
 
-    @in_turn
+    @in_turn_on_these_ranks
     def load(
         self,
         name: str,
@@ -800,7 +803,7 @@ class Session:
 
     # -- out of here
 
-    @in_turn
+    @in_turn_on_these_ranks
     def export(
         self,
         folder: str | os.PathLike[str],
@@ -836,7 +839,7 @@ class Session:
         with self.activity.doing("exporting", f"exporting to {folder}"):
             return exporting.export(content, range(self.world_size), self._gang, self._listen)
 
-    @in_turn
+    @in_turn_on_these_ranks
     def load_foreign(
         self, path: str | os.PathLike[str], *, trust: bool = False, model: str | None = None
     ) -> ForeignReport:
@@ -928,7 +931,7 @@ class Session:
         figures = {rank: replies[rank]["figures"] for rank in ranks}
         return {rank: Measured.from_json(one) if one else None for rank, one in figures.items()}
 
-    @in_turn
+    @in_turn_on_these_ranks
     def model_spec(
         self,
         name: str | None = None,
@@ -960,7 +963,7 @@ class Session:
         reply: wire.ModelReply = self._gang.ask([0], wire.MODEL, request, raises=PlanError)[0]
         return reply
 
-    @in_turn
+    @in_turn_on_these_ranks
     def calibrate(self, disk: str | os.PathLike[str] | Literal[True] | None = None) -> Calibrated:
         """Measure links, devices and a disk for the planner; some seconds, no model is touched.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from nbdist.errors import RankDied
 from nbdist.kernel import progress
 from nbdist.kernel.status_line import StatusLine
 
@@ -24,13 +25,39 @@ _M = TypeVar("_M", bound="Callable[..., Any]")
 def in_turn(method: _M) -> _M:
     """Let a method of a session run while no other thread has its `turn`.
 
-    Stop ends the waiting.
+    Stop ends the waiting. This is for what begins or ends ranks; what uses them has
+    `in_turn_on_these_ranks`.
     """
 
     @functools.wraps(method)
     def alone(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         tell_of_waiting(self.activity)
         with self.turn:
+            return method(self, *args, **kwargs)
+
+    return cast("_M", alone)
+
+
+def in_turn_on_these_ranks(method: _M) -> _M:
+    """As `in_turn`, for what was meant for the ranks of this moment.
+
+    A restart ends what runs, and so also what waits for its turn: who gets the turn first would
+    be chance, and a cell that waited would go on with new ranks that know none of its variables.
+
+    Raises:
+        RankDied: the ranks were restarted before its turn came.
+    """
+
+    @functools.wraps(method)
+    def alone(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        restarts = self.restarts
+        tell_of_waiting(self.activity)
+        with self.turn:
+            if self.restarts != restarts:
+                raise RankDied(
+                    "The ranks were restarted while this waited for its turn; it was not done, and"
+                    " the old ranks' variables are gone."
+                )
             return method(self, *args, **kwargs)
 
     return cast("_M", alone)

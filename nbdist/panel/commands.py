@@ -247,8 +247,10 @@ class Driver:
         self._waiting: deque[Command] = deque()
         self._lock = threading.Lock()
         """For those that wait: any thread puts, takes and cancels."""
-        self.doing: tuple[Command, float] | None = None
-        """The command that runs, and since when."""
+        self.doing: Command | None = None
+        """The command that runs."""
+        self._busy_since: float | None = None
+        """Since when the thread runs a command or looks around, by the monotonic clock."""
         self._woken = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="nbdist-commands", daemon=True)
@@ -285,9 +287,16 @@ class Driver:
         """For a restart, which waits for nothing that the old ranks should still do."""
         while (dropped := self._next()) is not None:
             self._answer(answered(dropped.id, "not done: the ranks are restarted.", ok=False))
-        doing = self.doing
-        if doing is not None and time.monotonic() - doing[1] > PATIENCE_S:
-            self._session.give_up()  # it may hang, and only new ranks end that
+
+    def hurry(self) -> None:
+        """Cut short what a restart waits for too long; called now and then, from another thread.
+
+        What this thread asks of the ranks may hang, and only new ranks end that.
+        """
+        since = self._busy_since
+        if since is None or time.monotonic() - since <= PATIENCE_S or not self._restart_waits():
+            return
+        self._session.give_up()
 
     def _next(self) -> Command | None:
         """Take the first that waits."""
@@ -346,13 +355,16 @@ class Driver:
             self._session.turn.release()
 
     def _look_around(self) -> None:
+        self._busy_since = time.monotonic()
         try:
             self._idle()
         except Exception:  # whatever it is, commands are still to be done
             log.exception("the session could not be looked at")
+        finally:
+            self._busy_since = None
 
     def _do(self, command: Command) -> None:
-        self.doing = command, time.monotonic()
+        self.doing, self._busy_since = command, time.monotonic()
         replaces = False
         try:
             text, ok = self._done(command), True
@@ -367,7 +379,7 @@ class Driver:
             log.exception("%s failed", command.text)
             text, ok = f"{type(error).__name__}: {error}", False
         finally:
-            self.doing = None
+            self.doing = self._busy_since = None
         self._answer(answered(command.id, text, ok=ok, replaces=replaces))
 
     def _done(self, command: Command) -> str:

@@ -229,6 +229,7 @@ class Live:
             self._woken.clear()
             try:
                 self._answer_all()
+                self._driver.hurry()
                 if time.monotonic() >= self._due:
                     self._tell_news()
             except Exception:  # a picture that cannot be drawn is not the end of the panel
@@ -281,10 +282,10 @@ class Live:
             self._session.interrupt()
             ok, text = True, "the cell is asked to stop."
         elif doing is not None and self._session.interrupt():
-            ok, text = True, f"{doing[0].text} is asked to stop."
+            ok, text = True, f"{doing.text} is asked to stop."
         elif doing is not None:
             ok = False
-            text = f"{doing[0].text} cannot be stopped now; Restart ends the ranks with it."
+            text = f"{doing.text} cannot be stopped now; Restart ends the ranks with it."
         elif self._session.activity.now is not None:
             return
         else:

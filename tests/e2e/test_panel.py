@@ -52,6 +52,8 @@ class Page:
         self.display = ""
         self.messages: list[tuple[dict[str, Any], list[Any]]] = []
         self.frozen: dict[str, Any] = {}
+        self.lines: list[str] = []
+        """What is displayed below cells, as text."""
         self.picture: dict[str, Any] = {}
         self.rows: dict[str, dict[float, float]] = {}
         self.statuses: dict[str, str] = {}
@@ -127,6 +129,8 @@ class Page:
                 self.model = content["data"][WIDGET]["model_id"]
                 self.display = content["transient"]["display_id"]
                 self.shown = content["data"]
+            case "display_data":
+                self.lines.append(content["data"].get("text/plain", ""))
             case "update_display_data" if content["transient"]["display_id"] == self.display:
                 self.frozen = content["data"]
             case "comm_msg" if content["comm_id"] == self.model:
@@ -362,7 +366,8 @@ def test_buttons_work_while_a_cell_blocks(page: Page) -> None:
 def test_a_restart_ends_a_cell_that_blocks(page: Page) -> None:
     subshell = page.subshell()
     stuck = page.kernel.send("%%distribute\nimport time\ntime.sleep(80)")
-    page.until(lambda: page.picture["header"]["state"] == "running")
+    # a picture of before may say "running" of the last cell
+    page.until(lambda: "sleep(80)" in page.picture["ranks"][0]["where"])
     identity = page.command("restart", subshell)
     page.until(lambda: stuck in page.statuses)
     assert page.statuses[stuck] == "error"
@@ -414,6 +419,23 @@ def test_ranks_that_hang_in_a_command_can_be_restarted(page: Page) -> None:
     since = time.monotonic()
     page.until(lambda: time.monotonic() - since > commands.PATIENCE_S)
     restart = page.command("restart")
+    assert not page.answer(saving)["ok"]
+    assert page.answer(restart)["ok"]
+    page.until(lambda: page.picture["header"]["state"] == "ready")
+    assert page.cell(TRAIN_NOTHING) == "ok"
+
+
+def test_a_restart_also_ends_a_cell_that_waits_for_a_command(page: Page) -> None:
+    page.until(lambda: [rank["pid"] for rank in page.picture["ranks"] if rank["pid"]])
+    psutil.Process(page.picture["ranks"][1]["pid"]).suspend()
+    subshell = page.subshell()
+    saving = page.command("save", subshell, name="hangs")
+    page.until(lambda: page.picture["header"]["state"] == "saving")
+    waits = page.kernel.send("%%distribute\nimport time\ntime.sleep(80)")
+    page.until(lambda: [line for line in page.lines if "waiting for what the panel" in line])
+    restart = page.command("restart", subshell)
+    page.until(lambda: waits in page.statuses)
+    assert page.statuses[waits] == "error"
     assert not page.answer(saving)["ok"]
     assert page.answer(restart)["ok"]
     page.until(lambda: page.picture["header"]["state"] == "ready")

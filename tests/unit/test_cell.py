@@ -11,6 +11,7 @@ import pytest
 from nbdist import CellError, RankDied, wire
 from nbdist.kernel import cell as cells
 from nbdist.kernel.cell import Cell
+from nbdist.kernel.cells import Cells
 
 
 def cell_of(*ranks: int) -> tuple[Cell, Mock]:
@@ -123,3 +124,18 @@ def test_all_late_output_is_shown_at_once() -> None:
         line(cell, 0, f"late {number}\n")
     cell.pump(0.0)
     assert renderer.stream.call_count == 100
+
+
+def test_a_cell_whose_ranks_are_restarted_while_it_is_sent_ends() -> None:
+    gang = Mock()
+    running = Cells(gang, Mock())
+    cell, _ = cell_of(0)
+
+    def restarted(*_: object, **__: object) -> str:
+        running.die(RankDied("the ranks were restarted"))
+        return "request"
+
+    gang.post.side_effect = restarted
+    running.send(cell, world_size=1)
+    cell.pump(0.0)
+    assert cell.finished.is_set()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
@@ -9,6 +9,9 @@ from nbdist.errors import CheckpointError, NotEmptyError, RankDied, SessionBusy
 from nbdist.panel import commands
 from nbdist.panel.commands import BadMessage, Command, Driver, Hello, LogRequest, read
 from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def command(
@@ -186,7 +189,8 @@ class Driven:
     def __init__(self, session: FakeSession) -> None:
         self.answers: list[Any] = []
         self.planned = threading.Event()
-        self.failing = False
+        self.failing = self.hanging = self.hangs = False
+        self._session = session
         self.driver = Driver(
             session,  # type: ignore[arg-type]
             answer=self.answers.append,
@@ -198,6 +202,18 @@ class Driven:
         self.planned.set()
         if self.failing:
             raise ZeroDivisionError("a model that the planner has not met")
+        if self.hanging and not self.hangs:
+            self.hangs = True
+            self._session.load("a model")
+
+    def hurried(self, answers: int) -> Callable[[], bool]:
+        """Whether there are so many answers, asked now and then by who hurries the driver."""
+
+        def hurried() -> bool:
+            self.driver.hurry()
+            return len(self.answers) == answers
+
+        return hurried
 
     def __enter__(self) -> Self:
         return self
@@ -290,10 +306,34 @@ def test_a_restart_ends_what_hangs(session: FakeSession, monkeypatch: pytest.Mon
     with Driven(session) as driven:
         driven.driver.put(Command("1", "load", {"name": "a"}))
         eventually(lambda: driven.driver.doing, within_s=5)
-        threading.Event().wait(2 * commands.PATIENCE_S)
-        driven.driver.put(Command("2", "restart"))
-        eventually(lambda: len(driven.answers) == 2, within_s=5)
+        driven.driver.put(Command("2", "restart"))  # at once, before it is known to hang
+        eventually(driven.hurried(2), within_s=5)
     assert [(one["id"], one["ok"]) for one in driven.answers] == [("1", False), ("2", True)]
+
+
+def test_a_restart_ends_a_look_at_ranks_that_hang(
+    session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "PATIENCE_S", 0.1)
+    with Driven(session) as driven:
+        driven.hanging = True
+        eventually(lambda: driven.hangs, within_s=5)
+        driven.driver.put(Command("1", "restart"))
+        eventually(driven.hurried(1), within_s=5)
+    assert session.done == ["restart"]
+
+
+def test_what_takes_long_goes_on_where_no_restart_waits(
+    session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "PATIENCE_S", 0.0)
+    with Driven(session) as driven:
+        driven.driver.put(Command("1", "load", {"name": "a"}))
+        eventually(lambda: driven.driver.doing, within_s=5)
+        driven.driver.put(Command("2", "save", {"name": "b"}))
+        driven.driver.hurry()
+        assert not session.hangs.is_set()
+        session.hangs.set()
 
 
 @pytest.mark.fault("G5")

@@ -93,6 +93,51 @@ def test_a_turn_is_taken_again_and_waited_for(lines: list[str]) -> None:
     assert lines == ["nbdist: waiting for what the panel was asked for: exporting to out"]
 
 
+def startable(monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A session whose ranks are none."""
+    session = nbdist.Session(nproc=2)
+    monkeypatch.setattr(session, "_start_ranks", lambda *_: None)
+    monkeypatch.setattr("nbdist.kernel.session._set_current", bool)
+    return session
+
+
+def test_what_waits_while_the_ranks_are_restarted_is_not_done(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell waits for a command of the panel, and Restart is pressed meanwhile."""
+    session = startable(monkeypatch)
+    ended: list[str] = []
+
+    def cell() -> None:
+        with pytest.raises(RankDied) as error:
+            session.run("import time; time.sleep(80)")
+        ended.append(str(error.value))
+
+    with session.turn, session.activity.doing("saving", "saving base"):
+        waiting = in_thread(cell)
+        eventually(lambda: lines, within_s=WITHIN_S)
+        with progress.without_lines():
+            session.restart()
+    waiting.join(WITHIN_S)
+    assert len(ended) == 1
+    assert ended[0].startswith("The ranks were restarted while this waited for its turn;")
+    assert session.state == "ready"
+
+
+def test_a_restart_that_waits_for_another_is_done_too(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = startable(monkeypatch)
+    with session.turn, session.activity.doing("saving", "saving base"):
+        waiting = in_thread(session.restart)
+        eventually(lambda: lines, within_s=WITHIN_S)
+        with progress.without_lines():
+            session.restart()
+        assert session.restarts == 1
+    waiting.join(WITHIN_S)
+    assert session.restarts == 2
+
+
 @pytest.fixture
 def gang() -> Gang:
     """Ranks that are up and never answer."""
