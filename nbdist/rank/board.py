@@ -23,7 +23,9 @@ GROUPS = 64
 KEPT = 8
 """Calls of a group that are kept; ranks that wait for one another are one call apart."""
 _GROUP = struct.Struct("<Q")
+_NUMBER = struct.Struct("<Q")
 _CALL = struct.Struct("<QQ160sQ")
+"""Number, key, words and sum of a call."""
 _SLOT_BYTES = _GROUP.size + KEPT * _CALL.size
 _WORDS_BYTES = 160
 
@@ -78,8 +80,10 @@ class Board:
         self._own[key] += 1
         number = self._own[key]
         words = call.words.encode(errors="replace")[:_WORDS_BYTES]
-        place = self._place(self.rank, key, number)
-        _CALL.pack_into(self._pages[self.rank], place, number, call.key, words, _sum(number, words))
+        page, place = self._pages[self.rank], self._place(self.rank, key, number)
+        # the number last: who sees it finds the rest, wherever the two were interrupted
+        _CALL.pack_into(page, place, 0, call.key, words, _sum(number, call.key, words))
+        _NUMBER.pack_into(page, place, number)
         return number
 
     def withdraw(self, group: str, number: int) -> None:
@@ -102,7 +106,7 @@ class Board:
         page, place = self._pages[rank], self._place(rank, key, number)
         found, what, words, total = _CALL.unpack_from(page, place)
         words = words.rstrip(b"\0")
-        if found != number or total != _sum(found, words):
+        if found != number or total != _sum(found, what, words):
             return None  # another call, or one that is being written
         return Call(what, words.decode(errors="replace"))
 
@@ -159,6 +163,6 @@ def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
-def _sum(number: int, words: bytes) -> int:
+def _sum(number: int, what: int, words: bytes) -> int:
     """Tell a whole entry from one that is half written."""
-    return zlib.crc32(words, number & 0xFFFFFFFF) | 1 << 40
+    return zlib.crc32(words, (number ^ what ^ what >> 32) & 0xFFFFFFFF) | 1 << 40

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING
 
 import pytest
 
+from nbdist.rank import board
 from nbdist.rank.board import GROUPS, KEPT, Board, Call
 
 if TYPE_CHECKING:
+    import mmap
     from pathlib import Path
 
 SUM = Call.of("all_reduce|4", "all_reduce of float32[4]")
@@ -94,3 +97,35 @@ def test_a_page_belongs_to_its_user_alone(tmp_path: Path) -> None:
     Board(tmp_path, rank=0, world_size=1)
     (page,) = tmp_path.iterdir()
     assert page.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_call_that_is_half_written_is_not_taken_for_another_one(boards: list[Board]) -> None:
+    first, second = boards
+    first.post("0", SUM)
+    page = first._pages[0]
+    for at in range(len(page)):
+        if page[at]:
+            whole, page[at] = page[at], 0
+            assert second.call(0, "0", 1) in {None, SUM}
+            page[at] = whole
+    assert second.call(0, "0", 1) == SUM
+
+
+def test_a_call_has_its_number_when_all_else_of_it_is_there(
+    boards: list[Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = boards
+
+    class Interrupted:
+        """In the place of the last write, looks at what the other rank sees."""
+
+        size = board._NUMBER.size
+
+        def pack_into(self, page: mmap.mmap, place: int, number: int) -> None:
+            assert not second.reached(0, "0", number)
+            struct.pack_into("<Q", page, place, number)
+
+    monkeypatch.setattr(board, "_NUMBER", Interrupted())
+    number = first.post("0", SUM)
+    assert second.reached(0, "0", number)
+    assert second.call(0, "0", number) == SUM
