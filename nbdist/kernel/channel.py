@@ -98,7 +98,7 @@ class Channels:
         self._wake.connect(WAKE)
         self._wake_lock = threading.Lock()
         self._closing = False
-        self._refusal_told = False
+        self._refusal_told = self._idle_failed = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
 
@@ -155,11 +155,22 @@ class Channels:
             for socket in ready.keys() & places.keys():
                 self._read(socket, *places[socket])
             if not ready or time.monotonic() >= idle_due or self._woken in ready:
-                timeout = BUSY_POLL_MS if self._reader.idle() else QUIET_POLL_MS
+                timeout = BUSY_POLL_MS if self._idle() else QUIET_POLL_MS
                 idle_due = time.monotonic() + timeout / 1000
         for socket in (*places, self._woken, self._wake):
             socket.close(0)
         self._context.term()
+
+    def _idle(self) -> bool:
+        """Have done what is due; whatever fails in it, the ranks' messages are read on."""
+        try:
+            busy, self._idle_failed = self._reader.idle(), False
+        except Exception:
+            busy = True
+            if not self._idle_failed:  # it would be said a hundred times a second
+                self._idle_failed = True
+                log.exception("the session could not be looked at")
+        return busy
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(zmq.Again):  # the queue of wake-ups is empty: wanted

@@ -13,6 +13,7 @@ peers are stopped in the same way, unasked.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -46,6 +47,8 @@ LEFT_AFTER_S = 0.5
 """The same where another rank has ended the cell, and cannot come any more."""
 END_AFTER_S = 3.0
 """From then on after freeing, Stop ends the ranks."""
+_UNKNOWN = wire.HoldReply(begun=0, next_s=math.inf)
+"""Of a rank that cannot say how far it is."""
 GRACE_S = 3.0
 """Ranks that wait for one that has raised are stopped after this time."""
 
@@ -192,8 +195,9 @@ class Ladder:
         """Name the step after which all stop, once all have answered; on the reader thread."""
         if channel != "control":
             return
+        content: Any = message["content"]
         with self._lock:
-            self._begun[rank] = message["content"]
+            self._begun[rank] = _UNKNOWN if content.get("status") == "error" else content
             if self._held_at and self._begun.keys() >= set(self.cell.running):
                 self._stop_after(self._last_step())
 

@@ -107,7 +107,8 @@ def _asked(gang: Gang) -> dict[int, str]:
         while len(told) < len(ranks):
             rank, channel, message = answers.get(timeout=max(0.0, deadline - time.monotonic()))
             if channel == "control":
-                told[rank] = message["content"]["text"]
+                content: Any = message["content"]
+                told[rank] = content["error" if content.get("status") == "error" else "text"]
     except (Empty, SessionError):
         return told  # the time is up, or the ranks are being ended
     finally:

@@ -70,4 +70,5 @@ class Whereabouts:
                 return  # of a cell that has ended since
             del self._asked[rank]
             self._gang.forget([request])
-            self._answers[rank] = content
+            if content.get("status") != "error":  # a rank that cannot say it is asked again
+                self._answers[rank] = content

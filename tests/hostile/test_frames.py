@@ -195,6 +195,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.messages: list[tuple[int, str, Any]] = []
+        self.looks = 0
 
     def receive(self, rank: int, channel: Channel, message: Message) -> None:
         if message["content"].get("fail"):
@@ -202,7 +203,8 @@ class Seen:
         self.messages.append((rank, channel, message["content"]))
 
     def idle(self) -> bool:
-        return False
+        self.looks += 1
+        raise KeyError("something that nobody expects")
 
 
 @pytest.mark.fault("S3")
@@ -232,7 +234,10 @@ def test_the_kernel_reads_on_behind_frames_of_a_stranger(
     eventually(lambda: arrives(2), within_s=10)
     assert seen.messages.count((0, channel, {"n": 99})) == 1
     assert {"code": FORGED, "silent": False} not in [content for _, _, content in seen.messages]
+    looks = seen.looks
+    eventually(lambda: seen.looks > looks, within_s=10)
     told = [record.message for record in caplog.records]
+    assert sum("could not be looked at" in words for words in told) == 1
     assert sum("not signed" in words for words in told) == 1
     assert sum("nobody can read" in words for words in told) == 1
     channels.close()

@@ -335,6 +335,17 @@ def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyP
     assert "1.1" not in gang.routes
 
 
+def test_a_rank_that_cannot_say_where_it_is_has_said_nothing() -> None:
+    gang = Asked()
+    places = Whereabouts(gang)  # type: ignore[arg-type]
+    places.ask([0])
+    content = {"status": "error", "error": "RuntimeError: no", "ename": "RuntimeError"}
+    gang.routes["0.0"](0, "control", {"content": content, "parent_header": {"msg_id": "0.0"}})
+    assert places.now() == {}
+    places.ask([0])
+    assert gang.sent == ["0.0", "0.1"]
+
+
 def test_one_question_for_a_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     gang = Asked()
     peek = Peek(gang)  # type: ignore[arg-type]
