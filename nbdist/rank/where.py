@@ -36,10 +36,11 @@ def reply(
     for frame in _outwards(_main_frame()):
         code = frame.f_code
         if (cell := cell_of(code.co_filename)) is not None:
-            source = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            line = line_of(frame)
+            source = linecache.getline(code.co_filename, line).strip()
             return wire.WhereReply(
                 cell=cell[1],
-                line=frame.f_lineno,
+                line=line,
                 source=source[:_SOURCE_CHARS],
                 called=called,
                 collective=collective,
@@ -52,6 +53,11 @@ def reply(
     return wire.WhereReply(
         cell="", line=0, source="", called="", collective=collective, standing=standing
     )
+
+
+def line_of(frame: FrameType) -> int:
+    """The line that a frame is at, or its function's first: between two lines Python says None."""
+    return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 def _main_frame() -> FrameType | None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from nbdist.rank import where
+
+if TYPE_CHECKING:
+    import pytest
 
 FILE = "/tmp/ipykernel_1/123.py"  # noqa: S108 - a name, no file
 TORCHS = """
@@ -65,3 +69,11 @@ def test_in_a_cell_without_a_collective() -> None:
 
 def test_outside_of_a_cell_nothing_is_said() -> None:
     assert asked()["cell"] == ""
+
+
+def test_between_two_lines_it_is_in_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = SimpleNamespace(co_filename=FILE, co_name="<module>", co_firstlineno=1)
+    between = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    monkeypatch.setattr(where, "_main_frame", lambda: between)
+    said = where.reply(cell_of, STANDING)
+    assert (said["cell"], said["line"]) == ("In[3]", 1)

@@ -16,6 +16,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from nbdist.profile.figures import Line
+from nbdist.rank import where
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +111,7 @@ def place_of(
     while frame is not None:
         name = frame.f_code.co_filename
         if (cell := cell_of(name)) is not None:
-            return cell[1], name, frame.f_lineno
+            return cell[1], name, where.line_of(frame)
         frame = frame.f_back
     return None
 
