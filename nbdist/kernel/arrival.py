@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 START_S = 120.0
 """Without any sign of launcher or ranks for this long, a start has failed."""
+IMPORT_S = 900.0
+"""The same while the launcher imports, which takes minutes from a network disk."""
 STILL_S = 5.0
 """How often a start that takes long says who is missing."""
 
@@ -92,7 +94,7 @@ class Arrival:
     def _next_sign(self) -> Any:
         """Wait for a sign of launcher or ranks; say what is missing if that takes long."""
         waited = 0.0
-        while waited < START_S:
+        while waited < (patience_s := START_S if self._gang.warm else IMPORT_S):
             try:
                 return self._gang.signs.get(timeout=STILL_S)
             except Empty:
@@ -101,7 +103,7 @@ class Arrival:
                 raise StartError(self._why(None))
             self._progress(f"{self._missing()} for {waited:.0f} s")
         msg = (
-            f"The ranks gave no sign for {START_S:.0f} s. {self._gang.log_words()}\n"
+            f"The ranks gave no sign for {patience_s:.0f} s. {self._gang.log_words()}\n"
             f"What the processes are doing:\n{stacks.of_start(self._gang)}"
         )
         raise StartError(msg)

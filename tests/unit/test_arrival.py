@@ -1,0 +1,30 @@
+"""How long a start waits for signs of launcher and ranks."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+
+from nbdist import StartError
+from nbdist.kernel import arrival
+
+
+@pytest.mark.fault("A3")
+@pytest.mark.parametrize(("warm", "said"), [(False, 9), (True, 3)])
+def test_imports_may_take_longer_than_ranks(
+    warm: bool,  # noqa: FBT001 - a parameter of the test
+    said: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arrival, "STILL_S", 0.01)
+    monkeypatch.setattr(arrival, "START_S", 0.03)
+    monkeypatch.setattr(arrival, "IMPORT_S", 0.09)
+    monkeypatch.setattr(arrival.stacks, "of_start", lambda _gang: "")
+    gang = SimpleNamespace(signs=SimpleQueue(), ends=[], warm=warm, log_words=str)
+    lines: list[str] = []
+    waiting = arrival.Arrival(gang, 2, lines.append)  # type: ignore[arg-type]
+    with pytest.raises(StartError, match="no sign"):
+        waiting._next_sign()
+    assert len(lines) == pytest.approx(said, abs=1)
