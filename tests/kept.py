@@ -94,11 +94,11 @@ class Keeper(LocalEngine):
 
     def take(self, kind: Kind) -> Launcher:
         """Hand over the kept launcher, or a new one."""
-        kept, self.kept = self.kept, None
+        kept = self.kept
         if kept is not None and (kept.kind, kept.made_under) == (kind, environment()):
+            self.kept = None
             return kept
-        if kept is not None:
-            Launcher.close(kept)
+        self.end()
         return KeptLauncher(kind, self)
 
     def keep(self, launcher: KeptLauncher) -> bool:
@@ -107,12 +107,16 @@ class Keeper(LocalEngine):
             self.kept = launcher
         return self.kept is launcher
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the launcher that is kept."""
-        self._ending = True
         kept, self.kept = self.kept, None
         if kept is not None:
-            kept.close()
+            Launcher.close(kept)
+
+    def close(self) -> None:
+        """Keep none any more."""
+        self._ending = True
+        self.end()
 
 
 keeper = Keeper()

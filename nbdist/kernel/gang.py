@@ -380,8 +380,10 @@ class Gang:
 
     def receive(self, rank: int, channel: Channel, message: Message) -> None:
         """Route one message of a rank."""
-        if message["header"]["msg_type"] == "iopub_welcome":
+        if channel == "iopub" and not self._up:
+            # any output shows that the rank is heard; its welcome alone was missed now and then
             self.signs.put(rank)
+        if message["header"]["msg_type"] == "iopub_welcome":
             return
         if message["header"]["msg_type"] == wire.PHASE:
             self._heard = time.monotonic()

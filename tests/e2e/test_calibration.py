@@ -147,11 +147,13 @@ def test_variables_random_numbers_and_groups_stay_as_they_were(ranks: Session) -
 
 def test_the_memory_is_given_back(ranks: Session) -> None:
     resident = "import psutil; psutil.Process().memory_info().rss"
-    ranks.calibrate()
-    before = ranks.run(resident).values
-    ranks.calibrate()
-    after = ranks.run(resident).values
-    assert all(after[rank] - before[rank] < 32 * MIB for rank in before), (before, after)
+    held = []
+    for _ in range(3):  # what the allocator keeps for later differs by tens of MB
+        ranks.calibrate()
+        held.append(ranks.run(resident).values)
+    first, second, last = held
+    for rank in last:
+        assert last[rank] - max(first[rank], second[rank]) < 32 * MIB, held
 
 
 def test_a_folder_that_is_not_there_is_refused_on_all_ranks(ranks: Session, tmp_path: Path) -> None:

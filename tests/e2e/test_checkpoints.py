@@ -76,7 +76,7 @@ def test_every_backend_loads_what_every_backend_wrote(trained: Session) -> None:
     for writer in BACKENDS:
         trained.switch(writer)
         trained.run(START.format(DROPOUT))
-        trained.save(writer)
+        trained.save(writer).wait(60)
         expected[writer] = one(trained, "train(5)")
     found = {entry.name: entry for entry in trained.checkpoints}
     assert {name: (entry.step, entry.backend) for name, entry in found.items()} == {
