@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.strategies import STRATEGIES
+from tests import engines
 
 if TYPE_CHECKING:
     from nbdist import Session
@@ -270,7 +271,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.long) if way == "Adagrad" else way for way in WAYS]
+)
 def test_all_state_moves_whatever_is_trained(ranks: Session, way: str) -> None:
     problems, worst, *_ = matrix(ranks, **WAYS[way])
     assert problems == []
@@ -371,7 +374,7 @@ def test_a_model_under_zero3_without_an_optimizer(ranks: Session) -> None:
     assert ranks.run(textwrap.dedent(cell)).values[0] == (True, True)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines.each())
 def test_a_living_engine_takes_state_after_an_evaluation(ranks: Session, engine: str) -> None:
     cell = f"""
     training = Training({engine!r}, "adapters")
@@ -389,7 +392,7 @@ def test_a_living_engine_takes_state_after_an_evaluation(ranks: Session, engine:
     assert ranks.run(textwrap.dedent(cell)).values[0] == (True, [], 0.0)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines.each())
 def test_names_are_those_of_the_bare_model(ranks: Session, engine: str) -> None:
     cell = f"""
     names = sorted(name for name, _ in build("adamw").named_parameters())
@@ -486,7 +489,7 @@ FREED = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", engines.each())
 def test_a_freed_engine_holds_nothing_though_it_is_held(ranks: Session, engine: str) -> None:
     levels, freed = ranks.run(FREED.format(engine=engine)).values[0]
     assert max(levels) - min(levels) < 1000

@@ -16,6 +16,7 @@ from nbdist import CellError, CellInterrupted, OptionError, PlanError, Session
 from nbdist.kernel import planning
 from nbdist.plan.checked import BESIDE, REST, TOLD_APART
 from nbdist.strategies import STRATEGIES
+from tests import engines
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ PREPARE_ALL = textwrap.dedent(
 )
 
 
-@pytest.fixture(scope="module", params=list(STRATEGIES))
+@pytest.fixture(scope="module", params=engines.each())
 def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
     """One session for each backend, with the model defined."""
     with Session(nproc=2, backend=request.param, precision="bf16") as session:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist import CellError, Session
-from nbdist.strategies import STRATEGIES
+from tests import engines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +117,7 @@ WRAPPED = {
 IN_ONE_CALL = "model = build(); model, optimizer = accelerator.prepare(model, adam(model))\n"
 
 
-@pytest.fixture(scope="module", params=list(STRATEGIES))
+@pytest.fixture(scope="module", params=engines.each())
 def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
     """One session for each backend, with the model defined."""
     with Session(nproc=2, backend=request.param) as session:

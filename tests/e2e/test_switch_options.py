@@ -224,9 +224,13 @@ KINDS = {
     "lion": "gpt2, Lion, lr=1e-4",
     "nadam": "gpt2, torch.optim.NAdam",
 }
+MORE = {"groups", "nadam"}
+"""These are `make long`."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in MORE else kind for kind in KINDS]
+)
 def test_models_and_optimizers_go_through_all_engines(trained: Session, kind: str) -> None:
     trained.run(MODELS)
     walk: list[tuple[str, dict[str, Any]]] = [
