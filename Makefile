@@ -30,7 +30,7 @@ demo: env ## run notebooks/01_first_cell.ipynb from start to finish and show its
 	@$(BIN)/python notebooks/run.py notebooks/01_first_cell.ipynb
 
 test: env ## the tests: unit, real ranks, notebooks, browser
-	@echo "==> tests: unit, real ranks, notebooks, browser (about 25 minutes on two cores)"
+	@echo "==> tests: unit, real ranks, notebooks, browser (half an hour on two cores)"
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not chaos and not alone and not long"
 	@$(BIN)/python -m pytest -m "alone and not long"
 

@@ -119,8 +119,6 @@ def test_a_call_has_its_number_when_all_else_of_it_is_there(
     class Interrupted:
         """In the place of the last write, looks at what the other rank sees."""
 
-        size = board._NUMBER.size
-
         def pack_into(self, page: mmap.mmap, place: int, number: int) -> None:
             assert not second.reached(0, "0", number)
             struct.pack_into("<Q", page, place, number)
