@@ -24,7 +24,7 @@ def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     """What was asked for, changed.
 
     A backend by name ends auto, and auto leaves an earlier backend and config file behind, as
-    does another engine with the config file.
+    does another engine with the config file, and a backend without replicas with those.
     """
     made = {**asked, **changes, **_devices_for(asked, changes)}
     if "backend" in changes and "auto" not in changes:
@@ -34,9 +34,16 @@ def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
         made.update({} if "backend" in changes else {"backend": None})
     else:
         named = made.get("backend") or strategies.Options().backend
-        engine = strategies.STRATEGIES[strategies.canonical(named)].engine
+        strategy = strategies.STRATEGIES[strategies.canonical(named)]
+        engine = strategy.engine
+        made.update({} if strategy.may_replicate else _without_replicas(changes))
     left = [name for name, owner in CONFIG_OF.items() if owner != engine and name not in changes]
     return made | dict.fromkeys(left)
+
+
+def _without_replicas(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """What a backend without replicas leaves behind, unless it is asked for them."""
+    return {} if changes.get("replicate_across") else {"replicate_across": None}
 
 
 def _devices_for(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils import fsdp_utils
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -52,6 +52,10 @@ _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Whole parameter of a model under FSDP2 -> the shard that took its place."""
 
 
+_cut: tuple[str, ParallelismConfig] | None = None
+"""Name of the group of all ranks, and how they were last cut into replicas."""
+
+
 def plugin(options: Options, hardware: Hardware, precision: str) -> FullyShardedDataParallelPlugin:
     """Return Accelerate's plugin for the session's options; the units come later."""
     kwargs = options.strategy.fsdp_kwargs(options)
@@ -65,6 +69,23 @@ def plugin(options: Options, hardware: Hardware, precision: str) -> FullySharded
         made.cpu_offload = _WITHOUT_PINNING.get(type(made.cpu_offload), made.cpu_offload)
     _let_fsdp2_take_our_policy()
     return made
+
+
+def parallelism(options: Options, hardware: Hardware) -> dict[str, ParallelismConfig]:
+    """Return Accelerate's word for shards inside a node and replicas across nodes, or nothing.
+
+    Its mesh makes process groups, a collective; an engine that is built again takes those of
+    before, as long as the group of all ranks is the same.
+    """
+    global _cut  # noqa: PLW0603 - a rank has one group of all ranks at a time
+    sizes = options.strategy.parallelism_kwargs(options, hardware)
+    if not sizes:
+        return {}
+    everyone = str(distributed.distributed_c10d._get_default_group().group_name)  # noqa: SLF001
+    made = ParallelismConfig(**sizes)
+    if _cut is None or _cut[0] != everyone or _cut[1].total_size != made.total_size:
+        _cut = everyone, made
+    return {"parallelism_config": _cut[1]}
 
 
 def _precision(options: Options, compute: torch.dtype) -> MixedPrecision | MixedPrecisionPolicy:
