@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import OptionError, Session
+from nbdist import CellError, OptionError, Session
 from nbdist.kernel import devices
 from tests.e2e.test_engines import TRAINER
 from tests.e2e.test_switch import MODEL, START, apart, one
@@ -183,6 +183,23 @@ def test_it_trains_on_after_ranks_were_freed(two_nodes: Session) -> None:
     two_nodes.run(MODEL + LOOK + START.format(""))
     stuck = "import time\nif rank == 0: train(1)\nelse:\n    while True: time.sleep(0.05)"
     stopped_with(two_nodes, stuck, says="rank 0 has waited")
+    _trains_on(two_nodes)
+    two_nodes.run("group = next(model.parameters()).device_mesh.get_group(1).group_name")
+    broken = (
+        "import datetime, time\nimport torch.distributed as dist\n"
+        "dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))\n"
+        "if rank == 0: dist.all_reduce(torch.ones(1), async_op=True).wait()\n"
+        "else: time.sleep(3)"
+    )
+    with pytest.raises(CellError):
+        two_nodes.run(broken)
+    _trains_on(two_nodes)
+    anew = "next(model.parameters()).device_mesh.get_group(1).group_name != group"
+    assert all(two_nodes.run(anew).values.values())
+
+
+def _trains_on(two_nodes: Session) -> None:
+    """All ranks make further steps, and the replicas stay equal."""
     losses = two_nodes.run("batches = iter(loader); train(3)").values
     assert losses[0] == losses[1] == losses[2] == losses[3]
     found = two_nodes.run("looked()").values
