@@ -36,14 +36,10 @@ def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
         named = made.get("backend") or strategies.Options().backend
         strategy = strategies.STRATEGIES[strategies.canonical(named)]
         engine = strategy.engine
-        made.update({} if strategy.may_replicate else _without_replicas(changes))
+        if not strategy.may_replicate and "replicate_across" not in changes:
+            made.pop("replicate_across", None)
     left = [name for name, owner in CONFIG_OF.items() if owner != engine and name not in changes]
     return made | dict.fromkeys(left)
-
-
-def _without_replicas(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What a backend without replicas leaves behind, unless it is asked for them."""
-    return {} if changes.get("replicate_across") else {"replicate_across": None}
 
 
 def _devices_for(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -116,4 +116,5 @@ def check(session: Session) -> Check:
     seen = session.model_spec(
         batch_size=one.batch_size, seq_len=one.seq_len, kind=session.hardware.kind
     )
-    return checked.check(read.spec_from_json(seen["spec"]), session.options, found)
+    spec, nodes = read.spec_from_json(seen["spec"]), session.hardware.nodes
+    return checked.check(spec, session.options, found, nodes=nodes)

@@ -40,6 +40,9 @@ __all__ = ["CATALOGUE", "Cluster", "Device", "cpu_ranks", "of_machine", "parse"]
 
 Link = Literal["nvlink", "pcie", "cpu", "none"]
 """cpu: ranks of one machine over its loopback; none: one device alone."""
+Ring = Literal["all", "node", "nodes"]
+"""Ranks of a collective: all, those of one node, or one of each node, while the others of each
+node have rings of their own."""
 
 MAX_DEVICES = 100_000
 """More than any cluster has: a slip of the keyboard, not a question."""
@@ -135,6 +138,25 @@ class Cluster:
         """
         inside = self._inside(collective)
         return inside if self.nodes == 1 else min(inside, self.network * _LINK_SHARE)
+
+    def ring(self, which: Ring) -> Cluster:
+        """The ranks of a collective as a cluster of their own."""
+        return {"all": self, "node": self._one_node, "nodes": self._one_of_each}[which]
+
+    @cached_property
+    def _one_node(self) -> Cluster:
+        """The devices of one node, those that bind."""
+        ranks = self.ranks_per_node
+        link: Link = self.link if ranks > 1 else "none"
+        one = (self.slowest,) * ranks
+        return replace(self, devices=one, nodes=1, network=0.0, link=link, links=None)
+
+    @cached_property
+    def _one_of_each(self) -> Cluster:
+        """One device of each node, with its share of the network."""
+        one = (self.slowest,) * self.nodes
+        share = self.network / self.ranks_per_node
+        return replace(self, devices=one, link="none", network=share, links=None)
 
     def measured_s(self, collective: Collective, size: float) -> float | None:
         """Time of a collective of this size as measured here; None where it was not."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -52,8 +53,8 @@ _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Whole parameter of a model under FSDP2 -> the shard that took its place."""
 
 
-_cut: tuple[str, ParallelismConfig] | None = None
-"""Name of the group of all ranks, and how they were last cut into replicas."""
+_cuts: WeakKeyDictionary[distributed.ProcessGroup, ParallelismConfig] = WeakKeyDictionary()
+"""Group of all ranks -> how it is cut into replicas."""
 
 
 def plugin(options: Options, hardware: Hardware, precision: str) -> FullyShardedDataParallelPlugin:
@@ -77,15 +78,13 @@ def parallelism(options: Options, hardware: Hardware) -> dict[str, ParallelismCo
     Its mesh makes process groups, a collective; an engine that is built again takes those of
     before, as long as the group of all ranks is the same.
     """
-    global _cut  # noqa: PLW0603 - a rank has one group of all ranks at a time
     sizes = options.strategy.parallelism_kwargs(options, hardware)
     if not sizes:
         return {}
-    everyone = str(distributed.distributed_c10d._get_default_group().group_name)  # noqa: SLF001
-    made = ParallelismConfig(**sizes)
-    if _cut is None or _cut[0] != everyone or _cut[1].total_size != made.total_size:
-        _cut = everyone, made
-    return {"parallelism_config": _cut[1]}
+    everyone = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
+    if everyone not in _cuts:
+        _cuts[everyone] = ParallelismConfig(**sizes)
+    return {"parallelism_config": _cuts[everyone]}
 
 
 def _precision(options: Options, compute: torch.dtype) -> MixedPrecision | MixedPrecisionPolicy:
