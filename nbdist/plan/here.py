@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from nbdist import machine
-from nbdist.plan import devices
+from nbdist.plan import described, devices
 from nbdist.plan.devices import Cluster
 from nbdist.plan.known import Known
 
@@ -30,7 +30,7 @@ def cluster(given: str | Cluster | None, world_size: int | None) -> Cluster:
     elif given is None:
         made = found(world_size)
     else:
-        made = devices.parse(given)
+        made = described.parse(given)
     return made if world_size in {None, made.world_size} else made.resized(world_size)
 
 

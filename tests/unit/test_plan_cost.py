@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.plan import cost, devices, memory, optimizers
+from nbdist.plan import cost, described, memory, optimizers
 from nbdist.plan.spec import Group, Instant, MicroBatch, ModelSpec, Pass, Workload
 from nbdist.strategies import STRATEGIES, Options
 
@@ -69,7 +69,7 @@ def priced(
     reshard: bool = True,
     **options: Any,
 ) -> Cost:
-    cluster = devices.parse(machine)
+    cluster = described.parse(machine)
     if not reshard:
         options["fsdp_config"] = {"reshard_after_forward": False}
     chosen = Options(backend=backend, **{"precision": "bf16", **options})
@@ -205,7 +205,7 @@ def test_zero1_waits_for_what_fsdp_hides() -> None:
 
 def test_small_messages_are_slower_than_their_size() -> None:
     tiny = priced(SMALL, tokens=64)
-    bandwidth = devices.parse("8xA100").link_bytes_per_s("all_gather")
+    bandwidth = described.parse("8xA100").link_bytes_per_s("all_gather")
     assert tiny.communication_s > 1.5 * tiny.bytes_on_wire / bandwidth
 
 
@@ -280,7 +280,7 @@ def test_threshold_is_said_in_one_sentence() -> None:
 
 
 def test_a_cost_is_computed_in_microseconds() -> None:
-    cluster = devices.parse("8xA100")
+    cluster = described.parse("8xA100")
     setup = memory.Setup(
         options=Options(backend="fsdp2", precision="bf16"), world_size=8, optimizer=ADAM
     )
