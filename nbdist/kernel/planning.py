@@ -94,7 +94,8 @@ def machine(session: Session) -> Cluster:
     from nbdist.plan import here
 
     own = {rank["pid"] for rank in session.status()["ranks"]}
-    return here.found(session.world_size, kind=session.hardware.kind, own=own)
+    hardware = session.hardware
+    return here.found(session.world_size, kind=hardware.kind, own=own, nodes=hardware.nodes)
 
 
 def check(session: Session) -> Check:

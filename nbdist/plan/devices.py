@@ -169,8 +169,21 @@ class Cluster:
         )
 
     def place_of(self, device: Device) -> str:
-        """What decides how fast one rank computes: CPU ranks share the cores."""
-        return self.describe() if self.kind == "cpu" else device.name
+        """What decides how fast one rank computes: CPU ranks share their machine's cores."""
+        return _cpu_words(self.ranks_per_node) if self.kind == "cpu" else device.name
+
+    def on_nodes(self, nodes: int, ranks: int) -> Cluster:
+        """This one machine several times, over a network that is assumed.
+
+        Args:
+            nodes: how many machines.
+            ranks: of all of them together.
+        """
+        if nodes == 1:
+            return self
+        kept = (self.devices * nodes)[:ranks]
+        devices = kept + (self.smallest,) * (ranks - len(kept))
+        return networked(replace(self, devices=devices, nodes=nodes)).informed(self.known)
 
     def _inside(self, collective: Collective) -> float:
         """Bus bandwidth between the devices of one node."""
@@ -191,7 +204,8 @@ class Cluster:
     def describe(self) -> str:
         """Describe in a few words: "8 x H100-80GB, nvlink", "2 CPU ranks"."""
         if self.kind == "cpu":
-            return f"{self.world_size} CPU {'rank' if self.world_size == 1 else 'ranks'}"
+            ranks = _cpu_words(self.world_size)
+            return ranks if self.nodes == 1 else f"{ranks} on {self.nodes} nodes"
         kinds = Counter(device.name for device in self.devices)
         words = [" + ".join(f"{count} x {name}" for name, count in kinds.items())]
         words += [self.link] if self.link != "none" else []
@@ -211,8 +225,9 @@ class Cluster:
         """The same with another number of ranks; more nodes where one has not so many GPUs."""
         if self.kind == "cpu":
             memory = self.host_memory_bytes
-            made = cpu_ranks(ranks, host_memory_bytes=memory, num_cpus=self.num_cpus)
-            return made.informed(self.known)
+            each = -(-ranks // self.nodes)
+            made = cpu_ranks(each, host_memory_bytes=memory, num_cpus=self.num_cpus)
+            return made.on_nodes(self.nodes, ranks).informed(self.known)
         said = self.ranks_per_node if self.nodes > 1 else max(self.ranks_per_node, NODE_SIZE)
         nodes = -(-ranks // said)
         least = self.smallest
@@ -223,6 +238,10 @@ class Cluster:
         made = replace(self, devices=kept, link=link, nodes=nodes)
         made = made if nodes == 1 or self.network else networked(made)
         return made.informed(self.known)
+
+
+def _cpu_words(ranks: int) -> str:
+    return f"{ranks} CPU {'rank' if ranks == 1 else 'ranks'}"
 
 
 def _paced(device: Device, known: Known, place: str) -> Device:

@@ -8,6 +8,7 @@ all ranks, and model and optimizer in two separate calls.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -82,6 +83,8 @@ def parallelism(options: Options, hardware: Hardware) -> dict[str, ParallelismCo
     if not sizes:
         return {}
     everyone = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
+    # accelerate 1.15 asks for the mesh of the shards in a way that torch 2.13 warns of.
+    warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
     if everyone not in _cuts:
         _cuts[everyone] = ParallelismConfig(**sizes)
     return {"parallelism_config": _cuts[everyone]}
