@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist import CellError, OptionError, Session
-from nbdist.kernel import devices
+from nbdist.kernel import devices, planning
+from nbdist.panel import predicted
 from tests.e2e.test_engines import TRAINER
 from tests.e2e.test_switch import MODEL, START, apart, one
 from tests.faults.test_stop import stopped_with
@@ -34,18 +35,18 @@ LOOK = textwrap.dedent(
         first = next(iter(model.parameters()))
         owned = layout.weights(owned=True)
         given = layout.weights(owned=False)
+        moments = {
+            f"{name}.{kind}": shard
+            for name, kinds in layout.states(owned=False).items()
+            for kind, shard in kinds.items()
+        }
         return {
             "axes": first.device_mesh.mesh_dim_names,
             "ranks": first.device_mesh.mesh.tolist(),
             "local": sum(p.to_local().numel() for p in model.parameters()),
             "owned": sum(v.stop - v.start for one in owned.values() for v in one.pieces),
             "given": sum(v.stop - v.start for one in given.values() for v in one.pieces),
-            "mine": digest.digests(given),
-            "moments": digest.digests({
-                f"{name}.{kind}": shard
-                for name, kinds in layout.states(owned=False).items()
-                for kind, shard in kinds.items()
-            }),
+            "mine": [digest.digests(given), digest.digests(moments)],
             "all": sum(p.numel() for p in model.parameters()),
         }
     """
@@ -84,10 +85,27 @@ def test_it_trains_as_fsdp_does_and_replicas_are_equal(two_nodes: Session) -> No
         assert seen["ranks"] == [[0, 1], [2, 3]]
         assert seen["local"] == seen["given"]
         assert seen["mine"] == found[(rank + 2) % 4]["mine"]
-        assert seen["moments"] == found[(rank + 2) % 4]["moments"] != {}
+        assert all(seen["mine"])
     everything = found[0]["all"]
     assert sum(seen["local"] for seen in found.values()) == 2 * everything
     assert sum(seen["owned"] for seen in found.values()) == everything
+    lines = {line.part: line for line in planning.check(two_nodes).lines}
+    for part in ("parameters", "optimizer"):
+        assert lines[part].error == pytest.approx(0, abs=0.02), part
+
+
+def test_a_session_on_nodes_is_planned_with_replicas(two_nodes: Session) -> None:
+    two_nodes.switch("fsdp", replicate_across="nodes")
+    two_nodes.run(START.format(""))
+    plan = planning.plan(two_nodes)
+    assert plan.question.cluster.describe() == "4 CPU ranks on 2 nodes"
+    row = plan.row("fsdp2", replicate_across="nodes")
+    assert row.memory["optimizer"] > 1.8 * plan.row("fsdp2").memory["optimizer"]
+    shown = predicted.of_plan(plan, two_nodes.options).strategies["rows"]
+    (current,) = [one for one in shown if one["current"]]
+    assert current["words"] == "fsdp2, replicate across nodes"
+    other = next(one for one in shown if one["backend"] == "zero3")
+    assert other["arguments"] == {"backend": "zero3", "replicate_across": "none"}
 
 
 def test_it_goes_to_other_engines_and_back(two_nodes: Session) -> None:
