@@ -263,6 +263,28 @@ def test_more_cpu_ranks_share_the_same_machine() -> None:
 # --------------------------------------------------------------------- this machine
 
 
+def test_other_nodes_are_taken_to_be_like_this_one() -> None:
+    two = Machine((gpu(uuid="GPU-0"), gpu(uuid="GPU-1")), "NVLink", 64)
+    cluster = devices.of_machine(two, host_free_bytes=500 * GIB).on_nodes(3, 6)
+    assert (cluster.world_size, cluster.nodes, cluster.ranks_per_node) == (6, 3, 2)
+    assert cluster.describe() == "3 x (2 x NVIDIA H100 80GB HBM3, nvlink), 400 Gb/s"
+    assert "The network is not said" in cluster.notes[-1]
+    uneven = devices.of_machine(two).on_nodes(3, 5)
+    assert (uneven.world_size, uneven.nodes) == (5, 3)
+    alone = devices.of_machine(two)
+    assert alone.on_nodes(1, 2) is alone
+
+
+def test_cpu_ranks_share_the_cores_of_their_own_machine() -> None:
+    bare = Machine((), None, 8)
+    one = devices.of_machine(bare, cpu_ranks=2, host_free_bytes=16 * GIB)
+    cluster = one.on_nodes(2, 4)
+    assert cluster.describe() == "4 CPU ranks on 2 nodes"
+    assert cluster.place_of(cluster.slowest) == one.place_of(one.slowest) == "2 CPU ranks"
+    assert cluster.smallest == one.smallest
+    assert (cluster.resized(8).nodes, cluster.resized(8).ranks_per_node) == (2, 4)
+
+
 def test_found_gpus_keep_the_drivers_name_and_memory() -> None:
     two = Machine((gpu(uuid="GPU-0"), gpu(uuid="GPU-1")), "NVLink", 64)
     cluster = devices.of_machine(two, host_free_bytes=500 * GIB)
