@@ -107,7 +107,9 @@ def _plain(text: str) -> Cluster:
     first, *more = _words(text)
     if cpu := _CPU.fullmatch(first):
         _refuse_rest(text, more)
-        return cpu_ranks(_count(cpu[1], text))
+        ranks = _count(cpu[1], text)
+        _check_size(ranks, text)
+        return cpu_ranks(ranks)
     counted = _COUNTED.fullmatch(first)
     assert counted is not None  # its last group takes anything  # noqa: S101
     one, other, name = counted.groups()
@@ -136,7 +138,7 @@ def _check_size(count: int, text: str) -> None:
         PlanError: there are.
     """
     if count > MAX_DEVICES:
-        message = f"devices {_short(text)} are {count} GPUs; at most {MAX_DEVICES} can be."
+        message = f"devices {_short(text)} are {count}; at most {MAX_DEVICES} can be."
         raise PlanError(message)
 
 
@@ -228,6 +230,8 @@ def _unknown_gpu(name: str, text: str) -> str:
     if not re.search(r"[0-9A-Z]", wanted.family):
         return f"devices {_short(text)} name no GPU; use {_EXAMPLES}."
     first = families()
+    if re.search(r"[0-9]\s*(nodes?|machines?)\b", text, re.IGNORECASE):
+        return f"devices {_short(text)}: several machines are 2x(8xH100-80GB,nvlink),400Gb/s."
     near = [first[key] for key in get_close_matches(wanted.family, first, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(near)}? Or give" if near else "give"
     return f"{_short(name.strip())} is not a known GPU; {hint} its memory, as in 2x24GB,pcie."

@@ -151,8 +151,10 @@ def test_cpu_ranks(text: str, count: int) -> None:
         ("2x(2x8xH100),400Gb/s", "2x8xH100 in the brackets is more than one machine"),
         ("2x(8xH100,400Gb/s)", "400Gb/s is between machines, so it stands behind the brackets"),
         ("2x(8xH100),nvlink,400Gb/s", "nvlink is inside a machine, so it stands in the brackets"),
+        ("802802802xcpu", "at most 100000"),
+        ("2 nodes x 8xH100", "several machines are 2x(8xH100-80GB,nvlink),400Gb/s"),
         ("2x(4xcpu)", "CPU ranks are planned for on one machine; write 4xcpu"),
-        ("9999x(99xH100)", "are 989901 GPUs; at most 100000"),
+        ("9999x(99xH100)", "are 989901; at most 100000"),
         ("2x(8xH10O),400Gb/s", "did you mean H100-80GB"),
     ],
 )
