@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from nbdist import checkpoint, wire
-from nbdist.checkpoint.names import MANIFEST
+from nbdist.checkpoint import names
 from nbdist.errors import CheckpointError
 from nbdist.kernel.screen import PinnedScreen
 from nbdist.kernel.settling import Transaction
@@ -309,7 +309,7 @@ class Saves:
         Raises:
             CheckpointError: nothing was written.
         """
-        title = f"nbdist: checkpoint {request['name']}"
+        title = f"nbdist: checkpoint {names.checked(request['name'])}"
         with StatusLine() as line:
             work = Transaction(
                 gang,
@@ -366,7 +366,7 @@ def show_later(save: Save) -> None:
 
 def is_foreign(path: Path) -> bool:
     """Whether something is there, and no nbdist has written it."""
-    return path.exists() and not (path / MANIFEST).exists()
+    return path.exists() and not (path / names.MANIFEST).exists()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
