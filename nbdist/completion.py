@@ -19,6 +19,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--precision": strategies.PRECISIONS,
     "--offload": ("none", "cpu", "nvme:"),
     "--output": ("all", "0", "none"),
+    "--on": ("local", "ray", "ray://", "ray://auto", "slurm"),
 }
 """Options whose values can be listed."""
 

@@ -52,6 +52,7 @@ from nbdist.kernel.screen import LiveScreen, PinnedScreen
 from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import SwitchReport
 from nbdist.kernel.turns import in_turn, in_turn_on_these_ranks, tell_of_waiting
+from nbdist.kernel.where import FIXED, NAMES, Where
 from nbdist.kernel.whereabouts import Whereabouts
 from nbdist.paths import expanded
 from nbdist.plan.checked import Measured
@@ -75,7 +76,7 @@ State = Literal["new", "ready", "running", "dead", "stopped"]
 
 
 class Session:
-    """Ranks on this machine that run cells and keep their variables.
+    """Ranks on this machine, or on nodes of a cluster, that run cells and keep their variables.
 
     A context manager; the first `run()` starts it at the latest.
 
@@ -91,10 +92,12 @@ class Session:
         engine: where launchers come from. Default: this machine.
         options: what else `strategies.Options` has: offload_params,
             activation_checkpointing, compile, accumulate, clip, fsdp_config,
-            deepspeed_config.
+            deepspeed_config. And where the ranks are: on ("local", "ray", "ray://HOST:PORT",
+            "slurm"), nodes, gpus_per_node, interface; of Slurm partition, time, account.
 
     Raises:
         OptionError: a value that is not allowed, or that the backend does not have.
+        StartError: no cluster there, or it has not enough.
     """
 
     def __init__(
@@ -131,8 +134,9 @@ class Session:
         self.received: dict[str, Any] = {}
         """Values of send(), by name."""
         self._death: RankDied | None = None
+        self._where = Where({name: options.pop(name) for name in NAMES if name in options})
         self._gang = Gang(
-            engine or LocalEngine(),
+            self._where.engine() or engine or LocalEngine(),
             on_message=self._receive,
             on_idle=self._on_idle,
             on_death=self._die,
@@ -144,13 +148,18 @@ class Session:
         self._profiler = Profiler(self._gang, lambda one: judging.judged(self, self._gang, one))
         named = {"backend": backend, "precision": precision, "offload": offload}
         given = {name: value for name, value in named.items() if value is not None}
-        self._configure({"nproc": nproc, "devices": devices, "auto": auto} | given | options)
+        asked_for = {"nproc": nproc, "devices": devices, "auto": auto, **self._where.spread}
+        try:
+            self._configure(asked_for | given | options)
+        except BaseException:
+            self._where.close()
+            raise
 
     # -- options
 
     def _configure(self, options: Mapping[str, Any]) -> None:
         self._asked = dict(options)
-        self._choice = Choice.of(options)
+        self._choice = Choice.of(options, self._where)
         self.metrics = Metrics(self.world_size)
         self.logs = {rank: RankLog() for rank in range(self.world_size)}
 
@@ -191,6 +200,11 @@ class Session:
         return self._choice.placement.nproc
 
     @property
+    def on(self) -> str:
+        """Where the ranks are: "local", "ray", "ray://HOST:PORT", "slurm"."""
+        return self._where.on
+
+    @property
     def place(self) -> str:
         """Ranks and devices in a few words."""
         return self._choice.place
@@ -228,11 +242,13 @@ class Session:
         """
         if not changes:
             return {}
-        return self._choice.differing(Choice.of(self._with(changes)))
+        return self._choice.differing(Choice.of(self._with(changes), self._where))
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """What was asked for, changed."""
-        return asked.changed(self._asked, changes)
+        """What was asked for, changed; it stays where it is."""
+        self._where.check(changes)
+        stays = {name: value for name, value in changes.items() if name not in FIXED}
+        return asked.changed(self._asked, stays)
 
     # -- life
 
@@ -266,6 +282,7 @@ class Session:
         return self
 
     def _start_ranks(self, choice: Choice, progress: Callable[[str], None]) -> None:
+        self._where.settle(choice.placement)
         self._gang.start(
             world_size=choice.placement.nproc,
             devices=choice.visible,
@@ -291,6 +308,7 @@ class Session:
         self._cells.die(RankDied("The session was stopped; %%distribute starts a new one."))
         self._gang.close()
         self._no_more_saves("the session was stopped")
+        self._where.close()
         self.state = "stopped"
         if current() is self:
             _set_current(None)
@@ -302,16 +320,20 @@ class Session:
         """Call it once, when the session has been stopped."""
         self._at_stop.append(callback)
 
-    def restart(self, **changes: Any) -> Self:
+    def restart(self, *, wait: bool = False, **changes: Any) -> Self:
         """Start new ranks, with changed options if given; the old ranks' variables are lost.
 
-        Waits for a command of the panel, which Stop cuts short.
+        Waits for a command of the panel, which Stop cuts short. When nodes of a cluster are
+        gone, the ranks start on those that are left, and are fewer; with `wait` when as many
+        nodes as before are there again.
 
         Raises:
             OptionError: a value that is not allowed; the old ranks are still there.
             StartError: the new ranks did not come up.
         """
-        Choice.of(self._with(changes))  # what is not allowed ends nothing
+        if self._death is not None and not wait:
+            changes = self._where.left(self.placement) | changes
+        Choice.of(self._with(changes), self._where)  # what is not allowed ends nothing
         self._end_others()
         return self._restart(**changes)
 
@@ -641,7 +663,7 @@ class Session:
         reset = bool(changes.pop("reset_optimizer", False))
         wished = {"backend": backend, **changes} if backend is not None else changes
         asked_for = self._with(wished)
-        then = self._choice.decides(Choice.of(asked_for))
+        then = self._choice.decides(Choice.of(asked_for, self._where))
         differing = self._choice.differing(then)
         if self.state in {"new", "stopped"} or not differing:
             if self.state == "new":

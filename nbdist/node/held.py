@@ -1,0 +1,33 @@
+"""Entry point of an agent that its cluster's process holds: its end is this one's.
+
+The first line of the standard input is the ticket; the end of the input, which comes also when
+the holder is killed, ends the agent, and with it the launcher and the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from nbdist.node.main import serve
+
+LET_GO = 3
+"""Exit code."""
+
+
+def _until_let_go() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(LET_GO)  # the launcher sees its link end, and ends the ranks
+
+
+if __name__ == "__main__":
+    ticket = b""
+    while not ticket.endswith(b"\n"):
+        byte = os.read(0, 1)  # no more than the line: the thread reads the rest
+        if not byte:
+            sys.exit(LET_GO)
+        ticket += byte
+    threading.Thread(target=_until_let_go, name="held", daemon=True).start()
+    serve(ticket.decode())
