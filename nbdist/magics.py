@@ -242,7 +242,10 @@ class NbDist(Magics):
         changes = session_options(asked)
         session = current()
         if session is not None and asked.on is not None and asked.on != session.on:
-            print(f"nbdist: on {session.on} -> {asked.on}: new ranks; the old ones' variables are lost")
+            print(
+                f"nbdist: on {session.on} -> {asked.on}: new ranks; the variables of the old ones"
+                " are lost"
+            )
             session.stop()
             session = None
         if session is None:
@@ -320,7 +323,7 @@ class NbDist(Magics):
         self.session_now().interrupt()
 
     def restart_command(self, line: str) -> None:
-        """Take new ranks with the same options; on the nodes that are left, or when all are back."""
+        """Take new ranks with the same options, on the nodes that are left or once all are back."""
         if line not in {"", "--wait"}:
             message = (
                 f"%nbdist restart takes no options but --wait and was given {line!r}; %nbdist"

@@ -265,8 +265,8 @@ class RayCluster:
         from ray.util.placement_group import placement_group
 
         cpus, gpus = (spread.each, 0) if spread.kind == "cpu" else (1, spread.each)
-        bundle = {name: n for name, n in (("CPU", cpus), ("GPU", gpus)) if n}
-        bundles = [bundle] * spread.nodes
+        bundle: dict[str, float] = {name: n for name, n in (("CPU", cpus), ("GPU", gpus)) if n}
+        bundles: list[dict[str, float]] = [bundle] * spread.nodes
         if self._silent:  # Ray would still place something there
             what = next(reversed(bundle))
             room = [one for one in self._living() if one["Resources"].get(what, 0) >= spread.each]

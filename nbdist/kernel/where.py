@@ -60,7 +60,9 @@ class Where:
         if self.cluster is None:
             named.opened(self.on, changes)
 
-    def placement(self, nproc: Any, gpus: Any, asked: Mapping[str, Any]) -> devices.Placement | None:
+    def placement(
+        self, nproc: Any, gpus: Any, asked: Mapping[str, Any]
+    ) -> devices.Placement | None:
         """Where the ranks go on the cluster; None on this machine.
 
         Raises:
