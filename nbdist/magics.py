@@ -300,9 +300,15 @@ class NbDist(Magics):
         now = session.status()
         if now["standstill"]:
             print(f"  {now['standstill']}")
-        if now["launcher"] and now["launcher"]["unresponsive"]:
-            print(f"  launcher: pid {now['launcher']['pid']}, {now['launcher']['unresponsive']}")
+        for one in now["launchers"]:
+            if one["unresponsive"]:
+                name = one["name"].removeprefix("the ")
+                print(f"  {name}: pid {one['pid']}, {one['unresponsive']}")
+        node = ""
         for member in now["ranks"]:
+            if member["node"] != node:
+                node = member["node"]
+                print(f"  node {node}")
             life = member["unresponsive"] or ("alive" if member["alive"] else "ended")
             print(f"  rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}")
 

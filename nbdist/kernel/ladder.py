@@ -23,8 +23,8 @@ from nbdist import wire
 from nbdist.kernel.standstill import apart, place, standstill
 
 if TYPE_CHECKING:
+    from nbdist.engines.channel import Channel, Message
     from nbdist.errors import RankDied
-    from nbdist.kernel.channel import Channel, Message
     from nbdist.kernel.gang import Gang
     from nbdist.kernel.standstill import Standstill
     from nbdist.kernel.whereabouts import Whereabouts

@@ -62,9 +62,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
+    from nbdist.engines.channel import Message
+    from nbdist.engines.fleet import Engine
     from nbdist.kernel.calibrating import Calibrated
     from nbdist.kernel.causes import Death
-    from nbdist.kernel.channel import Message
     from nbdist.kernel.devices import Placement
     from nbdist.kernel.exporting import ExportReport
     from nbdist.kernel.foreign import ForeignReport
@@ -109,7 +110,7 @@ class Session:
         devices: str | Sequence[int] | None = None,
         *,
         auto: bool = False,
-        engine: LocalEngine | None = None,
+        engine: Engine | None = None,
         **options: Any,
     ) -> None:
         """Check the options; start nothing yet."""
@@ -585,9 +586,9 @@ class Session:
         self._profiler.tick()
         return self._cells.show_late()
 
-    def _take_sent(self, name: str, path: str) -> None:
+    def _take_sent(self, rank: int, name: str, path: str) -> None:
         """Bind a value of send() in the notebook, while the cell still runs."""
-        value = transfer.received(path, self._gang.run_dir)[name]
+        value = transfer.received(rank, path, self._gang)[name]
         self.received[name] = value
         source.bind(name, value)
 
@@ -1017,22 +1018,26 @@ class Session:
 
     def status(self) -> dict[str, Any]:
         """State of session and ranks, as plain values."""
+        gone = self._gang.gone()
         members = [
             {
                 "rank": rank,
                 "pid": member.pid,
                 "device": member.device,
-                "alive": member.alive(),
+                "node": self._gang.node_of(rank),
+                "alive": rank not in gone,
                 "unresponsive": self._gang.pulse.words(f"rank {rank}"),
             }
             for rank, member in enumerate(self._gang.members)
         ]
+        launchers = self._gang.launchers
         return {
             "state": self.state,
             "standstill": self.standstill,
             "world_size": self.world_size,
             "options": self.options.to_json(),
-            "launcher": self._gang.launcher,
+            "launcher": launchers[0] if launchers else None,
+            "launchers": launchers,
             "ranks": members,
         }
 

@@ -11,8 +11,8 @@ import zmq
 from jupyter_client.session import DELIM
 from jupyter_client.session import Session as Signer
 
+from nbdist.engines.channel import Sockets, write_connections
 from nbdist.errors import StartError
-from nbdist.kernel.channel import Channels, write_connections
 from nbdist.rank.kernel import RankApp
 from nbdist.signed import Signer as Ours
 from tests.conftest import eventually
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist import Session
-    from nbdist.kernel.channel import Channel, Message
+    from nbdist.engines.channel import Channel, Message
 
 KEY = "0123456789abcdef" * 4
 FORGED = "forged = True"
@@ -219,7 +219,7 @@ def test_the_kernel_reads_on_behind_frames_of_a_stranger(
     rank.linger = 0
     rank.bind(connections[0].address(channel))
     seen = Seen()
-    channels = Channels(connections, seen)
+    channels = Sockets(connections, seen)
     genuine = Ours(key=KEY.encode())
 
     def arrives(number: int) -> bool:

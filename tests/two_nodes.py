@@ -1,0 +1,95 @@
+"""A cluster of nodes on this machine: real agents, each of which takes itself for a machine.
+
+Plain, all have the address of loopback. With `hosts` each runs in a network namespace of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nbdist.engines.base import Place
+from nbdist.errors import StartError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nbdist.engines.base import Wanted
+
+ENDED_S = 10.0
+
+
+class Here:
+    """Nodes on this machine, `ranks` on each."""
+
+    name = "double"
+    reach = "127.0.0.1"
+
+    def __init__(self, *names: str, ranks: int = 1) -> None:
+        """Give these nodes, as many as are needed, in this order."""
+        self.names = list(names)
+        self.ranks = ranks
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        """By name of the node."""
+        self.tickets: list[str] = []
+        self.told: dict[int, str] = {}
+        """What `lost` says."""
+        self._given: list[Place] = []
+
+    def allot(self, wanted: Wanted, progress: Callable[[str], None]) -> list[Place]:
+        """Give as many nodes as are needed; raises StartError."""
+        progress("waiting in no queue")
+        count = wanted.nodes or len(self.names)
+        if count > len(self.names):
+            msg = f"{count} nodes were asked for and there are {len(self.names)}."
+            raise StartError(msg)
+        self._given = [self.place(name) for name in self.names[:count]]
+        return self._given
+
+    def place(self, name: str) -> Place:
+        """Make one node."""
+        return Place(name=name, address=self.reach, ranks=self.ranks)
+
+    def start(self, tickets: Sequence[str]) -> None:
+        """Start the agents."""
+        self.tickets = list(tickets)
+        for place, ticket in zip(self._given, tickets, strict=True):
+            agent = subprocess.Popen(
+                [*self.prefix(place.name), sys.executable, "-m", "nbdist.node"],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "NBDIST_TEST_NODE": place.name},
+                start_new_session=True,
+            )
+            self.agents[place.name] = agent
+            assert agent.stdin is not None
+            agent.stdin.write(ticket.encode())
+            agent.stdin.close()
+
+    def prefix(self, name: str) -> list[str]:  # noqa: ARG002 - of a subclass
+        """Command that runs another one on a node."""
+        return []
+
+    def lost(self) -> Mapping[int, str]:
+        """What the test says."""
+        return self.told
+
+    def close(self) -> None:
+        """End the agents; what they do not end themselves stays, for the test to find."""
+        for agent in self.agents.values():
+            try:
+                agent.wait(0.1)
+            except subprocess.TimeoutExpired:
+                agent.send_signal(signal.SIGKILL)
+                agent.wait(ENDED_S)
+        self.agents.clear()
+        self.told.clear()
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Everything that runs on a node: the agent, the launcher, ranks."""
+        agent = psutil.Process(self.agents[name].pid)
+        return [agent, *agent.children(recursive=True)]
