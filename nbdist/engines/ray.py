@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import secrets
 import socket
 import time
 import warnings
@@ -35,7 +34,6 @@ ANSWER_S = 3.0
 """For an address to take a connection."""
 ACTORS_S = 90.0
 """For the actors to answer: Ray brings them our code first."""
-CALL_S = 20.0
 PING_S = 8.0
 """For a node to run a task: a process may have to be started for it."""
 END_S = there.END_S + 2.0
@@ -347,22 +345,6 @@ class RayCluster:
             return str(ray.get(run))
         except ray.exceptions.RayError as error:
             return cause(error)
-
-    def unshared(self, folder: str) -> list[str]:
-        """Names of the nodes that do not see this folder of the kernel, or cannot write there."""
-        token = f".nbdist-{secrets.token_hex(8)}"
-        Path(folder, token).touch()
-        try:
-            calls = [one.shares.remote(folder, token, i) for i, one in enumerate(self._actors)]
-            told = self._asked(calls, CALL_S)
-            return [
-                place.name
-                for i, place in enumerate(self._places)
-                if not (told[i] and Path(folder, f"{token}-{i}").exists())
-            ]
-        finally:
-            for file in Path(folder).glob(f"{token}*"):
-                file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End the agents and the actors, give the nodes back, end our connection."""

@@ -12,13 +12,11 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 
 TASKS_S = 90.0
 """For the tasks to say what their nodes are, once Slurm runs them."""
-ANSWER_S = 20.0
 CLOSE_S = there.END_S + 2.0
 COMMAND_S = 10.0
 POLL_S = 0.5
@@ -167,7 +164,7 @@ class SlurmCluster:
         }
         words = [f"--{name}={value}" for name, value in options.items() if value is not None]
         flags = ["--no-kill", *(["--overlap"] if self._allocation else [])]
-        return [srun, *words, *flags, sys.executable, "-m", "nbdist.engines.there"]
+        return [srun, *words, *flags, sys.executable, "-P", "-m", "nbdist.engines.there"]
 
     def _environ(self) -> dict[str, str]:
         """Without what the step that holds this notebook was given: srun would take it as asked."""
@@ -249,28 +246,6 @@ class SlurmCluster:
             if cause is not None:
                 found[place] = cause
         return found
-
-    def unshared(self, folder: str) -> list[str]:
-        """Names of the nodes that do not see this folder of the kernel, or cannot write there."""
-        srun, token = self._running(), f".nbdist-{secrets.token_hex(8)}"
-        Path(folder, token).touch()
-        try:
-            srun.send(shares=[folder, token])
-            told: dict[int, bool] = {}
-            deadline = time.monotonic() + ANSWER_S
-            while len(told) < len(self._tasks) and time.monotonic() < deadline:
-                answer = srun.next(POLL_S)
-                if answer is not None and "shares" in answer:
-                    told[answer["task"]] = answer["shares"]
-            here = set(os.listdir(folder))  # noqa: PTH208 - asks a network's file system anew
-            return [
-                place.name
-                for place, task in zip(self._places, self._tasks, strict=True)
-                if not (told.get(task) and f"{token}-{task}" in here)
-            ]
-        finally:
-            for file in Path(folder).glob(f"{token}*"):
-                file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End the tasks, and the job or our step of it."""

@@ -91,17 +91,6 @@ def of_interface(name: str) -> str:
     raise ValueError(f"{msg} {', '.join(known)}.")
 
 
-def shares(folder: str, token: str, index: int) -> bool:
-    """Whether this node sees the kernel's file in a folder and can write one beside it."""
-    try:
-        seen = token in os.listdir(folder)  # noqa: PTH208 - asks a network's file system anew
-        if seen:
-            Path(folder, f"{token}-{index}").touch()
-    except OSError:
-        return False
-    return seen
-
-
 class Agent:
     """The agent's process, held by its standard input."""
 
@@ -118,7 +107,7 @@ class Agent:
         log = Log()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "nbdist.node.held"],
+                [sys.executable, "-P", "-m", "nbdist.node.held"],  # -P: not the folder's
                 stdin=subprocess.PIPE,
                 stdout=log.writing,
                 stderr=log.writing,
@@ -162,10 +151,6 @@ class Node(Agent):
         """As the function of this name."""
         return about(toward, interface)
 
-    def shares(self, folder: str, token: str, index: int) -> bool:
-        """As the function of this name."""
-        return shares(folder, token, index)
-
 
 def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
     """The agent's environment: this one, without what is the cluster's, with our own path."""
@@ -178,8 +163,8 @@ def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
 class Task:
     """One task of srun: takes lines of JSON on its input, answers with marked lines.
 
-    {"about": [toward, interface]}, {"shares": [folder, token]}, {"tickets": [...]} by the
-    number of the task. The end of the input is the end of everything here.
+    {"about": [toward, interface]}, then {"tickets": [...]} by the number of the task. The end of
+    the input is the end of everything here.
     """
 
     def __init__(self, index: int) -> None:
@@ -192,9 +177,6 @@ class Task:
             asked = json.loads(line)
             if "about" in asked:
                 self._about(*asked["about"])
-            elif "shares" in asked:
-                folder, token = asked["shares"]
-                self._say(shares=shares(folder, token, self._index))
             else:
                 self._start(asked["tickets"][self._index])
         self._node.end()

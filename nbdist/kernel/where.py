@@ -17,7 +17,6 @@ from nbdist.kernel.asked import SPREAD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 LOCAL = "local"
 NAMES = ("on", *named.OF_CLUSTERS)
@@ -97,13 +96,6 @@ class Where:
         if self.cluster is not None:
             each = placement.nproc // placement.nodes
             self.cluster.chosen = Spread(placement.kind, placement.nodes, each)
-
-    def unshared(self, folder: Path) -> list[str]:
-        """Names of the nodes that do not see a folder; makes it where it is missing."""
-        if self.cluster is None:
-            return []
-        folder.mkdir(parents=True, exist_ok=True)
-        return self.cluster.unshared(str(folder))
 
     def close(self) -> None:
         """Let go of the cluster."""
