@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import threading
 import time
 import warnings
 from collections import Counter
@@ -34,8 +35,6 @@ ANSWER_S = 3.0
 """For an address to take a connection."""
 ACTORS_S = 90.0
 """For the actors to answer: Ray brings them our code first."""
-PING_S = 8.0
-"""For a node to run a task: a process may have to be started for it."""
 END_S = there.END_S + 2.0
 POLL_S = 0.5
 LOG_IN_ERROR = 300
@@ -61,6 +60,8 @@ class RayCluster:
         if self._client and ":" not in self._address:
             self._address += f":{CLIENT_PORT}"
         self._interface = interface
+        self._lock = threading.RLock()
+        """Held by who changes what is reserved: nodes that died are given back on a thread."""
         self._ours = False
         """Whether the connection is our own, and not the notebook's."""
         self._group: Any = None
@@ -100,28 +101,25 @@ class RayCluster:
     def left(self, kind: Kind, each: int, nodes: int) -> int:
         """How many nodes, at most as many as before, answer and have room for so many ranks."""
         with self._connected():
-            living = self._living()
-            asked = {self._ping(one): one["NodeManagerAddress"] for one in living}
-            ready, silent = _ray().wait(list(asked), num_returns=len(asked), timeout=PING_S)
-            self._silent = {asked[one] for one in silent}
-            self._silent |= {asked[one] for one in ready if self._failed(one)}
+            self._silent.clear()
+            self._silent.update(
+                one["NodeManagerAddress"] for one in self._living() if self._mute(one)
+            )
             what = "GPU" if kind == "cuda" else "CPU"
             room = [one for one in self._living() if one["Resources"].get(what, 0) >= each]
             return min(len(room), nodes)
 
-    @staticmethod
-    def _ping(node: Mapping[str, Any]) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as Only
+    def _mute(self, node: Mapping[str, Any]) -> bool:
+        """Whether a node's raylet takes no connection: Ray itself sees that up to a minute later.
 
-        only = Only(node["NodeID"], soft=False)
-        return _ray().remote(num_cpus=0)(there.versions).options(scheduling_strategy=only).remote()
-
-    @staticmethod
-    def _failed(call: Any) -> bool:
-        ray = _ray()
+        From outside of the cluster only Ray's word is to be had.
+        """
+        if self._client:
+            return False
         try:
-            ray.get(call)
-        except ray.exceptions.RayError:
+            place = node["NodeManagerAddress"], node["NodeManagerPort"]
+            socket.create_connection(place, ANSWER_S).close()
+        except OSError:
             return True
         return False
 
@@ -152,14 +150,15 @@ class RayCluster:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[None]:
-        """Be connected; where nothing is reserved, a failure ends the connection."""
-        self._connect()
-        try:
-            yield
-        except BaseException:
-            if self._group is None:
-                self._disconnect()
-            raise
+        """Be connected, alone; where nothing is reserved, a failure ends the connection."""
+        with self._lock:
+            self._connect()
+            try:
+                yield
+            except BaseException:
+                if self._group is None:
+                    self._disconnect()
+                raise
 
     def _connect(self, folder: Path | None = None) -> None:
         """Connect, with our package and perhaps a folder for the nodes."""
@@ -246,18 +245,19 @@ class RayCluster:
             StartError: there is not enough, the nodes do not answer, or versions differ;
                 nothing stays reserved.
         """
-        try:
-            self._connect()
-            spread = self.chosen or self.spread(
-                wanted.nproc, wanted.nodes, 0 if wanted.kind == "cpu" else wanted.gpus_per_node
-            )
-            self._reserve(spread, progress)
-            self._places = self._number(spread, progress)
-            agreement.check(there.versions(), self._places)
-        except BaseException:
-            self.close()
-            raise
-        return self._places
+        with self._connected():
+            try:
+                self._causes.clear()
+                spread = self.chosen or self.spread(
+                    wanted.nproc, wanted.nodes, 0 if wanted.kind == "cpu" else wanted.gpus_per_node
+                )
+                self._reserve(spread, progress)
+                self._places = self._number(spread, progress)
+                agreement.check(there.versions(), self._places)
+            except BaseException:
+                self.close()
+                raise
+            return self._places
 
     def _reserve(self, spread: Spread, progress: Callable[[str], None]) -> None:
         from ray.util.placement_group import placement_group
@@ -301,16 +301,15 @@ class RayCluster:
             range(len(told)), key=lambda i: (told[i]["address"] != self.reach, told[i]["address"])
         )
         self._actors, told = [actors[i] for i in order], [told[i] for i in order]
-        names = self._names([(one["host"], one["address"]) for one in told])
         return [
             Place(
-                name=name,
+                name=one["host"],
                 address=one["address"],
                 ranks=spread.each,
                 gpus=tuple(one["gpus"][: spread.each]) if spread.kind == "cuda" else (),
                 versions=one["versions"],
             )
-            for name, one in zip(names, told, strict=True)
+            for one in told
         ]
 
     def _asked(self, calls: list[Any], within_s: float = ACTORS_S) -> list[Any]:
@@ -323,7 +322,6 @@ class RayCluster:
 
     def start(self, tickets: Sequence[str]) -> None:
         """Run the agents, each a child of its actor; the ticket is an argument of the call."""
-        self._causes.clear()
         self._runs = {
             actor.run.remote(ticket): place
             for place, (actor, ticket) in enumerate(zip(self._actors, tickets, strict=True))
@@ -347,20 +345,23 @@ class RayCluster:
             return cause(error)
 
     def close(self) -> None:
-        """End the agents and the actors, give the nodes back, end our connection."""
-        ray = _ray()
-        if not ray.is_initialized():
-            self._ours = False
-            return
-        with contextlib.suppress(ray.exceptions.RayError):  # who is gone needs no end
-            self._end_actors()
-        if self._group is not None:
+        """End the agents and the actors, give the nodes back; stay connected."""
+        with self._lock:
+            group, self._group = self._group, None
+            if group is None or not _ray().is_initialized():
+                return
             from ray.util.placement_group import remove_placement_group
 
-            with contextlib.suppress(ray.exceptions.RayError):
-                remove_placement_group(self._group)
-        self._group = None
-        self._disconnect()
+            with contextlib.suppress(_ray().exceptions.RayError):  # who is gone needs no end
+                self._end_actors()
+            with contextlib.suppress(_ray().exceptions.RayError):
+                remove_placement_group(group)
+
+    def leave(self) -> None:
+        """Give everything back, and end the connection if it is ours."""
+        with self._lock:
+            self.close()
+            self._disconnect()
 
     def _end_actors(self) -> None:
         ray, actors = _ray(), self._actors
@@ -377,6 +378,7 @@ def cause(error: Exception) -> str:
     """Ray's error in words: its lines tell ids first, and the reason last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if not line.startswith("[")), "")
+    said, _, _ = said.partition(". ")  # what follows are guesses
     words = {
         "NodeDiedError": "Ray says that the node died",
         "ActorDiedError": "Ray says that its actor died",

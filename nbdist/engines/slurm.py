@@ -253,6 +253,8 @@ class SlurmCluster:
         if srun is not None:
             srun.close()
 
+    leave = close
+
 
 class Srun:
     """A running `srun`: lines in, marked lines out, and what it says itself."""

@@ -101,7 +101,7 @@ class Where:
         """Let go of the cluster."""
         self._known.clear()
         if self.cluster is not None:
-            self.cluster.close()
+            self.cluster.leave()
 
     def left(self, placement: devices.Placement) -> dict[str, int]:
         """What of the options changes when nodes are gone: those that are left take over.
