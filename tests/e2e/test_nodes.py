@@ -258,7 +258,7 @@ def test_a_killed_agent_ends_the_cell_and_the_other_node(session: Session, clust
     everything = [one.pid for name in cluster.names for one in cluster.processes(name)]
     session.run(SPIN, background=True)
     cluster.agents["beta"].kill()
-    with pytest.raises(RankDied, match=r"node beta \(127\.0\.0\.1\): its agent ended"):
+    with pytest.raises(RankDied, match=r"node beta \(127\.0\.0\.1\) lost its agent"):
         session.wait(DEAD_S)
     eventually(lambda: gone(everything), within_s=CUT_S)
     assert session.run("rank").values == {} or session.restart()
