@@ -266,6 +266,8 @@ class ReleaseRequest(TypedDict):
 
     pids: list[int]
     """Processes of all ranks."""
+    id: str
+    """Of this release: ranks on several nodes tell one another under it what connects them."""
 
 
 class ReleaseReply(TypedDict):

@@ -67,8 +67,8 @@ class Here:
             )
             self.agents[place.name] = agent
             assert agent.stdin is not None
-            agent.stdin.write(ticket.encode())
-            agent.stdin.close()
+            agent.stdin.write(f"{ticket}\n".encode())
+            agent.stdin.flush()
 
     def prefix(self, name: str) -> list[str]:  # noqa: ARG002 - of a subclass
         """Command that runs another one on a node."""
@@ -86,6 +86,8 @@ class Here:
             except subprocess.TimeoutExpired:
                 agent.send_signal(signal.SIGKILL)
                 agent.wait(ENDED_S)
+            assert agent.stdin is not None
+            agent.stdin.close()
         self.agents.clear()
         self.told.clear()
 

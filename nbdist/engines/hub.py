@@ -216,5 +216,5 @@ class Hub:
         """Why a connection has ended."""
         silent_s = self.silent_s(index)
         if silent_s < _SILENT_S:
-            return "its agent ended"
+            return "lost its agent, which ended"
         return f"was cut off: nothing was heard of it for {silent_s:.0f} s"

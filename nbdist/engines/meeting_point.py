@@ -11,10 +11,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nbdist.wire_nodes import Stored
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from nbdist.wire_nodes import Stored
 
     Reply = Callable[[int, Stored, list[bytes]], None]
 
@@ -72,22 +72,6 @@ class MeetingPoint:
         """Do what is asked; returns a number and at most one value."""
         stored, keys = self._values, request.keys
         match request.op:
-            case "set":
-                stored[keys[0]] = values[0]
-            case "get":
-                return 0, [stored[keys[0]]]
-            case "add":
-                count = int(stored.get(keys[0], b"0")) + request.number
-                stored[keys[0]] = b"%d" % count
-                return count, []
-            case "append":
-                stored[keys[0]] = stored.get(keys[0], b"") + values[0]
-            case "compare_set":
-                expected, desired = values
-                # as torch's own stores do: what is not there is set where nothing was expected
-                if stored.get(keys[0], b"") == expected:
-                    stored[keys[0]] = desired
-                return 0, [stored.get(keys[0], expected)]
             case "check":
                 return int(self._has(keys)), []
             case "delete":
@@ -95,10 +79,35 @@ class MeetingPoint:
             case "count":
                 return len(stored), []
             case "wait":
-                pass
+                return 0, []
+        return self._changed(request.op, keys[0], request.number, values)
+
+    def _changed(
+        self, op: str, key: str, number: int, values: list[bytes]
+    ) -> tuple[int, list[bytes]]:
+        """Read or change one value."""
+        now = self._values.get(key, b"")
+        count = 0
+        match op:
+            case "get":
+                return 0, [now]
+            case "set":
+                then = values[0]
+            case "add":
+                count = int(now or b"0") + number
+                then = b"%d" % count
+            case "append":
+                then = now + values[0]
+            case "compare_set":
+                expected, desired = values
+                if now != expected:
+                    # as torch's own stores: what is not there is what was expected
+                    return 0, [now if key in self._values else expected]
+                then = desired
             case other:
                 raise ValueError(f"the store has no {other!r}")
-        return 0, []
+        self._values[key] = then
+        return count, [then]
 
     def _wake(self) -> None:
         """Answer those that waited for what is there now."""

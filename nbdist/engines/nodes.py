@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import secrets
 import shutil
@@ -131,6 +132,8 @@ class Nodes:
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._log = ""
         self._closing = self._closed = False
+        self._ends = threading.Event()
+        """Nothing has to be looked at any more."""
         self._over = threading.Event()
         """Everything is ended and given back."""
         self._lock = threading.Lock()
@@ -231,6 +234,7 @@ class Nodes:
                 threading.Event().wait(0.02)
             self.hub.close()
         self._events.put(None)
+        self._ends.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(ASK_S)
@@ -564,10 +568,10 @@ class Nodes:
         """Ask the cluster what it knows, and the store whose time is up."""
         while not self._closing:
             for index, why in self._cluster.lost().items():
-                if not self._closing and index not in self._lost:
-                    self._events.put(lambda index=index, why=why: self._lose(index, why))
+                if index not in self._lost:
+                    self._events.put(functools.partial(self._lose, index, why))
             self._point.look()
-            threading.Event().wait(LOOK_S)
+            self._ends.wait(LOOK_S)
 
     def _hear(self, index: int, line: wire.LinkMessage) -> None:
         """Take a message of a launcher; ends are told for all nodes together."""

@@ -191,7 +191,7 @@ class Gang:
         hardware: dict[str, Any],
     ) -> None:
         self.generation += 1
-        self._told = None
+        self._told = self._missing_since = None
         self.signs, self.ends, self.pids = SimpleQueue(), [], {}
         self.pulse = Pulse()
         fleet.listener = self._from_launcher

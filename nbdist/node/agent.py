@@ -10,6 +10,7 @@ import contextlib
 import os
 import platform
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -33,6 +34,8 @@ from nbdist.node.files import Files
 from nbdist.wire_nodes import BEAT_S, LEASE_S
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nbdist.engines.channel import Channel
     from nbdist.engines.run_dir import RunDir
     from nbdist.wire_nodes import Ticket
@@ -120,12 +123,6 @@ class Agent:
 
     def _hello(self) -> wire_nodes.Hello:
         run_dir = self._run_dir
-        if not Path(self._ticket.cwd).is_dir():
-            msg = (
-                f"there is no folder {self._ticket.cwd}, where the notebook runs: it has to be"
-                " the same on all nodes."
-            )
-            raise StartError(msg)
         return wire_nodes.Hello(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -246,6 +243,8 @@ class Agent:
                     run_dir=str(self._folder),
                     bulk_dir=str(self._run_dir.bulk),
                     env=given | own,
+                    cwd=launch.cwd if Path(launch.cwd).is_dir() else str(Path.cwd()),
+                    path=[*dict.fromkeys([*launch.path, *sys.path])],
                     interface=interface,
                     store=self._store_address,
                 )
@@ -339,35 +338,31 @@ class Agent:
     # -- answers
 
     def _answer(self, ask: wire_nodes.Ask, frames: list[bytes]) -> None:
-        given = ask.given
+        if ask.what == "stacks":
+            threading.Thread(target=self._stacks, args=(ask,), daemon=True).start()
+            return
         try:
-            match ask.what:
-                case "receive":
-                    self._reply(ask, self._files.receive(given["name"], given["size"]))
-                case "chunk":
-                    self._reply(ask, self._files.take(given["path"], frames[0]))
-                case "remove":
-                    self._reply(ask, self._files.remove(given["path"]))
-                case "size":
-                    self._reply(ask, self._files.size(given["path"]))
-                case "read":
-                    chunk = self._files.read(given["path"], given["offset"])
-                    self._say(wire_nodes.Answer(ask.id, len(chunk)), chunk)
-                case "left":
-                    self._reply(ask, asdict(processes.left(self._folder)))
-                case "log":
-                    self._reply(ask, self._started.log_tail())
-                case "stacks":
-                    threading.Thread(target=self._stacks, args=(ask,), daemon=True).start()
-                case "sees":
-                    self._reply(ask, self._files.sees(given["path"], given["text"]))
-                case other:
-                    raise ValueError(f"there is no request {other!r}")
+            if ask.what == "read":
+                chunk = self._files.read(ask.given["path"], ask.given["offset"])
+                self._say(wire_nodes.Answer(ask.id, len(chunk)), chunk)
+            else:
+                self._say(wire_nodes.Answer(ask.id, self._done(ask.what, ask.given, frames)))
         except (OSError, ValueError, LookupError) as error:
             self._say(wire_nodes.Answer(ask.id, error=f"{type(error).__name__}: {error}"))
 
-    def _reply(self, ask: wire_nodes.Ask, value: Any) -> None:
-        self._say(wire_nodes.Answer(ask.id, value))
+    def _done(self, what: str, given: dict[str, Any], frames: list[bytes]) -> Any:
+        """Do what can be done at once; returns the answer."""
+        files = self._files
+        known: dict[str, Callable[[], Any]] = {
+            "receive": lambda: files.receive(given["name"], given["size"]),
+            "chunk": lambda: files.take(given["path"], frames[0]),
+            "remove": lambda: files.remove(given["path"]),
+            "size": lambda: files.size(given["path"]),
+            "sees": lambda: files.sees(given["path"], given["text"]),
+            "left": lambda: asdict(processes.left(self._folder)),
+            "log": self._started.log_tail,
+        }
+        return known[what]()
 
     def _stacks(self, ask: wire_nodes.Ask) -> None:
         """Wait for stacks, on a thread of its own."""

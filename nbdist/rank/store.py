@@ -10,7 +10,6 @@ lasts as long as the ranks, so that a group can be made anew under another prefi
 
 from __future__ import annotations
 
-import datetime as dt
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-def
 from nbdist import wire_nodes
 
 if TYPE_CHECKING:
+    import datetime as dt
     from collections.abc import Sequence
 
     from nbdist import wire
@@ -68,7 +68,7 @@ class NodeStore(Store):
 
     def get(self, key: str) -> bytes:
         """A value, once it is there."""
-        return self._ask("get", [key], seconds=self.timeout.total_seconds())[1]
+        return self._ask("get", [key], seconds=self._limit_s)[1]
 
     def add(self, key: str, amount: int) -> int:
         """Count; returns how far it is."""
@@ -92,8 +92,8 @@ class NodeStore(Store):
         Raises:
             DistStoreError: they did not come in time.
         """
-        limit = self.timeout if timeout is None else timeout
-        self._ask("wait", list(keys), seconds=limit.total_seconds())
+        seconds = self._limit_s if timeout is None else timeout.total_seconds()
+        self._ask("wait", list(keys), seconds=seconds)
 
     def delete_key(self, key: str) -> bool:
         """Remove a value; whether there was one."""
@@ -106,6 +106,12 @@ class NodeStore(Store):
     # torch 2.13 calls these two by their names in C++
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
+
+    @property
+    def _limit_s(self) -> float:
+        """How long a wait without a limit of its own may take."""
+        limit: dt.timedelta = self.timeout  # type: ignore[attr-defined]
+        return limit.total_seconds()
 
     def has_extended_api(self) -> bool:
         """Not to be asked for several values at once."""
