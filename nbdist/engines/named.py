@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 OF_SLURM = ("partition", "time", "account")
-OF_CLUSTERS = ("nodes", "gpus_per_node", "interface", *OF_SLURM)
+OF_NODES = ("nodes", "gpus_per_node", "interface")
+OF_CLUSTERS = (*OF_NODES, *OF_SLURM)
 """Options that say nothing on one machine."""
 _RAY = re.compile(r"ray(?:://(auto|[\w.-]+(?::\d{1,5})?|\[[0-9a-fA-F:]+\](?::\d{1,5})?))?")
 
@@ -33,11 +34,8 @@ def opened(on: str, given: Mapping[str, object]) -> RayCluster | SlurmCluster | 
         raise OptionError(
             f"--on {on!r} is no place for ranks; use local, ray, ray://HOST:PORT or slurm."
         )
-    foreign = OF_CLUSTERS if on == "local" else OF_SLURM if ray else ()
-    wrong = [f"--{name.replace('_', '-')}" for name in foreign if given.get(name) is not None]
-    if wrong:
-        where = "--on slurm" if ray else "--on ray or --on slurm"
-        raise OptionError(f"{', '.join(wrong)} can be used with {where} only; leave it out.")
+    _refuse(given, OF_SLURM if on != "slurm" else (), "--on slurm")
+    _refuse(given, OF_NODES if on == "local" else (), "--on ray or --on slurm")
     interface = str(given.get("interface") or "")
     if ray:
         return RayCluster(ray[1] or "", interface)
@@ -45,3 +43,9 @@ def opened(on: str, given: Mapping[str, object]) -> RayCluster | SlurmCluster | 
         words = {name: str(given.get(name) or "") for name in OF_SLURM}
         return SlurmCluster(interface=interface, **words)
     return None
+
+
+def _refuse(given: Mapping[str, object], names: tuple[str, ...], where: str) -> None:
+    wrong = [f"--{name.replace('_', '-')}" for name in names if given.get(name) is not None]
+    if wrong:
+        raise OptionError(f"{', '.join(wrong)} can be used with {where} only; leave it out.")

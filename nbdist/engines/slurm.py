@@ -45,6 +45,8 @@ _NODE_FAILED = re.compile(r"[Nn]ode failure on (\S+)")
 _STEP_ENDED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED AT \S+ ?(.*?) ?\*\*\*")
 _OF_ALLOCATION = frozenset({"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTERS"})
 _LAST_LINES = 6
+NEVER = frozenset({"PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"})
+"""Reasons of a queue that no waiting ends."""
 
 
 class SlurmCluster:
@@ -204,9 +206,10 @@ class SlurmCluster:
             if answer is not None and what in answer:
                 told[answer["task"]] = answer[what]
             elif srun.code is not None and answer is None:
-                raise StartError(self._refused(srun))
+                raise StartError(self._refused(srun.last_words() or f"code {srun.code} of srun"))
             elif queue.waits():
-                continue
+                if queue.reason in NEVER:
+                    raise StartError(self._refused(f"what was asked for is beyond {queue.reason}"))
             elif queue.since_running() > TASKS_S:
                 raise StartError(
                     f"{count - len(told)} of {counted(count, 'task')} of Slurm did not answer"
@@ -214,10 +217,12 @@ class SlurmCluster:
                 )
         return told
 
-    @staticmethod
-    def _refused(srun: Srun) -> str:
-        words = srun.last_words() or f"srun ended with code {srun.code}"
-        return f"Slurm does not give the nodes: {words}. `sinfo` lists what there is."
+    def _refused(self, words: str) -> str:
+        """Slurm's words, and what there is."""
+        only = [f"--partition={self._given['partition']}"] if "partition" in self._given else []
+        listed = _run("sinfo", "--noheader", "--format", "%P: %D nodes, %c CPUs, %G, %l", *only)
+        has = "; ".join(line.replace(", (null)", "") for line in listed.splitlines())
+        return f"Slurm does not give the nodes: {words}. It has {has or 'no such partition'}."
 
     def start(self, tickets: Sequence[str]) -> None:
         """Give each task its ticket, over srun's input."""
@@ -379,6 +384,8 @@ class Queue:
         self._srun, self._progress = srun, progress
         self._asked_at = 0.0
         self._waits = False
+        self.reason = ""
+        """Why it waits, in Slurm's word."""
         self._running_since = self._since = time.monotonic()
 
     def waits(self) -> bool:
@@ -388,13 +395,12 @@ class Queue:
             return False
         if now - self._asked_at >= ASK_QUEUE_S:
             self._asked_at = now
-            state, _, reason = _run(
+            state, _, self.reason = _run(
                 "squeue", "--noheader", "--jobs", self._srun.job, "--format", "%T|%r"
             ).partition("|")
             self._waits = state in {"PENDING", "CONFIGURING"}
-            words = (
-                f"{state.lower() or 'starts'}{f': {reason}' if reason not in {'', 'None'} else ''}"
-            )
+            words = state.lower() or "starts"
+            words += f": {self.reason}" if self.reason not in {"", "None"} else ""
             self._progress(
                 f"Slurm's job {self._srun.job} is {words} ({now - self._since:.0f} s);"
                 " Stop takes it out of the queue"

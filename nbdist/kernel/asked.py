@@ -82,14 +82,15 @@ class Choice:
     undecided: bool = False
 
     @classmethod
-    def of(cls, asked: Mapping[str, Any], where: Where) -> Self:
+    def of(cls, asked: Mapping[str, Any], where: Where | None = None) -> Self:
         """Check everything; raises OptionError, and StartError where a cluster has not enough."""
         options = {key: value for key, value in asked.items() if value is not None}
         nproc, gpus = options.pop("nproc", None), options.pop("devices", None)
         spread = {name: options.pop(name, None) for name in SPREAD}
         auto = options.pop("auto", False)
         found = machine.found()
-        placement = where.placement(nproc, gpus, spread) or devices.placement(nproc, gpus, found)
+        placement = None if where is None else where.placement(nproc, gpus, spread)
+        placement = placement or devices.placement(nproc, gpus, found)
         hardware = devices.hardware(placement, found)
         if auto:
             made = _placeholder(options, hardware)
