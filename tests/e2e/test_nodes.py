@@ -1,4 +1,4 @@
-"""Ranks on two nodes: everything that works on one machine, and what happens when a node is lost."""
+"""Ranks on two nodes: everything that works on one machine, and what happens to a lost node."""
 
 from __future__ import annotations
 
