@@ -107,9 +107,10 @@ class Hosts:
 
     addresses: ClassVar = {"alpha": "10.213.0.1", "beta": "10.213.0.2"}
 
-    def __init__(self) -> None:
-        """Make nothing yet."""
-        self.spaces = {name: f"nbd{os.getpid()}{name[0]}" for name in self.addresses}
+    def __init__(self, prefix: str | None = None) -> None:
+        """Make nothing yet; a prefix names those that somebody else has made."""
+        self.prefix = f"nbd{os.getpid()}" if prefix is None else prefix
+        self.spaces = {name: f"{self.prefix}{name[0]}" for name in self.addresses}
 
     def __enter__(self) -> Self:
         """Make them; raises OSError where that is not allowed."""

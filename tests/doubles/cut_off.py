@@ -26,8 +26,7 @@ def listening(processes: list[psutil.Process]) -> list[str]:
 
 def main() -> None:
     """Do it."""
-    hosts = Hosts()
-    hosts.spaces = {name: f"{sys.argv[1]}{name[0]}" for name in hosts.addresses}
+    hosts = Hosts(sys.argv[1])
     nodes.LEASE_S, hub.CUT_OFF_S = float(sys.argv[2]), float(sys.argv[3])
     cluster = OnHosts(hosts)
     seen: dict[str, object] = {}
