@@ -30,6 +30,8 @@ CUT_OFF_S = 10.0
 """A node of which the hub hears nothing for so long is lost."""
 CHUNK_BYTES = 1 << 20
 """Of a file, in one message."""
+AT_ONCE = 256
+"""Messages that are read from one socket before others get their turn: a rank may flood."""
 WINDOW = 16
 """Chunks of one file that are on their way at once."""
 
@@ -52,6 +54,7 @@ class Ticket:
     cwd: str
     path: list[str] = field(default_factory=list)
     """The kernel's sys.path."""
+    lease_s: float = LEASE_S
 
     def to_json(self) -> str:
         """One line."""

@@ -5,11 +5,12 @@ Plain, all have the address of loopback. With `hosts` each runs in a network nam
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import psutil
 
@@ -39,6 +40,8 @@ class Here:
         self.tickets: list[str] = []
         self.told: dict[int, str] = {}
         """What `lost` says."""
+        self.unreachable: set[str] = set()
+        """Nodes that cannot be told to end."""
         self._given: list[Place] = []
 
     def allot(self, wanted: Wanted, progress: Callable[[str], None]) -> list[Place]:
@@ -80,7 +83,9 @@ class Here:
 
     def close(self) -> None:
         """End the agents; what they do not end themselves stays, for the test to find."""
-        for agent in self.agents.values():
+        for name, agent in self.agents.items():
+            if name in self.unreachable:
+                continue
             try:
                 agent.wait(0.1)
             except subprocess.TimeoutExpired:
@@ -95,3 +100,83 @@ class Here:
         """Everything that runs on a node: the agent, the launcher, ranks."""
         agent = psutil.Process(self.agents[name].pid)
         return [agent, *agent.children(recursive=True)]
+
+
+class Hosts:
+    """Two network namespaces that a cable connects; only root can make them."""
+
+    addresses: ClassVar = {"alpha": "10.213.0.1", "beta": "10.213.0.2"}
+
+    def __init__(self, prefix: str | None = None) -> None:
+        """Make nothing yet; a prefix names those that somebody else has made."""
+        self.prefix = f"nbd{os.getpid()}" if prefix is None else prefix
+        self.spaces = {name: f"{self.prefix}{name[0]}" for name in self.addresses}
+
+    def __enter__(self) -> Self:
+        """Make them; raises OSError where that is not allowed."""
+        try:
+            for name in self.spaces:
+                _ip("netns", "add", self.spaces[name])
+            one, other = self.spaces.values()
+            _ip(
+                "link",
+                "add",
+                "cable",
+                "netns",
+                one,
+                "type",
+                "veth",
+                "peer",
+                "cable",
+                "netns",
+                other,
+            )
+            for name, space in self.spaces.items():
+                _ip("-n", space, "addr", "add", f"{self.addresses[name]}/24", "dev", "cable")
+                for device in ("lo", "cable"):
+                    _ip("-n", space, "link", "set", device, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove them."""
+        for space in self.spaces.values():
+            with contextlib.suppress(OSError):  # it was not made
+                _ip("netns", "del", space)
+
+    def cut(self, name: str) -> None:
+        """Pull the cable out of a host."""
+        _ip("-n", self.spaces[name], "link", "set", "cable", "down")
+
+    def inside(self, name: str) -> list[str]:
+        """Command that runs another one on a host."""
+        return ["ip", "netns", "exec", self.spaces[name]]
+
+
+class OnHosts(Here):
+    """Nodes on these hosts; the notebook runs on alpha."""
+
+    reach = Hosts.addresses["alpha"]
+
+    def __init__(self, hosts: Hosts) -> None:
+        """Give both hosts."""
+        super().__init__(*hosts.spaces)
+        self._hosts = hosts
+
+    def place(self, name: str) -> Place:
+        """Make one node."""
+        return Place(name=name, address=Hosts.addresses[name], ranks=self.ranks)
+
+    def prefix(self, name: str) -> list[str]:
+        """Enter the host."""
+        return self._hosts.inside(name)
+
+
+def _ip(*arguments: str) -> None:
+    """Change the network; raises OSError."""
+    try:
+        subprocess.run(["/usr/bin/env", "ip", *arguments], check=True, capture_output=True)
+    except subprocess.CalledProcessError as error:
+        raise OSError(error.stderr.decode()) from error

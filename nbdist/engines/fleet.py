@@ -157,5 +157,12 @@ class Fleet(Protocol):
             PayloadError: it lies outside of the session's own folders.
         """
 
+    def see(self, folder: Path) -> None:
+        """Make sure that all ranks see a folder that the kernel sees; it is made where it is none.
+
+        Raises:
+            CheckpointError: which node does not, or cannot write there.
+        """
+
     def private_folders(self) -> list[Path]:
         """Make empty folders that all ranks can write to, best first; the caller's to remove."""

@@ -19,7 +19,7 @@ from zmq.utils import z85
 
 from nbdist import wire_nodes
 from nbdist.errors import StartError
-from nbdist.wire_nodes import BEAT_S, CUT_OFF_S
+from nbdist.wire_nodes import AT_ONCE, BEAT_S, CUT_OFF_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,7 +164,7 @@ class Hub:
 
     def _read(self) -> None:
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
-            while True:
+            for _ in range(AT_ONCE):
                 frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
                 self._receive(frames)
 

@@ -201,6 +201,9 @@ class Launcher:
             raise PayloadError(foreign_words(path))
         return Path(path)
 
+    def see(self, folder: Path) -> None:
+        """Nothing to look at: all is on one machine."""
+
     def private_folders(self) -> list[Path]:
         """Make empty folders for what passes from ranks to ranks."""
         return private_folders()

@@ -28,8 +28,8 @@ from nbdist.engines.hub import CLOSE_S, Hub
 from nbdist.engines.local import LAUNCHER, LAUNCHER_GONE, foreign_words
 from nbdist.engines.meeting_point import MeetingPoint
 from nbdist.engines.run_dir import RunDir
-from nbdist.errors import PayloadError, SessionError, StartError
-from nbdist.wire_nodes import CHUNK_BYTES, WINDOW
+from nbdist.errors import CheckpointError, PayloadError, SessionError, StartError
+from nbdist.wire_nodes import CHUNK_BYTES, LEASE_S, WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +46,9 @@ FILE_S = 60.0
 END_S = 10.0
 """For the agents to end everything by themselves."""
 LOOK_S = 1.0
+SHARED_S = 5.0
+"""A file that was written here is seen on other machines within this time, on a disk they share."""
+SHARED_POLL_S = 0.25
 RUNNING = "running"
 
 
@@ -173,6 +176,7 @@ class Nodes:
             kind=self.kind,
             cwd=str(Path.cwd()),
             path=list(sys.path),
+            lease_s=LEASE_S,
         ).to_json()
 
     def _wait_for_agents(self) -> None:
@@ -425,37 +429,39 @@ class Nodes:
         return bulk if shutil.disk_usage(bulk).free > size + (64 << 20) else usual
 
     def private_folders(self) -> list[Path]:
-        """A folder for what passes from ranks to ranks: where all nodes see it, beside checkpoints.
+        """A folder for what passes from ranks to ranks, beside the checkpoints: all nodes see it.
 
         Raises:
-            SessionError: a node does not see it.
+            CheckpointError: a node does not.
         """
         parent = Path.cwd() / "checkpoints"
-        parent.mkdir(exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".handover-", dir=parent))
-        try:
-            self.see(folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return [folder]
+        self.see(parent)
+        return [Path(tempfile.mkdtemp(prefix=".handover-", dir=parent))]
 
     def see(self, folder: Path) -> None:
-        """Make sure that all nodes see a folder that this machine sees.
+        """Make sure that all nodes of the ranks see a folder that this machine sees.
 
         Raises:
-            SessionError: which node does not, or cannot write there.
+            CheckpointError: which node does not, or cannot write there.
         """
-        text = secrets.token_hex(16)
         trial = folder / f".nbdist-{secrets.token_hex(8)}"
-        trial.write_text(text)
         try:
-            given = {"path": str(trial), "text": text}
-            asked = {index: self._ask(index, "sees", given) for index, _ in self._shares}
-            for index, one in asked.items():
-                if why := self._answer(*one):
-                    msg = f"{self._named(index)}: {why}; choose a folder that all nodes share."
-                    raise SessionError(msg)
+            folder.mkdir(parents=True, exist_ok=True)
+            trial.write_text(text := secrets.token_hex(16))
+        except OSError as error:
+            msg = f"{folder} cannot be written here: {error.strerror}."
+            raise CheckpointError(msg) from error
+        given, deadline = {"path": str(trial), "text": text}, time.monotonic() + SHARED_S
+        try:
+            for index, _ in self._shares:
+                while why := self._answer(*self._ask(index, "sees", given)):
+                    if time.monotonic() > deadline:
+                        msg = (
+                            f"{self._named(index)}: {why}. All nodes have to see the folder:"
+                            " use one on a disk that they share."
+                        )
+                        raise CheckpointError(msg)
+                    self._ends.wait(SHARED_POLL_S)  # a network's file system tells it late
         finally:
             trial.unlink(missing_ok=True)
 

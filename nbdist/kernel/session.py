@@ -770,9 +770,9 @@ class Session:
         """
         self._ensure_free()
         self.start()
-        request = wire.SaveRequest(
-            root=str(self._folder(folder)), name=name, overwrite=overwrite, keep=keep
-        )
+        root = self._folder(folder)
+        self._gang.fleet.see(root)
+        request = wire.SaveRequest(root=str(root), name=name, overwrite=overwrite, keep=keep)
         with self.activity.doing("saving", f"copying the state for checkpoint {name}"):
             save = self._saves.begin(request, range(self.world_size), self._gang)
             if wait:
@@ -812,6 +812,7 @@ class Session:
                 return self.load_foreign(path, trust=trust)
         self._ensure_free()
         self.start()
+        self._gang.fleet.see(root)
         ranks = range(self.world_size)
         with self.activity.doing("loading", f"loading {last}"):
             report = saving.load(
@@ -859,6 +860,7 @@ class Session:
         )
         self._ensure_free()
         self.start()
+        self._gang.fleet.see(Path(content["folder"]).parent)
         with self.activity.doing("exporting", f"exporting to {folder}"):
             return exporting.export(content, range(self.world_size), self._gang, self._listen)
 

@@ -11,10 +11,13 @@ import threading
 
 from nbdist.node.main import serve
 
+CHUNK_BYTES = 4096
+
 
 def end_with_input() -> None:
     """Wait until nobody can write to this process any more, and end it; all it started follows."""
-    sys.stdin.buffer.read()
+    while os.read(0, CHUNK_BYTES):
+        continue  # nothing more is said to it
     os._exit(1)
 
 

@@ -23,15 +23,16 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nbdist import wire, wire_nodes
+from nbdist import __version__, wire, wire_nodes
 from nbdist.engines import processes
 from nbdist.engines.channel import CHANNELS, connected, write_connections
 from nbdist.engines.environment import scrubbed
 from nbdist.engines.fleet import GONE
+from nbdist.engines.limits import check_descriptors
 from nbdist.engines.local import LAUNCHER, Launcher
 from nbdist.errors import StartError
 from nbdist.node.files import Files
-from nbdist.wire_nodes import BEAT_S, LEASE_S
+from nbdist.wire_nodes import AT_ONCE, BEAT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.7
 """How often the processes are looked at."""
+LAST_WORD_MS = 500
+"""For the agent's last message to leave."""
 MEET_S = 30.0
 """For the connection to the kernel to be there."""
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
@@ -83,7 +86,7 @@ class Agent:
         self._store: zmq.Socket[bytes] | None = None
         self._pids: dict[int, int] = {}
         self._states: dict[str, str] = {}
-        self._met = False
+        self._met = self._cut_off = False
         self._began = time.monotonic()
         self._due = self._look_due = 0.0
         self._launcher: Launcher | None = None
@@ -98,7 +101,7 @@ class Agent:
         hub.curve_secretkey = self._ticket.secret.encode()
         # the lease: ZMQ's own threads ask and answer, also while a notebook computes
         hub.heartbeat_ivl = int(BEAT_S * 1000)
-        hub.heartbeat_timeout = int(LEASE_S * 1000)
+        hub.heartbeat_timeout = int(self._ticket.lease_s * 1000)
         hub.reconnect_ivl = -1  # what was on its way is lost: a new one would be another session's
         return hub
 
@@ -132,7 +135,7 @@ class Agent:
             versions={
                 "python": platform.python_version(),
                 "torch": metadata.version("torch"),
-                "nbdist": metadata.version("nbdist"),
+                "nbdist": __version__,
             },
         )
 
@@ -153,9 +156,11 @@ class Agent:
             self._launcher.listener = _nobody
             self._launcher.close()
         self._cut()
-        self._say(wire_nodes.Bye(why))
+        if not self._cut_off:
+            self._say(wire_nodes.Bye(why))
         self._hub.disable_monitor()
-        self._hub.close(500)
+        # to a connection that is over nothing can be said: ZMQ would wait for ever
+        self._hub.close(0 if self._cut_off else LAST_WORD_MS)
         self._monitor.close(0)
         self._context.term()
         self._awake.close()
@@ -182,6 +187,7 @@ class Agent:
             self._look_due = now + LOOK_S
             self._look()
         if not self._met and now - self._began > MEET_S:
+            self._cut_off = True
             raise Ended
 
     def _see(self) -> None:
@@ -189,6 +195,7 @@ class Agent:
         event = recv_monitor_message(self._monitor)["event"]
         self._met = self._met or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if event & (_ENDS | _REFUSED):
+            self._cut_off = True
             raise Ended
 
     def _say(self, message: wire_nodes.Message, *frames: bytes) -> None:
@@ -198,7 +205,7 @@ class Agent:
 
     def _read_hub(self) -> None:
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
-            while True:
+            for _ in range(AT_ONCE):
                 message, frames = wire_nodes.unpack(self._hub.recv_multipart(zmq.DONTWAIT))
                 self._take(message, frames)
 
@@ -233,6 +240,7 @@ class Agent:
     def _launch(self, message: wire_nodes.Launch) -> None:
         launch = wire.Launch(**message.fields)
         try:
+            check_descriptors(launch.ranks_here)
             interface = interface_of(message.address)
             self._open(launch, message.key)
             own = {k: v for k, v in scrubbed(os.environ).items() if _is_nodes_own(k)}
@@ -310,13 +318,13 @@ class Agent:
         rank, channel = self._sockets[one]
         message = wire_nodes.Frames(rank, channel, self._generation)
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
-            while True:
+            for _ in range(AT_ONCE):
                 self._say(message, *one.recv_multipart(zmq.DONTWAIT))
 
     def _read_store(self, store: zmq.Socket[bytes]) -> None:
         """Pass on the requests of ranks; what is none was sent by code of a cell."""
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
-            while True:
+            for _ in range(AT_ONCE):
                 ident, _, *frames = store.recv_multipart(zmq.DONTWAIT)
                 with contextlib.suppress(ValueError):
                     message, values = wire_nodes.unpack(frames)

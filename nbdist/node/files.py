@@ -74,7 +74,7 @@ class Files:
             return file.read(CHUNK_BYTES)
 
     def sees(self, path: str, text: str) -> str:
-        """Why a folder that the kernel has written to is not the same here; "" where it is.
+        """Why a folder that the kernel has written to cannot be used here; "" where it can.
 
         Args:
             path: of a file that the kernel has made in it.
@@ -82,13 +82,12 @@ class Files:
         """
         file = Path(path)
         try:
-            if file.read_text() != text:
-                return f"{path} is another file there"
+            same = file.read_text() == text
         except OSError:
-            return f"{file.parent} there is another folder, or none"
-        if not os.access(file.parent, os.W_OK):
-            return f"{file.parent} cannot be written there"
-        return ""
+            same = False
+        if not same:
+            return f"{file.parent} is another folder there than where the notebook runs, or none"
+        return "" if os.access(file.parent, os.W_OK) else f"{file.parent} cannot be written there"
 
     def _own(self, path: str) -> Path:
         """A path, if it lies in these folders.
