@@ -61,8 +61,18 @@ class Host:
         return found
 
     def ours(self) -> set[psutil.Process]:
-        """What nbdist has started there: agent, launcher, ranks."""
-        return self.processes("nbdist.")
+        """What a cluster has started for nbdist: agent, launcher, ranks.
+
+        A notebook's own launcher, which warms up for ranks beside it, is none of that.
+        """
+        notebooks = [f"nbdist-{one.pid}-" for one in self.processes("ipykernel")]
+        found = set()
+        for process in self.processes("nbdist."):
+            with suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                if not any(folder in line for folder in notebooks):
+                    found.add(process)
+        return found
 
 
 @dataclass
