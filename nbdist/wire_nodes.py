@@ -19,6 +19,7 @@ number of frames of bytes that it does not look into.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -185,7 +186,15 @@ _TYPES = {cls.__name__: cls for cls in _MESSAGES}
 
 def pack(message: Message, *frames: bytes) -> list[bytes]:
     """The frames that go over the connection."""
-    return [json.dumps([type(message).__name__, asdict(message)]).encode(), *frames]
+    return [_known_head(message) if type(message) is Frames else _head(message), *frames]
+
+
+def _head(message: Message) -> bytes:
+    return json.dumps([type(message).__name__, asdict(message)]).encode()
+
+
+_known_head = functools.lru_cache(maxsize=4096)(_head)
+"""Of `Frames`: they are few, and of each a cell sends many."""
 
 
 def unpack(frames: list[bytes]) -> tuple[Message, list[bytes]]:
@@ -195,9 +204,19 @@ def unpack(frames: list[bytes]) -> tuple[Message, list[bytes]]:
         ValueError: it is no message.
     """
     try:
-        name, fields = json.loads(frames[0])
-        message: Message = _TYPES[name](**fields)
+        head = frames[0]
+        message = _known_read(head) if head.startswith(_OF_FRAMES) else _read(head)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         msg = f"{frames[:1]!r:.100} is no message of a node ({type(error).__name__})"
         raise ValueError(msg) from error
     return message, frames[1:]
+
+
+def _read(head: bytes) -> Message:
+    name, fields = json.loads(head)
+    message: Message = _TYPES[name](**fields)
+    return message
+
+
+_known_read = functools.lru_cache(maxsize=4096)(_read)
+_OF_FRAMES = b'["Frames"'

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils import z85
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+COPIED_BYTES = 1 << 16
+"""Longer frames are sent from where they are."""
 _ZAP = "inproc://zeromq.zap.01"
 _SILENT_S = 3.0
 """A connection that ends after so long a silence was cut; else the agent has ended."""
@@ -165,20 +167,20 @@ class Hub:
     def _read(self) -> None:
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
             for _ in range(AT_ONCE):
-                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-                self._receive(frames)
+                sender = self._socket.recv(zmq.DONTWAIT, copy=False)  # it says whose key it was
+                self._receive(sender, self._socket.recv_multipart(zmq.DONTWAIT))
 
-    def _receive(self, frames: list[Any]) -> None:
-        route = frames[0].bytes
+    def _receive(self, sender: zmq.Frame, frames: list[bytes]) -> None:
+        route = sender.bytes
         index = self._routes.get(route)
         if index is None:
-            index = int(frames[0].get("User-Id"))
+            index = int(sender.get("User-Id"))
             if index in self._routes.values():
                 return  # a second one with the same key
             self._routes[route] = index
         self._heard[index] = time.monotonic()
         try:
-            message, rest = wire_nodes.unpack([frame.bytes for frame in frames[1:]])
+            message, rest = wire_nodes.unpack(frames)
             if isinstance(message, wire_nodes.Bye):
                 del self._routes[route]
                 self._gone(index, message.why)
@@ -207,7 +209,7 @@ class Hub:
 
     def _put(self, route: bytes, index: int, frames: list[bytes]) -> None:
         try:
-            self._socket.send_multipart([route, *frames], copy=False)
+            self._socket.send_multipart([route, *frames], copy=len(frames[-1]) < COPIED_BYTES)
         except zmq.ZMQError:
             if self._routes.pop(route, None) is not None:
                 self._gone(index, self._why(index))
