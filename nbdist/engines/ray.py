@@ -297,6 +297,7 @@ class RayCluster:
         ]
         self._actors = actors
         told = self._asked([one.about.remote(self.reach, self._interface) for one in actors])
+        there.check(told)
         order = sorted(
             range(len(told)), key=lambda i: (told[i]["address"] != self.reach, told[i]["address"])
         )

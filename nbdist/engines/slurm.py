@@ -180,9 +180,7 @@ class SlurmCluster:
         """Hear what the nodes are; number them, this machine's first."""
         srun.send(about=["", self._interface])
         told = self._all(srun, "about", spread.nodes, progress)
-        errors = [one["error"] for one in told.values() if "error" in one]
-        if errors:
-            raise StartError(f"{errors[0]} Name one that all nodes have.")
+        there.check(told.values())
         self._reach = next(iter(told.values()))["toward"]
         self._tasks = sorted(told, key=lambda task: (told[task]["address"] != self.reach, task))
         return [

@@ -21,9 +21,10 @@ from typing import IO, TYPE_CHECKING, Any
 import nbdist
 from nbdist import machine
 from nbdist.engines.log import Log
+from nbdist.errors import StartError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 MARK = "nbdist-place "
 """Begins each line that a task of srun says to the kernel; a site's own scripts may print too."""
@@ -48,23 +49,38 @@ def versions() -> dict[str, str]:
 
 
 def about(toward: str, interface: str = "") -> dict[str, Any]:
-    """Say what this node is.
+    """Say what this node is, or in "error" why it cannot take part.
 
     Args:
         toward: an address that the nodes must reach, the notebook's or the head's.
         interface: of the network to use, as "ib0". Default: the one that leads there.
-
-    Raises:
-        ValueError: this node has no such interface.
     """
+    try:
+        address = of_interface(interface) if interface else leading(toward)
+    except (OSError, StartError) as error:
+        return {"host": socket.gethostname(), "error": str(error)}
     gpus = machine.found().gpus
     return {
         "host": socket.gethostname(),
-        "address": of_interface(interface) if interface else leading(toward),
+        "address": address,
         "gpus": [gpu.uuid for gpu in gpus],
         "capability": min((gpu.capability for gpu in gpus), default=None),
         "versions": versions(),
     }
+
+
+def check(told: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse nodes that cannot take part.
+
+    Args:
+        told: what each said `about` itself.
+
+    Raises:
+        StartError: the first one's reason.
+    """
+    for one in told:
+        if "error" in one:
+            raise StartError(f"{one['host']} cannot take part: {one['error']}")
 
 
 def leading(toward: str) -> str:
@@ -79,7 +95,7 @@ def of_interface(name: str) -> str:
     """The address of an interface of this machine.
 
     Raises:
-        ValueError: there is none of this name with an address.
+        StartError: there is none of this name with an address.
     """
     import psutil  # 20 ms that a kernel need not wait for
 
@@ -87,8 +103,10 @@ def of_interface(name: str) -> str:
     for one in known.get(name, ()):
         if one.family == socket.AF_INET:
             return str(one.address)
-    msg = f"{socket.gethostname()} has no interface {name!r} with an address; it has"
-    raise ValueError(f"{msg} {', '.join(known)}.")
+    raise StartError(
+        f"{socket.gethostname()} has no interface {name!r} with an address; it has"
+        f" {', '.join(known)}."
+    )
 
 
 class Agent:
@@ -183,11 +201,8 @@ class Task:
 
     def _about(self, toward: str, interface: str) -> None:
         toward = toward or os.environ.get("SLURM_SRUN_COMM_HOST", "127.0.0.1")
-        try:
-            told = about(toward, interface) | {"toward": toward}
-        except (OSError, ValueError) as error:
-            told = {"error": str(error)}
-        told["host"] = os.environ.get("SLURMD_NODENAME") or told.get("host", "")
+        told = about(toward, interface) | {"toward": toward}
+        told["host"] = os.environ.get("SLURMD_NODENAME") or told["host"]
         self._say(about=told)
 
     def _start(self, ticket: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from nbdist.engines import leftovers
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 
@@ -250,3 +251,4 @@ def test_a_killed_kernel_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
         assert "sum 3.0 of 2" in kernel.run(CELL + SUM).text
         kernel.manager.signal_kernel(signal.SIGKILL)
         eventually(lambda: not hosts.here.ours() | hosts.there.ours(), within_s=OWN_END_S)
+        leftovers.sweep(grace_s=0)  # as the next start does: the kernel's own folders

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from nbdist.engines import leftovers
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 
@@ -170,3 +171,4 @@ def test_a_killed_kernel_leaves_no_job(slurm: Slurm, tmp_path: Path) -> None:
         eventually(lambda: not slurm.jobs(), within_s=30)
     lines = [line for process in psutil.process_iter() for line in readable(process)]
     assert not [line for line in lines if "nbdist.node.held" in line]
+    leftovers.sweep(grace_s=0)  # as the next start does: the kernel's own folders

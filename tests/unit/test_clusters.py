@@ -375,6 +375,6 @@ def test_what_is_the_clusters_own_is_not_handed_on() -> None:
 
 
 def test_an_unknown_interface_is_told_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no interface 'ib9' with an address; it has .*lo"):
+    with pytest.raises(StartError, match=r"no interface 'ib9' with an address; it has .*lo"):
         there.of_interface("ib9")
     assert there.of_interface("lo") == "127.0.0.1"
