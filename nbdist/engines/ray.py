@@ -38,6 +38,8 @@ ACTORS_S = 90.0
 END_S = there.END_S + 2.0
 POLL_S = 0.5
 LOG_IN_ERROR = 300
+NOT_BROUGHT = ["checkpoints", ".git", ".venv", "node_modules"]
+"""Of a folder that nodes do not share."""
 
 
 class RayCluster:
@@ -71,6 +73,10 @@ class RayCluster:
         """Results of the agents that still run, and their places."""
         self._places: list[Place] = []
         self._causes: dict[int, str] = {}
+        self._lacks: list[Mapping[str, Any]] = []
+        """What the nodes said that do not have the notebook's folder."""
+        self._copied = False
+        """Whether this connection brings them a copy."""
         self._silent: set[str] = set()
         """Addresses of nodes that Ray believes in and that do not answer."""
         self.chosen: Spread | None = None
@@ -166,11 +172,13 @@ class RayCluster:
         if ray.is_initialized():
             return
         self._knock()
-        env = {"py_modules": [str(Path(nbdist.__file__).parent)]}
+        env: dict[str, Any] = {"py_modules": [str(Path(nbdist.__file__).parent)]}
+        if folder is not None:
+            env |= {"working_dir": str(folder), "excludes": NOT_BROUGHT}
         try:
             ray.init(
                 address=f"ray://{self._address}" if self._client else self._address,
-                runtime_env=env if folder is None else env | {"working_dir": str(folder)},
+                runtime_env=env,
                 log_to_driver=False,
                 logging_level="ERROR",
                 configure_logging=False,
@@ -182,7 +190,7 @@ class RayCluster:
 
     def _disconnect(self) -> None:
         if self._ours:
-            self._ours = False
+            self._ours = self._copied = False
             _ray().shutdown()
 
     def _knock(self) -> None:
@@ -208,6 +216,11 @@ class RayCluster:
             return (
                 "This machine is in no Ray cluster; `ray start --address HEAD:6379` makes it join"
                 f" one, and --on ray://HEAD:{CLIENT_PORT} goes to one from outside."
+            )
+        if "exceeds the maximum size" in str(error):
+            return (
+                f"Nodes do not share the folder {Path.cwd()}, and it is too big for Ray to bring it"
+                f" there ({first[:LOG_IN_ERROR]}); open the notebook in a folder that they share."
             )
         if isinstance(error, ConnectionError):
             return (
@@ -253,6 +266,8 @@ class RayCluster:
                 )
                 self._reserve(spread, progress)
                 self._places = self._number(spread, progress)
+                if self._lacks and not self._copied:
+                    self._bring_folder(spread, progress)
                 agreement.check(there.versions(), self._places)
             except BaseException:
                 self.close()
@@ -296,8 +311,10 @@ class RayCluster:
             for i in range(spread.nodes)
         ]
         self._actors = actors
-        told = self._asked([one.about.remote(self.reach, self._interface) for one in actors])
+        about = self.reach, self._interface, str(Path.cwd())
+        told = self._asked([one.about.remote(*about) for one in actors])
         there.check(told)
+        self._lacks = [one for one in told if not one["has_folder"]]
         order = sorted(
             range(len(told)), key=lambda i: (told[i]["address"] != self.reach, told[i]["address"])
         )
@@ -312,6 +329,17 @@ class RayCluster:
             )
             for one in told
         ]
+
+    def _bring_folder(self, spread: Spread, progress: Callable[[str], None]) -> None:
+        """Connect anew, so that Ray brings a copy of the notebook's folder to each node."""
+        if not self._ours:  # what a connection brings along is said when it is made
+            there.check_folder(self._lacks, str(Path.cwd()))
+        progress("Ray brings a copy of the notebook's folder to nodes that do not share it")
+        self.leave()
+        self._connect(Path.cwd())
+        self._copied = True
+        self._reserve(spread, progress)
+        self._places = self._number(spread, progress)
 
     def _asked(self, calls: list[Any], within_s: float = ACTORS_S) -> list[Any]:
         """Results of calls, one for each actor."""

@@ -178,9 +178,11 @@ class SlurmCluster:
 
     def _number(self, spread: Spread, srun: Srun, progress: Callable[[str], None]) -> list[Place]:
         """Hear what the nodes are; number them, this machine's first."""
-        srun.send(about=["", self._interface])
+        folder = os.getcwd()  # noqa: PTH109 - a plain string for the wire
+        srun.send(about=["", self._interface, folder])
         told = self._all(srun, "about", spread.nodes, progress)
         there.check(told.values())
+        there.check_folder(told.values(), folder)
         self._reach = next(iter(told.values()))["toward"]
         self._tasks = sorted(told, key=lambda task: (told[task]["address"] != self.reach, task))
         return [

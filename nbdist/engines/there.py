@@ -48,12 +48,13 @@ def versions() -> dict[str, str]:
     }
 
 
-def about(toward: str, interface: str = "") -> dict[str, Any]:
+def about(toward: str, interface: str, folder: str) -> dict[str, Any]:
     """Say what this node is, or in "error" why it cannot take part.
 
     Args:
         toward: an address that the nodes must reach, the notebook's or the head's.
-        interface: of the network to use, as "ib0". Default: the one that leads there.
+        interface: of the network to use, as "ib0"; "": the one that leads there.
+        folder: where the notebook works.
     """
     try:
         address = of_interface(interface) if interface else leading(toward)
@@ -63,6 +64,7 @@ def about(toward: str, interface: str = "") -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "address": address,
+        "has_folder": Path(folder).is_dir(),
         "gpus": [gpu.uuid for gpu in gpus],
         "capability": min((gpu.capability for gpu in gpus), default=None),
         "versions": versions(),
@@ -81,6 +83,20 @@ def check(told: Iterable[Mapping[str, Any]]) -> None:
     for one in told:
         if "error" in one:
             raise StartError(f"{one['host']} cannot take part: {one['error']}")
+
+
+def check_folder(told: Iterable[Mapping[str, Any]], folder: str) -> None:
+    """Refuse nodes that do not have the notebook's folder.
+
+    Raises:
+        StartError: which do not.
+    """
+    without = [one["host"] for one in told if not one["has_folder"]]
+    if without:
+        raise StartError(
+            f"There is no folder {folder} on {', '.join(without)}, where the notebook works; open"
+            " it in a folder that all nodes share under the same path."
+        )
 
 
 def leading(toward: str) -> str:
@@ -165,9 +181,9 @@ class Agent:
 class Node(Agent):
     """What the kernel calls on a node; Ray makes an actor of it."""
 
-    def about(self, toward: str, interface: str) -> dict[str, Any]:
+    def about(self, toward: str, interface: str, folder: str) -> dict[str, Any]:
         """As the function of this name."""
-        return about(toward, interface)
+        return about(toward, interface, folder)
 
 
 def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
@@ -181,8 +197,8 @@ def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
 class Task:
     """One task of srun: takes lines of JSON on its input, answers with marked lines.
 
-    {"about": [toward, interface]}, then {"tickets": [...]} by the number of the task. The end of
-    the input is the end of everything here.
+    {"about": [toward, interface, folder]}, then {"tickets": [...]} by the number of the task. The
+    end of the input is the end of everything here.
     """
 
     def __init__(self, index: int) -> None:
@@ -199,9 +215,9 @@ class Task:
                 self._start(asked["tickets"][self._index])
         self._node.end()
 
-    def _about(self, toward: str, interface: str) -> None:
+    def _about(self, toward: str, interface: str, folder: str) -> None:
         toward = toward or os.environ.get("SLURM_SRUN_COMM_HOST", "127.0.0.1")
-        told = about(toward, interface) | {"toward": toward}
+        told = about(toward, interface, folder) | {"toward": toward}
         told["host"] = os.environ.get("SLURMD_NODENAME") or told["host"]
         self._say(about=told)
 

@@ -117,12 +117,26 @@ class Hosts:
         }
         return hosts
 
-    def start_ray(self, host: Host, **environ: str) -> None:
-        """Start its node of the cluster."""
+    def start_ray(self, host: Host, *, hidden: Path | None = None, **environ: str) -> None:
+        """Start its node of the cluster.
+
+        Args:
+            host: which.
+            hidden: a folder that is empty for this node.
+            environ: variables it has beside ours.
+        """
+        hiding = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden)]
         head = ["--head", "--port", str(PORT), "--include-dashboard=false"]
         join = ["--address", f"{self.here.address}:{PORT}"]
         call(
-            *(*host.within, sys.executable, "-m", "ray.scripts.scripts", "start"),
+            *(
+                *host.within,
+                *(hiding if hidden else []),
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+            ),
             *(head if host is self.here else join),
             *("--node-ip-address", host.address, "--temp-dir", str(self.folder / host.name)),
             *("--num-cpus", "2", "--num-gpus", "0", "--object-store-memory", "100000000"),

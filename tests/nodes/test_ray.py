@@ -5,6 +5,7 @@ The tests of one module share the cluster, and later ones meet what earlier ones
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -252,3 +253,39 @@ def test_a_killed_kernel_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
         kernel.manager.signal_kernel(signal.SIGKILL)
         eventually(lambda: not hosts.here.ours() | hosts.there.ours(), within_s=OWN_END_S)
         leftovers.sweep(grace_s=0)  # as the next start does: the kernel's own folders
+
+
+def test_a_folder_that_nodes_do_not_share_is_brought_there(hosts: Hosts, tmp_path: Path) -> None:
+    for raylet in hosts.there.processes("raylet/raylet"):
+        raylet.kill()
+    hosts.start_ray(hosts.there, hidden=tmp_path)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "helper.py").write_text("value = 7\n")
+    with LiveKernel(folder, within=hosts.here.within, **hosts.environ) as kernel:
+        kernel.run("%load_ext nbdist")
+        shown = kernel.run(CELL + "import helper\nprint('helper', helper.value, world_size)\n")
+        assert shown.status == "ok", shown.text
+        assert "helper 7 2" in shown.text
+        kernel.run("%%distribute\n" + TRAIN)
+        refused = kernel.run("%nbdist save base --wait")
+        assert refused.status == "error"
+        assert hosts.there.address in refused.text
+        kernel.run("%nbdist stop")
+    for raylet in hosts.there.processes("raylet/raylet"):
+        raylet.kill()
+
+
+def test_other_versions_are_listed_before_anything_starts(hosts: Hosts, tmp_path: Path) -> None:
+    fake = tmp_path / "fake" / "torch-9.9.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Name: torch\nVersion: 9.9\n")
+    hosts.start_ray(hosts.there, PYTHONPATH=f"{fake.parent}:{os.environ.get('PYTHONPATH', '')}")
+    with LiveKernel(tmp_path, within=hosts.here.within, **hosts.environ) as kernel:
+        kernel.run("%load_ext nbdist")
+        shown = kernel.run(CELL + SUM)
+    assert shown.status == "error"
+    assert "Versions differ between the nodes: torch" in shown.text
+    assert "9.9 on" in shown.text
+    assert "nothing was started" in shown.text
+    assert not hosts.here.ours() | hosts.there.ours()

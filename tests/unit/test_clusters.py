@@ -197,7 +197,7 @@ for line in sys.stdin:
     if "about" in json.loads(line):
         for task, address in enumerate(["10.0.0.2", "10.0.0.1"]):
             about = dict(host=f"n{task}", address=address, toward="10.0.0.1", gpus=[],
-                         versions=VERSIONS)
+                         has_folder=True, versions=VERSIONS)
             print("nbdist-place " + json.dumps(dict(task=task, about=about)), flush=True)
     else:
         given = json.loads(line)["tickets"]
