@@ -311,44 +311,35 @@ class Nodes:
 
     def stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
         """Python stacks by signal, of all nodes at once."""
-        asked = {}
+        asked: dict[int, dict[str, Any]] = {}
         for index, _ in self._shares:
             theirs = {rank: pid for rank, pid in pids.items() if self._node_of[rank] == index}
             if theirs or launchers:
-                given = {"pids": theirs, "launchers": launchers}
-                asked[index] = self._ask(index, "stacks", given)
+                asked[index] = {"pids": theirs, "launchers": launchers}
         told = {f"rank{rank}": f"{self.node_of(rank)} does not answer" for rank in pids}
-        for index, answer in asked.items():
-            with contextlib.suppress(SessionError):  # said above
-                found: dict[str, str] = self._answer(*answer)
-                own = found.pop("launcher", None)
-                told |= found
-                if own is not None:
-                    told[self._launcher_name(index)] = own
+        for index, found in self._answers("stacks", asked).items():
+            own = found.pop("launcher", None)
+            told |= found
+            if own is not None:
+                told[self._launcher_name(index)] = own
         return told
 
     def left(self) -> Left:
         """What the ranks of the last start have left on their nodes."""
         left = Left()
-        asked = [self._ask(index, "left") for index, _ in self._shares]
-        for one in asked:
-            with contextlib.suppress(SessionError):  # that node is lost
-                found = self._answer(*one)
-                left.crashes.update({int(rank): text for rank, text in found["crashes"].items()})
-                left.notes.extend((rank, text) for rank, text in found["notes"])
+        asked: dict[int, dict[str, Any]] = {index: {} for index, _ in self._shares}
+        for found in self._answers("left", asked).values():
+            left.crashes.update({int(rank): text for rank, text in found["crashes"].items()})
+            left.notes.extend((rank, text) for rank, text in found["notes"])
         return left
 
     def log_tail(self) -> str:
         """The end of the logs of all nodes."""
         if self._closing:
             return self._log
-        told = []
-        asked = {index: self._ask(index, "log") for index in self._reached()}
-        for index, one in asked.items():
-            with contextlib.suppress(SessionError):  # that node is lost
-                if text := self._answer(*one):
-                    told.append(f"-- {self.places[index].name} --\n{text}")
-        return "\n".join(told)
+        found = self._answers("log", {index: {} for index in self._reached()})
+        logs = ((self.places[index].name, text) for index, text in found.items() if text)
+        return "\n".join(f"-- {name} --\n{text}" for name, text in logs)
 
     # -- files
 
@@ -496,6 +487,18 @@ class Nodes:
         if answer.error:
             raise SessionError(answer.error)
         return answer.value
+
+    def _answers(self, what: str, asked: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
+        """Ask several agents at once; answers of those that give one, by place."""
+        waiting = {index: self._ask(index, what, given) for index, given in asked.items()}
+        deadline, found = time.monotonic() + ASK_S, {}
+        for index, (number, answers) in waiting.items():
+            with contextlib.suppress(Empty):  # it is about to be seen that the node is lost
+                answer, _ = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                if not answer.error:
+                    found[index] = answer.value
+            self._forget(number)
+        return found
 
     def _taken(self, answers: SimpleQueue[Any]) -> tuple[Any, list[bytes]]:
         """Wait for one of several answers about a file."""

@@ -812,7 +812,6 @@ class Session:
                 return self.load_foreign(path, trust=trust)
         self._ensure_free()
         self.start()
-        self._gang.fleet.see(root)
         ranks = range(self.world_size)
         with self.activity.doing("loading", f"loading {last}"):
             report = saving.load(

@@ -259,6 +259,13 @@ def test_a_killed_rank_is_told_with_its_node(session: Session) -> None:
     eventually(lambda: gone(everyone), within_s=DEAD_S)
 
 
+def test_a_crash_on_the_other_node_shows_its_stack(session: Session) -> None:
+    code = "import ctypes, time\nif rank == 2: ctypes.string_at(0)\ntime.sleep(60)"
+    with pytest.raises(RankDied, match=r"rank 2 on beta ended with signal 11") as caught:
+        session.run(code, count=9)
+    assert "In[9], line 2" in str(caught.value)
+
+
 def test_a_killed_agent_ends_the_cell_and_the_other_node(session: Session, cluster: Here) -> None:
     everything = [one.pid for name in cluster.names for one in cluster.processes(name)]
     session.run(SPIN, background=True)
@@ -282,6 +289,30 @@ def test_what_the_cluster_says_of_a_node_is_told(session: Session, cluster: Here
     cluster.told[1] = "was taken back by the cluster (preempted)"
     with pytest.raises(RankDied, match=r"node beta .* was taken back by the cluster"):
         session.wait(DEAD_S)
+
+
+KILLED = """
+import sys
+from nbdist import Session
+from nbdist.engines.remote import RemoteEngine
+from tests.two_nodes import Here
+cluster = Here("alpha", "beta")
+with Session(2, engine=RemoteEngine(cluster)) as session:
+    session.run("1", output="none")
+    print(*[one.pid for name in cluster.names for one in cluster.processes(name)])
+    sys.stdout.flush()
+    session.run("while True: pass")
+"""
+
+
+def test_nodes_end_with_a_killed_kernel(folder: Path) -> None:  # noqa: ARG001 - runs there
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as kernel:
+        assert kernel.stdout is not None
+        lines = (line for line in kernel.stdout if not line.startswith(b"nbdist:"))
+        everything = [int(pid) for pid in next(lines).split()]
+        assert len(everything) == 6
+        kernel.kill()
+        eventually(lambda: gone(everything), within_s=CUT_S)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make network namespaces")
