@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MARK = "nbdist-place "
 """Begins each line that a task of srun says to the kernel; a site's own scripts may print too."""
-END_S = 8.0
+END_S = 10.0
 """For the agent to end launcher and ranks before it is killed."""
 LOG_TAIL_BYTES = 2000
 NOT_HANDED_ON = ("RAY_", "OMP_NUM_THREADS", "SLURM_", "PMI_", "PMIX_")

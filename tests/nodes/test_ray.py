@@ -252,7 +252,7 @@ def test_a_killed_kernel_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
         assert "sum 3.0 of 2" in kernel.run(CELL + SUM).text
         kernel.manager.signal_kernel(signal.SIGKILL)
         eventually(lambda: not hosts.here.ours() | hosts.there.ours(), within_s=OWN_END_S)
-        leftovers.sweep(grace_s=0)  # as the next start does: the kernel's own folders
+        leftovers.sweep(grace_s=1)  # as the next start does: the kernel's own folders
 
 
 def test_a_folder_that_nodes_do_not_share_is_brought_there(hosts: Hosts, tmp_path: Path) -> None:

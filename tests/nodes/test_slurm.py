@@ -171,4 +171,10 @@ def test_a_killed_kernel_leaves_no_job(slurm: Slurm, tmp_path: Path) -> None:
         eventually(lambda: not slurm.jobs(), within_s=30)
     lines = [line for process in psutil.process_iter() for line in readable(process)]
     assert not [line for line in lines if "nbdist.node.held" in line]
-    leftovers.sweep(grace_s=0)  # as the next start does: the kernel's own folders
+    eventually(nothing_after_sweeping, within_s=20)
+
+
+def nothing_after_sweeping() -> bool:
+    """As the next start does: folders of those that were killed with everything else."""
+    leftovers.sweep(grace_s=1)
+    return not leftovers.find()
