@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test long check faults chaos notebooks browser pictures bench wheel clean
+.PHONY: help env demo test long check faults nodes chaos notebooks browser pictures bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,12 @@ check: env ## lint, formatting, types and unit tests: before each commit
 
 faults: env ## every fault of tests/faults/rows.py that has a test, as one table
 	@$(BIN)/python -m pytest -m "fault and not chaos" --numprocesses 2 --dist loadfile
+
+nodes: env ## Ray in network namespaces and a Slurm of its own, as root (apt: slurm-wlm, munge)
+	@$(BIN)/python -c 'import ray' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt 'ray[client]'
+	@$(BIN)/python -m pytest -m nodes tests/nodes
 
 chaos: env ## random faults, a thousand cells, 10,000 inputs for each parser (NBDIST_CHAOS_SEED, _FAULTS)
 	@$(BIN)/python -m pytest -m chaos tests/faults tests/hostile

@@ -20,6 +20,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--offload": ("none", "cpu", "nvme:"),
     "--replicate-across": strategies.REPLICATIONS,
     "--output": ("all", "0", "none"),
+    "--on": ("local", "ray", "ray://", "ray://auto", "slurm"),
 }
 """Options whose values can be listed."""
 

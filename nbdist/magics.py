@@ -54,6 +54,9 @@ class NbDist(Magics):
         strategies.PRECISIONS, None, allow_none=True, help="Default of --precision."
     ).tag(config=True)
     offload = Unicode("none", help="Default of --offload.").tag(config=True)
+    on = Unicode("local", help="Default of --on: local, ray, ray://HOST:PORT, slurm.").tag(
+        config=True
+    )
     output = Unicode("all", help="Default of --output.").tag(config=True)
 
     shell: InteractiveShell
@@ -91,6 +94,22 @@ class NbDist(Magics):
         help="number of ranks; default: every visible GPU, without a GPU 2 CPU ranks",
     )
     @argument("--gpus", metavar="LIST", help="these devices, as 0,2")
+    @argument(
+        "--on",
+        metavar="WHERE",
+        help="local, ray, ray://HOST:PORT or slurm; default: local, this machine",
+    )
+    @argument("--nodes", type=int, metavar="N", help="of a cluster, with the same number of ranks")
+    @argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="N",
+        help="GPUs and ranks of each node; 0 for CPU ranks; default: all",
+    )
+    @argument("--partition", metavar="NAME", help="of Slurm")
+    @argument("--time", metavar="TIME", help="for Slurm's job, as 1:00:00")
+    @argument("--account", metavar="NAME", help="for Slurm's job")
+    @argument("--interface", metavar="NAME", help="of the network between nodes, as ib0")
     @argument(
         "--precision",
         metavar="NAME",
@@ -196,7 +215,8 @@ class NbDist(Magics):
         push NAMES      variables of the notebook to all ranks
         wait            join the cell that runs in the background
         interrupt       stop the running cell on all ranks; variables are kept
-        restart         new ranks with the same options; variables are lost
+        restart         new ranks with the same options; variables are lost; after the death of a
+                        node on those that are left, with --wait once there is another
         stop            end ranks and launcher
         log [RANK]      last lines of a rank; without RANK, of the launcher
         log --stacks    what every thread of each rank is doing now
@@ -226,6 +246,13 @@ class NbDist(Magics):
         """The current session with the options of the line, restarted if they differ."""
         changes = session_options(asked)
         session = current()
+        if session is not None and asked.on is not None and asked.on != session.on:
+            print(
+                f"nbdist: on {session.on} -> {asked.on}: new ranks; the variables of the old ones"
+                " are lost"
+            )
+            session.stop()
+            session = None
         if session is None:
             return Session(**{**self.defaults(asked), **changes}, engine=self.engine).start()
         differing = session.differing(**changes)
@@ -241,7 +268,7 @@ class NbDist(Magics):
 
     def defaults(self, asked: argparse.Namespace) -> dict[str, Any]:
         """Settings for a new session; --auto chooses backend and offload itself."""
-        settings = ("nproc", "precision") if asked.auto else DEFAULTS
+        settings = ("nproc", "precision", "on") if asked.auto else DEFAULTS
         return {name: getattr(self, name) for name in settings}
 
     def session_now(self) -> Session:
@@ -278,9 +305,15 @@ class NbDist(Magics):
         now = session.status()
         if now["standstill"]:
             print(f"  {now['standstill']}")
-        if now["launcher"] and now["launcher"]["unresponsive"]:
-            print(f"  launcher: pid {now['launcher']['pid']}, {now['launcher']['unresponsive']}")
+        for one in now["launchers"]:
+            if one["unresponsive"]:
+                name = one["name"].removeprefix("the ")
+                print(f"  {name}: pid {one['pid']}, {one['unresponsive']}")
+        node = ""
         for member in now["ranks"]:
+            if member["node"] != node:
+                node = member["node"]
+                print(f"  node {node}")
             life = member["unresponsive"] or ("alive" if member["alive"] else "ended")
             print(f"  rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}")
 
@@ -301,14 +334,21 @@ class NbDist(Magics):
         self.session_now().interrupt()
 
     def restart_command(self, line: str) -> None:
-        """Take new ranks with the same options."""
-        if line:
+        """Take new ranks with the same options, on the nodes that are left or once all are back."""
+        if line not in {"", "--wait"}:
             message = (
-                f"%nbdist restart takes no options and was given {line!r}; %nbdist switch and"
-                " %%distribute do."
+                f"%nbdist restart takes no options but --wait and was given {line!r}; %nbdist"
+                " switch and %%distribute do."
             )
             raise UsageError(message)
-        self.session_now().restart()
+        session = self.session_now()
+        before = session.placement.nodes
+        session.restart(wait=bool(line))
+        if session.placement.nodes < before:
+            print(
+                f"nbdist: {session.placement.nodes} of {before} nodes are left and have all ranks"
+                " now; %nbdist load NAME continues from a checkpoint"
+            )
 
     def stop_command(self, _: str) -> None:
         """End ranks and launcher; a new launcher warms up."""
@@ -447,6 +487,17 @@ class NbDist(Magics):
             display(found)
 
 
+PLACE_OPTIONS = (
+    "on",
+    "nodes",
+    "gpus_per_node",
+    "partition",
+    "time",
+    "account",
+    "interface",
+)
+"""Where a session is; `%nbdist switch` takes the numbers of them."""
+
 ENGINE_OPTIONS = (
     "backend",
     "nproc",
@@ -460,7 +511,10 @@ ENGINE_OPTIONS = (
     "clip",
 )
 
-SWITCHED = frozenset({*ENGINE_OPTIONS, "gpus", "deepspeed_config", "fsdp_config"} - {"backend"})
+SWITCHED = frozenset(
+    {*ENGINE_OPTIONS, "gpus", "nodes", "gpus_per_node", "deepspeed_config", "fsdp_config"}
+    - {"backend"}
+)
 """Destinations of options that `%nbdist switch` takes too."""
 
 
@@ -518,13 +572,14 @@ MATCHER = completion.matcher(
         "panel": parsers.flags(parsers.panel()),
         "doctor": parsers.flags(parsers.doctor()),
         "log": ["--stacks"],
+        "restart": ["--wait"],
     },
 )
 
 NEW_RANKS = frozenset({"auto"})
 """Options that living ranks cannot take."""
 
-DEFAULTS = ("backend", "nproc", "precision", "offload")
+DEFAULTS = ("backend", "nproc", "precision", "offload", "on")
 """Settings of `%config NbDist` that a new session takes."""
 
 
@@ -536,7 +591,7 @@ def place_in_cell(error: SyntaxError, count: int) -> str:
 
 def session_options(asked: argparse.Namespace) -> dict[str, Any]:
     """What the line says of the session; what it leaves out stays as it runs."""
-    options = {name: getattr(asked, name) for name in ENGINE_OPTIONS}
+    options = {name: getattr(asked, name, None) for name in (*ENGINE_OPTIONS, *PLACE_OPTIONS)}
     options["devices"] = asked.gpus
     options["auto"] = asked.auto or None
     for name in ("deepspeed_config", "fsdp_config"):

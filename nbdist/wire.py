@@ -266,6 +266,8 @@ class ReleaseRequest(TypedDict):
 
     pids: list[int]
     """Processes of all ranks."""
+    id: str
+    """Of this release: ranks on several nodes tell one another under it what connects them."""
 
 
 class ReleaseReply(TypedDict):
@@ -597,6 +599,22 @@ class Launch:
     cwd: str = ""
     path: list[str] = field(default_factory=list)
     """The kernel's sys.path, so that the user's own modules import on the ranks."""
+    first: int = 0
+    """Number of this launcher's first rank."""
+    here: int = 0
+    """How many ranks it starts; 0: all."""
+    node: int = 0
+    nodes: int = 1
+    """Which of how many nodes it is on."""
+    interface: str = "lo"
+    """Network interface that connects the ranks."""
+    store: str = ""
+    """Where the ranks find one another: ZMQ address of the agent; "": a file in `run_dir`."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Number of ranks of this launcher."""
+        return self.here or self.world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -646,6 +664,8 @@ class RankEnded:
     """Exit code; negative = ended by that signal; None: somebody else has collected it."""
     words: str = ""
     """What it wrote from C to stdout and stderr last, and nobody had read."""
+    node: str = ""
+    """Where, by name; "" on one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -657,6 +677,8 @@ class Ended:
     """By rank, of those that failed first; negative = ended by that signal (as in subprocess)."""
     error: str = ""
     """The launcher's own error, where it could not start them."""
+    node: str = ""
+    """Where the cause lies, by name; "" on one machine."""
 
 
 LinkMessage = Launch | Halt | RemoveAtEnd | Warm | Progress | Born | RankEnded | Ended

@@ -14,7 +14,7 @@ from nbdist.engines.local import Launcher, LocalEngine
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.engines.local import Kind
+    from nbdist.engines.base import Kind
 
     Listener = Callable[[wire.LinkMessage], None]
 
@@ -92,7 +92,7 @@ class Keeper(LocalEngine):
         self.kept: KeptLauncher | None = None
         self._ending = False
 
-    def take(self, kind: Kind) -> Launcher:
+    def take(self, kind: Kind, *_: object) -> Launcher:
         """Hand over the kept launcher, or a new one."""
         kept = self.kept
         if kept is not None and (kept.kind, kept.made_under) == (kind, environment()):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jupyter_client.manager import KernelManager
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -50,11 +51,17 @@ def _text(output: dict[str, Any]) -> str:
 class LiveKernel:
     """A kernel process, driven as a front end drives it."""
 
-    def __init__(self, folder: Path, **environ: str) -> None:
-        """Start the kernel in `folder`, with its own IPython directory."""
+    def __init__(self, folder: Path, *, within: Sequence[str] = (), **environ: str) -> None:
+        """Start the kernel in `folder`, with its own IPython directory.
+
+        Args:
+            folder: where it works.
+            within: a command that runs it, as `ip netns exec NAME`.
+            environ: variables that it has beside ours.
+        """
         environ = {"IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1", **environ}
         self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "k"))
-        self.manager.kernel_spec.argv[0] = sys.executable
+        self.manager.kernel_spec.argv[:1] = [*within, sys.executable]
         self.manager.start_kernel(cwd=str(folder), env={**os.environ, **environ})
         self.client = self.manager.blocking_client()
         self.client.start_channels()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import nbdist
 from nbdist.doctor import (
     building,
+    clusters,
     environment,
     gpus,
     leftovers,
@@ -87,6 +88,7 @@ def diagnose() -> Diagnosis:
         ("building", building.look),
         ("leftovers", leftovers.look),
         ("environment", environment.look),
+        ("clusters", clusters.look),
         ("ports", lambda: ports.look(pids)),
         ("notebook", notebook.look),
     )

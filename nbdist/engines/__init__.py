@@ -1,5 +1,6 @@
-"""Where launchers are started: `local` today; Ray and Slurm will stand beside it.
+"""Where ranks are, and how they are reached: this machine, or the nodes of a cluster.
 
-An engine starts launchers and holds their links; cells never go through it.
-Runs in the notebook's kernel. Called by `kernel` only.
+An engine gives a fleet: something that holds launchers and the channels to their ranks. To the
+rooms above all fleets are alike. Runs in the notebook's kernel (`processes`, `local` and
+`channel` also in the agent of a node). Called by `kernel` and `node` only.
 """

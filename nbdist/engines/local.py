@@ -16,21 +16,28 @@ import subprocess
 import sys
 import threading
 import warnings
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nbdist import owner, wire
-from nbdist.engines import leftovers
+from nbdist.engines import leftovers, processes
+from nbdist.engines.channel import Sockets, write_connections
 from nbdist.engines.environment import scrubbed
+from nbdist.engines.fleet import Process
+from nbdist.engines.limits import check_descriptors
 from nbdist.engines.log import Log
-from nbdist.engines.run_dir import RunDir
-from nbdist.errors import StartError
+from nbdist.engines.run_dir import RunDir, private_folders
+from nbdist.errors import PayloadError, StartError
 from nbdist.redacted import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-Kind = Literal["cpu", "cuda"]
+    from nbdist.engines.base import Kind
+    from nbdist.engines.channel import Channels, Reader
+    from nbdist.engines.fleet import Left, Member
+
 CLOSE_S = 5.0
 """How long a launcher may take to end its ranks before it is killed with them."""
 KILLED_S = 2.0
@@ -44,6 +51,10 @@ LAUNCHER = "the launcher"
 
 def _nobody(_message: wire.LinkMessage) -> None:
     """Listen to a launcher that no session holds yet."""
+
+
+def _silent(_text: str) -> None:
+    """Show nothing."""
 
 
 class Launcher:
@@ -73,6 +84,8 @@ class Launcher:
             self.log.started()
             theirs.close()
         self._closing = False
+        self._folder = self.run_dir.path
+        """Of the last start of the ranks."""
         self._reader = threading.Thread(target=self._read, name="nbdist-link", daemon=True)
         self._reader.start()
         atexit.register(self.close)
@@ -114,6 +127,86 @@ class Launcher:
     def alive(self) -> bool:
         """Whether the process runs (a zombie does not)."""
         return self.process.poll() is None
+
+    def fits(self, kind: Kind, world_size: int) -> bool:  # noqa: ARG002 - of any number
+        """Whether it can start so many ranks of this kind."""
+        return self.alive and self.kind == kind
+
+    def launch(self, launch: wire.Launch, key: str, reader: Reader) -> Channels:
+        """Start ranks and open the channels to them; raises StartError."""
+        self._folder = self.run_dir.generation(launch.generation)
+        connections = write_connections(
+            self._folder, world_size=launch.world_size, key=key.encode()
+        )
+        channels = Sockets(connections, reader)
+        try:
+            run_dir, bulk = str(self._folder), str(self.run_dir.bulk)
+            self.send(replace(launch, run_dir=run_dir, bulk_dir=bulk))
+        except BaseException:
+            channels.close()
+            raise
+        return channels
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The launcher as plain values."""
+        pid = self.process.pid
+        return [{"pid": pid, "alive": self.alive, "name": LAUNCHER, "node": ""}]
+
+    def node_of(self, rank: int) -> str:  # noqa: ARG002 - all are here
+        """No node has a name on one machine."""
+        return ""
+
+    def processes(self, members: Mapping[int, Member]) -> dict[str, Process]:
+        """How ranks and launcher are, by name."""
+        pid = self.process.pid
+        found = {
+            f"rank {rank}": Process(one.pid, processes.status(one.pid, one.created))
+            for rank, one in members.items()
+        }
+        return found | {LAUNCHER: Process(pid, processes.status(pid))}
+
+    def stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
+        """Python stacks by signal."""
+        own = self.process.pid
+        told = {}
+        if launchers:
+            told = processes.stacks(self.run_dir.path, {"launcher": own}, launcher=own)
+        ranks = {f"rank{rank}": pid for rank, pid in sorted(pids.items())}
+        return told | processes.stacks(self._folder, ranks, launcher=own)
+
+    def left(self) -> Left:
+        """What the ranks of the last start have left."""
+        return processes.left(self._folder)
+
+    @property
+    def staging(self) -> list[Path]:
+        """Where the kernel puts payload files: shared memory, then the temp folder."""
+        return [self.run_dir.bulk, self.run_dir.path]
+
+    def folders(self, rank: int) -> list[str]:  # noqa: ARG002 - the same for all
+        """Where ranks put payload files: the same."""
+        return [str(folder) for folder in self.staging]
+
+    @contextlib.contextmanager
+    def shipped(self, file: Path, ranks: Sequence[int]) -> Iterator[dict[int, str]]:
+        """A file is where the ranks are; it is removed at the end."""
+        try:
+            yield dict.fromkeys(ranks, str(file))
+        finally:
+            file.unlink(missing_ok=True)
+
+    def fetch(self, rank: int, path: str) -> Path:
+        """A payload file is here already; raises PayloadError where it is none of ours."""
+        if str(Path(path).parent) not in self.folders(rank):
+            raise PayloadError(foreign_words(path))
+        return Path(path)
+
+    def see(self, folder: Path) -> None:
+        """Nothing to look at: all is on one machine."""
+
+    def private_folders(self) -> list[Path]:
+        """Make empty folders for what passes from ranks to ranks."""
+        return private_folders()
 
     def log_tail(self) -> str:
         """The end of what launcher and ranks wrote outside of cells."""
@@ -178,6 +271,11 @@ def stuck_words(pids: Iterable[int]) -> str:
     )
 
 
+def foreign_words(path: str) -> str:
+    """Say that a rank named a file that is none of the session's."""
+    return f"A rank named {path}, which lies outside of this session's own folders."
+
+
 class LocalEngine:
     """Gives launchers on this machine and keeps one warm ahead of need.
 
@@ -191,11 +289,20 @@ class LocalEngine:
         self.memory_events = memory_events
         self._warm: Launcher | None = None
 
+    def check(self, world_size: int) -> None:
+        """Refuse ranks that this machine has no file descriptors for; raises StartError."""
+        check_descriptors(world_size)
+
     def warm_up(self, kind: Kind) -> None:
         """Start a launcher in the background, if none of this kind waits."""
         self._warm = self.take(kind)
 
-    def take(self, kind: Kind) -> Launcher:
+    def take(
+        self,
+        kind: Kind,
+        world_size: int = 0,  # noqa: ARG002 - any number
+        progress: Callable[[str], None] = _silent,  # noqa: ARG002 - nothing takes long
+    ) -> Launcher:
         """Hand over the warm launcher, or a new one; the caller closes it."""
         warm, self._warm = self._warm, None
         if warm is not None and warm.alive and warm.kind == kind:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from nbdist import ranks as ranks_of
 from nbdist import wire
 from nbdist.engines import local
@@ -38,16 +36,6 @@ class Member:
     pid: int
     created: float
     device: str
-
-    def alive(self) -> bool:
-        """Whether that very process runs; a zombie or a reused pid does not count."""
-        try:
-            process = psutil.Process(self.pid)
-            return (
-                process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
-            )
-        except psutil.NoSuchProcess:
-            return False
 
 
 class Arrival:
@@ -117,10 +105,10 @@ class Arrival:
 
     def _why(self, ended: wire.Ended | None) -> str:
         death = self._gang.death(ended)
-        notes = sorted(self._gang.folder.glob("*.died"), key=lambda note: note.stat().st_mtime)
+        notes = self._gang.left().notes
         if death.rank is not None:  # what it wrote itself says more than a peer's
-            notes.sort(key=lambda note: note.stem != f"rank{death.rank}")
-        said = redacted(notes[0].read_text()) if notes else ""
+            notes = sorted(notes, key=lambda note: note[0] != death.rank)
+        said = redacted(notes[0][1]) if notes else ""
         detail = f"It said:\n{said}" if said else self._gang.log_words()
         stack = causes.stack_words(death.stack, {})
         stack = f" It was at (innermost first):\n{stack}\n" if stack else " "

@@ -16,8 +16,12 @@ from nbdist.kernel import devices
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from nbdist.kernel.where import Where
+
 CONFIG_OF = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 """Which engine a config file is for."""
+SPREAD = ("nodes", "gpus_per_node")
+"""How ranks are spread over a cluster."""
 
 
 def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,7 +30,8 @@ def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     A backend by name ends auto, and auto leaves an earlier backend and config file behind, as
     does another engine with the config file, and a backend without replicas with those.
     """
-    made = {**asked, **changes, **_devices_for(asked, changes)}
+    room = _devices_for(asked, changes) | _spread_for(asked, changes)
+    made = {**asked, **changes, **room}
     if "backend" in changes and "auto" not in changes:
         made["auto"] = False
     if made["auto"]:
@@ -53,6 +58,19 @@ def _devices_for(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     return {"devices": chosen[: devices.parse_nproc(changes["nproc"])]}
 
 
+def _spread_for(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Let earlier numbers of ranks, nodes and GPUs a node make room for those that change."""
+    given = changes.keys() & {"nproc", *SPREAD}
+    if given == {"nproc"}:
+        return {"nodes": None} if asked.get("gpus_per_node") else {}
+    dropped = {"nproc"} if given else set()
+    if {"nproc", "nodes"} <= given and asked.get("gpus_per_node"):
+        dropped.add("gpus_per_node")
+    if {"nproc", "gpus_per_node"} <= given:
+        dropped.add("nodes")
+    return dict.fromkeys(dropped - given)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
     """Devices and options of a session."""
@@ -67,13 +85,15 @@ class Choice:
     undecided: bool = False
 
     @classmethod
-    def of(cls, asked: Mapping[str, Any]) -> Self:
-        """Check everything; raises OptionError."""
+    def of(cls, asked: Mapping[str, Any], where: Where | None = None) -> Self:
+        """Check everything; raises OptionError, and StartError where a cluster has not enough."""
         options = {key: value for key, value in asked.items() if value is not None}
         nproc, gpus = options.pop("nproc", None), options.pop("devices", None)
+        spread = {name: options.pop(name, None) for name in SPREAD}
         auto = options.pop("auto", False)
         found = machine.found()
-        placement = devices.placement(nproc, gpus, found)
+        placement = None if where is None else where.placement(nproc, gpus, spread)
+        placement = placement or devices.placement(nproc, gpus, found)
         hardware = devices.hardware(placement, found)
         if auto:
             made = _placeholder(options, hardware)
@@ -124,7 +144,8 @@ class Choice:
     @property
     def place(self) -> str:
         """Ranks and devices: "2 CPU ranks (no GPU found)"."""
-        alone = self.placement.devices is None and not self.gpus_found
+        here = not self.placement.away
+        alone = here and self.placement.devices is None and not self.gpus_found
         return self.placement.describe() + (" (no GPU found)" if alone else "")
 
     @property
@@ -139,7 +160,9 @@ class Choice:
 
 def _placed(choice: Choice) -> dict[str, object]:
     """Where the ranks are."""
-    return {"nproc": choice.placement.nproc, "devices": choice.placement.devices}
+    placement = choice.placement
+    nodes = {"nodes": placement.nodes} if placement.away else {}
+    return {"nproc": placement.nproc, "devices": placement.devices, **nodes}
 
 
 def _placeholder(given: Mapping[str, Any], hardware: strategies.Hardware) -> strategies.Options:

@@ -113,8 +113,8 @@ def of_ranks(
         if end.code not in {None, -signal.SIGTERM, -signal.SIGKILL}
     )
     return Death(
-        who=f"rank {first.rank}",
-        how=ended_words(first.code, oom),
+        who=f"rank {first.rank}{_on(first.node)}",
+        how=ended_words(first.code, None if first.node else oom),
         rank=first.rank,
         stack=stack_of.get(first.rank, "") if crashed else "",
         words=first.words,
@@ -126,8 +126,14 @@ def of_ranks(
 def of_launcher(ended: wire.Ended | None, *, oom: OomCounter) -> Death:
     """The death that was the launcher's own, or an error of it."""
     if ended is not None and LAUNCHER in ended.exitcodes:
-        return Death(who=LAUNCHER, how=ended_words(ended.exitcodes[LAUNCHER], oom))
+        code = ended.exitcodes[LAUNCHER]
+        how = ended_words(code, None if ended.node else oom)
+        return Death(who=f"{LAUNCHER}{_on(ended.node)}", how=how)
     return Death(who="", how=ended.error if ended and ended.error else "the ranks ended")
+
+
+def _on(node: str) -> str:
+    return f" on {node}" if node else ""
 
 
 def completed(end: wire.RankEnded, ended: wire.Ended | None) -> wire.RankEnded:
@@ -137,11 +143,16 @@ def completed(end: wire.RankEnded, ended: wire.Ended | None) -> wire.RankEnded:
     return replace(end, code=ended.exitcodes.get(str(end.rank)))
 
 
-def ended_words(code: int | None, oom: OomCounter) -> str:
-    """How a process ended, with what is likely behind it."""
+def ended_words(code: int | None, oom: OomCounter | None) -> str:
+    """How a process ended, with what is likely behind it.
+
+    Args:
+        code: exit code, negative for a signal.
+        oom: of the process's machine; None: that is another one.
+    """
     told = f"ended with {code_words(code)}"
     if code == -signal.SIGKILL:
-        why = oom.words() if oom.grew() else "maybe the OOM killer: see dmesg"
+        why = oom.words() if oom is not None and oom.grew() else "maybe the OOM killer: see dmesg"
         return f"{told}: {why}"
     hint = _HINTS.get(signal.Signals(-code)) if code is not None and code < 0 else None
     return f"{told}: {hint}" if hint else told

@@ -20,7 +20,7 @@ from nbdist.kernel import tracebacks
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbdist.kernel.channel import Channel, Message
+    from nbdist.engines.channel import Channel, Message
     from nbdist.kernel.render import Renderer
     from nbdist.kernel.screen import Screen
 
@@ -93,7 +93,7 @@ class Cell:
         ranks: Sequence[int],
         renderer: Renderer,
         *,
-        on_send: Callable[[str, str], None],
+        on_send: Callable[[int, str, str], None],
         on_done: Callable[[Cell], None],
     ) -> None:
         """Wait for the messages of `ranks`; `on_send` takes the values of send()."""
@@ -394,10 +394,10 @@ class Cell:
         """A display of the session's own."""
         self.renderer.show(message["bundle"])
 
-    def take_send(self, _rank: int, message: Message) -> None:
+    def take_send(self, rank: int, message: Message) -> None:
         """A value of send(), while the cell runs."""
         content = message["content"]
-        self._on_send(content["name"], content["path"])
+        self._on_send(rank, content["name"], content["path"])
 
 
 _TAKERS: dict[tuple[str, str], Taker] = {

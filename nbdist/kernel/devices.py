@@ -19,6 +19,7 @@ from nbdist.machine import CPU_RANKS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nbdist.engines.spread import Spread
     from nbdist.machine import Machine
 
 _INDEX = re.compile(r"[0-9]{1,4}")
@@ -34,6 +35,10 @@ class Placement:
     """Index of each rank's GPU, as torch counts them in this kernel; None for CPU ranks."""
     visible: tuple[str, ...] = ()
     """The same GPUs for the ranks' CUDA_VISIBLE_DEVICES; empty for CPU ranks."""
+    nodes: int = 1
+    """With more, or on a cluster, each device is counted on its own node and has no name here."""
+    away: bool = False
+    """Whether the ranks are on nodes of a cluster."""
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
@@ -43,6 +48,10 @@ class Placement:
     def describe(self) -> str:
         """Describe in a few words: "4 ranks on GPUs 0,1,2,3", "2 CPU ranks"."""
         ranks = "rank" if self.nproc == 1 else "ranks"
+        if self.away:
+            nodes = "node" if self.nodes == 1 else "nodes"
+            what = f"CPU {ranks}" if self.devices is None else f"GPU {ranks}"
+            return f"{self.nproc} {what} on {self.nodes} {nodes}"
         if self.devices is None:
             return f"{self.nproc} CPU {ranks}"
         gpus = "GPU" if self.nproc == 1 else "GPUs"
@@ -82,6 +91,14 @@ def placement(
     return Placement(len(devices), devices, tuple(machine.gpus[i].uuid for i in devices))
 
 
+def spread_out(spread: Spread) -> Placement:
+    """The devices of ranks on nodes of a cluster; who has which GPU is the nodes' business."""
+    if spread.kind == "cpu":
+        return Placement(spread.nproc, None, nodes=spread.nodes, away=True)
+    devices = tuple(range(spread.each)) * spread.nodes
+    return Placement(spread.nproc, devices, ("",) * len(devices), spread.nodes, away=True)
+
+
 def parse_nproc(given: int | str) -> int:
     """Read a number of ranks: a whole number from 1.
 
@@ -114,15 +131,20 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 
 
 def hardware(placement: Placement, machine: Machine) -> strategies.Hardware:
-    """Say what the strategies must know of the devices; imports no engine."""
-    gpus = [machine.gpus[index] for index in placement.devices or ()]
-    weakest = min((gpu.capability for gpu in gpus), default=(0, 0))
+    """Say what the strategies must know of the devices; imports no engine.
+
+    GPUs of a cluster are taken for such as have bf16 and fp8; the nodes are asked later.
+    """
+    gpus = [] if placement.away else [machine.gpus[index] for index in placement.devices or ()]
+    unseen = (9, 0) if placement.away and placement.devices else (0, 0)
+    weakest = min((gpu.capability for gpu in gpus), default=unseen)
     return strategies.Hardware(
         kind=placement.kind,
         bf16=weakest >= (8, 0),
         fp8=weakest >= (8, 9) and any(map(_installed, _FP8_PACKAGES)),
         world_size=placement.nproc,
         deepspeed=_installed("deepspeed"),
+        nodes=placement.nodes,
     )
 
 

@@ -134,14 +134,14 @@ def export(
 
 
 def gather(
-    name: str, folders: Sequence[Path], ranks: Sequence[int], gang: Gang, listen: Listen
+    name: str, folders: Sequence[str], ranks: Sequence[int], gang: Gang, listen: Listen
 ) -> str:
     """Let the ranks write the state dict of a prepared model into one payload file; name it.
 
     Raises:
         CheckpointError: they cannot.
     """
-    content = wire.GatherRequest(name=name, folders=[str(one) for one in folders])
+    content = wire.GatherRequest(name=name, folders=list(folders))
     with StatusLine() as line:
         replies = asked_of_all(content, wire.GATHER, ranks, gang, listen, line)
     return str(replies[0]["path"])

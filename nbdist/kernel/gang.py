@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import wire
 from nbdist.engines.environment import scrubbed
-from nbdist.engines.limits import check_descriptors
-from nbdist.engines.local import LAUNCHER, LAUNCHER_GONE
+from nbdist.engines.fleet import GONE, Left
+from nbdist.engines.local import LAUNCHER_GONE
 from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.kernel import causes
 from nbdist.kernel.arrival import Arrival
-from nbdist.kernel.channel import Channels, write_connections
 from nbdist.kernel.oom import OomCounter
 from nbdist.kernel.pulse import Pulse
 from nbdist.redacted import redacted
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.engines.local import Kind, Launcher, LocalEngine
-    from nbdist.engines.run_dir import RunDir
+    from nbdist.engines.base import Kind
+    from nbdist.engines.channel import Channel, Channels, Message
+    from nbdist.engines.fleet import Engine, Fleet
     from nbdist.errors import NbdistError
     from nbdist.kernel.arrival import Member
     from nbdist.kernel.causes import Death
-    from nbdist.kernel.channel import Channel, Message
     from nbdist.kernel.joint import Joint
 
 HALT_S = 15.0
@@ -69,7 +68,7 @@ class Gang:
 
     def __init__(
         self,
-        engine: LocalEngine,
+        engine: Engine,
         *,
         on_message: Callable[[int, Message], None],
         on_idle: Callable[[], bool],
@@ -84,7 +83,7 @@ class Gang:
         self._engine = engine
         self._on_notice = on_notice
         self._on_message, self._on_idle, self._on_death = on_message, on_idle, on_death
-        self._launcher: Launcher | None = None
+        self._fleet: Fleet | None = None
         self._channels: Channels | None = None
         self.generation = 0
         """Number of the last start."""
@@ -124,17 +123,17 @@ class Gang:
         Raises:
             StartError: they did not come up; nothing is left running.
         """
-        check_descriptors(world_size)
+        self._engine.check(world_size)
         self._oom = OomCounter(self._engine.memory_events)
         kind: Kind = "cpu" if devices is None else "cuda"
-        if self._launcher is None or not self._launcher.alive or self._launcher.kind != kind:
+        if self._fleet is None or not self._fleet.fits(kind, world_size):
             self.close()
-            self._launcher = self._engine.take(kind)
-        if not self._launcher.warm:
+            self._fleet = self._engine.take(kind, world_size, progress)
+        if not self._fleet.warm:
             progress("the launcher warms up")
         try:
             self._launch(
-                self._launcher,
+                self._fleet,
                 world_size,
                 devices,
                 options=dict(options),
@@ -151,16 +150,16 @@ class Gang:
         """End the ranks and wait until they are gone; the launcher stays warm."""
         self._up = False
         self._close_channels()
-        launcher = self._launcher
-        if launcher is None or not launcher.alive:
+        fleet = self._fleet
+        if fleet is None or not fleet.alive:
             return
         gone: SimpleQueue[wire.LinkMessage] = SimpleQueue()
-        launcher.listener = gone.put
-        launcher.wake_up()
+        fleet.listener = gone.put
+        fleet.wake_up()
         if self._ended is not None and self._ended.generation == self.generation:
             return  # they are gone already: there is nothing that the launcher could report
         try:
-            launcher.send(wire.Halt())
+            fleet.send(wire.Halt())
             while not isinstance(message := gone.get(timeout=HALT_S), wire.Ended):
                 pass
             self._ended = message
@@ -177,13 +176,13 @@ class Gang:
         """End ranks and launcher; nothing of them is left on the machine."""
         self._up = False
         self._close_channels()
-        if self._launcher is not None:
-            self._launcher.close()
-            self._launcher = None
+        if self._fleet is not None:
+            self._fleet.close()
+            self._fleet = None
 
     def _launch(
         self,
-        launcher: Launcher,
+        fleet: Fleet,
         world_size: int,
         devices: Sequence[str] | None,
         *,
@@ -192,30 +191,24 @@ class Gang:
         hardware: dict[str, Any],
     ) -> None:
         self.generation += 1
-        self._told = None
-        folder = launcher.run_dir.generation(self.generation)
-        connections = write_connections(
-            folder, world_size=world_size, key=secrets.token_hex(KEY_BYTES).encode()
-        )
+        self._told = self._missing_since = None
         self.signs, self.ends, self.pids = SimpleQueue(), [], {}
         self.pulse = Pulse()
-        launcher.listener = self._from_launcher
-        self._channels = Channels(connections, self)
-        launcher.send(
-            wire.Launch(
-                generation=self.generation,
-                world_size=world_size,
-                devices=None if devices is None else list(devices),
-                options=options,
-                auto=auto,
-                hardware=hardware,
-                run_dir=str(folder),
-                bulk_dir=str(launcher.run_dir.bulk),
-                env=scrubbed(os.environ),
-                cwd=os.getcwd(),  # noqa: PTH109 - a plain string for the wire
-                path=sys.path,
-            )
+        fleet.listener = self._from_launcher
+        launch = wire.Launch(
+            generation=self.generation,
+            world_size=world_size,
+            devices=None if devices is None else list(devices),
+            options=options,
+            auto=auto,
+            hardware=hardware,
+            run_dir="",
+            bulk_dir="",
+            env=scrubbed(os.environ),
+            cwd=os.getcwd(),  # noqa: PTH109 - a plain string for the wire
+            path=sys.path,
         )
+        self._channels = fleet.launch(launch, secrets.token_hex(KEY_BYTES), self)
 
     def _close_channels(self) -> None:
         if self._channels is not None:
@@ -226,46 +219,44 @@ class Gang:
 
     def remove_at_end(self, folder: Path, *, remove: bool = True) -> None:
         """Let the launcher remove a folder when this kernel is gone, or not any more."""
-        if self._launcher is not None and self._launcher.alive:
-            self._launcher.send(wire.RemoveAtEnd(str(folder), remove))
+        if self._fleet is not None and self._fleet.alive:
+            self._fleet.send(wire.RemoveAtEnd(str(folder), remove))
 
     # -- requests
 
     @property
-    def run_dir(self) -> RunDir:
-        """The private folders of the launcher."""
-        if self._launcher is None:
-            raise _not_started()
-        return self._launcher.run_dir
+    def fleet(self) -> Fleet:
+        """Where the ranks are.
 
-    @property
-    def folder(self) -> Path:
-        """Where the ranks of this start keep their files."""
-        return self.run_dir.path / str(self.generation)
+        Raises:
+            SessionError: nowhere yet.
+        """
+        if self._fleet is None:
+            raise _not_started()
+        return self._fleet
 
     @property
     def warm(self) -> bool:
         """Whether the launcher can fork at once."""
-        return self._launcher is not None and self._launcher.warm
+        return self._fleet is not None and self._fleet.warm
 
     @property
-    def launcher_pid(self) -> int:
-        """The launcher's process."""
-        if self._launcher is None:
-            raise _not_started()
-        return self._launcher.process.pid
+    def launchers(self) -> list[dict[str, Any]]:
+        """The launchers' states as plain values, one for each node."""
+        found = [] if self._fleet is None else self._fleet.describe()
+        return [{**one, "unresponsive": self.pulse.words(one["name"])} for one in found]
 
-    @property
-    def launcher(self) -> dict[str, Any] | None:
-        """The launcher's state as plain values; None without one."""
-        one = self._launcher
-        if one is None:
-            return None
-        return {
-            "pid": one.process.pid,
-            "alive": one.alive,
-            "unresponsive": self.pulse.words(LAUNCHER),
-        }
+    def gone(self) -> list[int]:
+        """Ranks whose processes have ended."""
+        members = dict(enumerate(self.members))
+        if self._fleet is None or not members:
+            return list(members)
+        found = self._fleet.processes(members)
+        return [rank for rank in members if found[f"rank {rank}"].status == GONE]
+
+    def node_of(self, rank: int) -> str:
+        """Name of a rank's node; "" on one machine."""
+        return "" if self._fleet is None else self._fleet.node_of(rank)
 
     def post(
         self,
@@ -306,7 +297,20 @@ class Gang:
         raises: type[NbdistError] = SessionError,
         patience_s: float = SILENT_S,
     ) -> dict[int, Any]:
-        """Send a request to ranks and wait for the replies, by rank.
+        """Send a request to ranks and wait for the replies, by rank; as `ask_each`."""
+        contents = dict.fromkeys(ranks, content)
+        return self.ask_each(contents, kind, channel=channel, raises=raises, patience_s=patience_s)
+
+    def ask_each(
+        self,
+        contents: Mapping[int, Any],
+        kind: str,
+        *,
+        channel: Channel = "shell",
+        raises: type[NbdistError] = SessionError,
+        patience_s: float = SILENT_S,
+    ) -> dict[int, Any]:
+        """Send each rank its own request and wait for the replies, by rank.
 
         On the control channel ranks answer while a cell runs. The first reply that is an error
         ends the waiting. What all ranks do together is for `kernel.joint`.
@@ -317,15 +321,14 @@ class Gang:
             SessionError: for `patience_s` there was no answer, nor a word about the request.
         """
         answers: SimpleQueue[tuple[int, str, Message]] = SimpleQueue()
-        waiting = set(ranks)
         requests = [
             self.post(rank, channel, kind, content, lambda *answer: answers.put(answer))
-            for rank in waiting
+            for rank, content in contents.items()
         ]
         self.wake()
         replies: dict[int, Any] = {}
         try:
-            while waiting - replies.keys():
+            while contents.keys() - replies.keys():
                 rank, answered_on, message = self._answer(answers, kind, patience_s)
                 if answered_on == channel:
                     replies[rank] = message["content"]
@@ -369,7 +372,7 @@ class Gang:
 
     def log_tail(self) -> str:
         """The end of what launcher and ranks wrote outside of cells."""
-        return redacted(self._launcher.log_tail()) if self._launcher else ""
+        return redacted(self._fleet.log_tail()) if self._fleet else ""
 
     def log_words(self) -> str:
         """The end of the log as part of an error message."""
@@ -411,20 +414,22 @@ class Gang:
 
     def _watch(self) -> None:
         """Look at the processes: the launcher reports ends at once, unless it is stopped itself."""
-        pids = {f"rank {rank}": member.pid for rank, member in enumerate(self.members)}
-        if self._launcher is not None:
-            pids[LAUNCHER] = self._launcher.process.pid
-        for line in self.pulse.look(pids):
+        fleet = self._fleet
+        if fleet is None:
+            return
+        members = dict(enumerate(self.members))
+        found = fleet.processes(members)
+        for line in self.pulse.look(found):
             self._on_notice(line)
-        gone = [rank for rank, member in enumerate(self.members) if not member.alive()]
+        gone = [rank for rank in members if found[f"rank {rank}"].status == GONE]
         if not gone:
             self._missing_since = None
         elif self._missing_since is None:
             self._missing_since = time.monotonic()
-            if self._launcher is not None:
-                self._launcher.wake_up()  # it knows how that rank ended
+            fleet.wake_up()  # the launcher knows how that rank ended
         elif time.monotonic() - self._missing_since > REPORT_S:
-            self.ends = self.ends or [wire.RankEnded(self.generation, gone[0], None)]
+            end = wire.RankEnded(self.generation, gone[0], None, node=fleet.node_of(gone[0]))
+            self.ends = self.ends or [end]
             self._died(None)
 
     def _from_launcher(self, message: wire.LinkMessage) -> None:
@@ -447,21 +452,25 @@ class Gang:
         if not was_up:
             return
         death = self.death(ended)
-        if self._launcher is not None and self._launcher.alive:
-            self._launcher.wake_up()
-            with contextlib.suppress(StartError):  # it is gone, and not yet seen to be
-                self._launcher.send(wire.Halt())
+        if self._fleet is not None:
+            self._fleet.wake_up()
+            with contextlib.suppress(StartError):  # it is gone
+                self._fleet.send(wire.Halt())
         self._told = self._on_death(death)
         self._dying = False
 
     def death(self, ended: wire.Ended | None) -> Death:
         """What has ended the ranks."""
-        if self.ends:
+        lost = ended is not None and ended.generation == LAUNCHER_GONE and bool(ended.node)
+        if self.ends and not lost:
             ends = [causes.completed(end, ended or self._ended) for end in self.ends]
-            files = {end.rank: wire.crash_file(self.folder, f"rank{end.rank}") for end in ends}
-            crashes = {rank: file.read_text() for rank, file in files.items() if file.exists()}
+            crashes = self.left().crashes
             return causes.of_ranks(ends, oom=self._oom, stack_of=crashes, log=self.log_tail())
         return causes.of_launcher(ended, oom=self._oom)
+
+    def left(self) -> Left:
+        """What the ranks of this start have left in their folder."""
+        return Left() if self._fleet is None else self._fleet.left()
 
 
 def _not_started() -> SessionError:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbdist import wire
-from nbdist.engines import run_dir
 from nbdist.errors import CellInterrupted, SessionError, SwitchError
 from nbdist.kernel.settling import Transaction
 from nbdist.kernel.switching import SwitchReport, differences
@@ -70,7 +69,7 @@ class Handover:
             SwitchError: what failed and why; ranks with the old options have everything, or
                 where that failed too, the message names the folder with the files.
         """
-        folders = run_dir.private_folders()
+        folders = self.gang.fleet.private_folders()
         kept: Path | None = None
         try:
             with not_stopped(lambda: self._show("cannot be stopped half-way")):
@@ -166,7 +165,7 @@ class Handover:
         except (SwitchError, CellInterrupted) as error:
             if isinstance(error, CellInterrupted) and kind == wire.LEAVE:
                 raise  # nothing is changed
-            gone = [rank for rank, one in enumerate(self.gang.members) if not one.alive()]
+            gone = self.gang.gone()
             ended = f" (rank {', '.join(map(str, gone))} ended)" if gone else ""
             raise SwitchError(f"{error}{ended}") from error
         reports = [replies[rank]["report"] for rank in sorted(replies)]

@@ -22,8 +22,8 @@ from nbdist.kernel.whereabouts import Whereabouts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nbdist.engines.channel import Channel, Message
     from nbdist.errors import NbdistError, RankDied
-    from nbdist.kernel.channel import Channel, Message
     from nbdist.kernel.gang import Gang
 
 TICK_S = 0.2

@@ -14,6 +14,7 @@ peers are stopped in the same way, unasked.
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -23,8 +24,8 @@ from nbdist import wire
 from nbdist.kernel.standstill import apart, place, standstill
 
 if TYPE_CHECKING:
+    from nbdist.engines.channel import Channel, Message
     from nbdist.errors import RankDied
-    from nbdist.kernel.channel import Channel, Message
     from nbdist.kernel.gang import Gang
     from nbdist.kernel.standstill import Standstill
     from nbdist.kernel.whereabouts import Whereabouts
@@ -226,7 +227,7 @@ class Ladder:
         self.stuck = f"{rank_names.words(stuck)} in {', '.join(places)}"
         self._stop_after(0)
         pids = [member.pid for member in self._gang.members]
-        content: Any = wire.ReleaseRequest(pids=pids)
+        content: Any = wire.ReleaseRequest(pids=pids, id=secrets.token_hex(8))
         for rank in range(self._world_size):
             self._gang.post(rank, "control", wire.RELEASE, content)
         self._gang.wake()

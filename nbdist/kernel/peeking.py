@@ -15,7 +15,7 @@ from nbdist import wire
 from nbdist.errors import SessionError
 
 if TYPE_CHECKING:
-    from nbdist.kernel.channel import Channel, Message
+    from nbdist.engines.channel import Channel, Message
     from nbdist.kernel.gang import Gang
 
 GIVEN_UP_S = 30.0

@@ -14,6 +14,8 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from nbdist.engines.fleet import Process
+
 UNRESPONSIVE_S = 3.0
 _STOPPED = {
     psutil.STATUS_STOPPED: "stopped, state T",
@@ -33,11 +35,11 @@ class Pulse:
         """Why a process does not answer: "unresponsive (stopped, state T)"; "" if it does."""
         return self._told.get(name, "")
 
-    def look(self, pids: Mapping[str, int]) -> list[str]:
+    def look(self, processes: Mapping[str, Process]) -> list[str]:
         """Look at all of them; returns a line for each that has changed."""
         lines = []
-        for name, pid in pids.items():
-            state = _STOPPED.get(_status(pid))
+        for name, process in processes.items():
+            state = _STOPPED.get(process.status)
             if state is None:
                 self._since.pop(name, None)
                 if self._told.pop(name, None):
@@ -45,7 +47,7 @@ class Pulse:
             elif name not in self._told and self._long_enough(name):
                 self._told[name] = f"unresponsive ({state})"
                 lines.append(
-                    f"nbdist: {name} is {self._told[name]}: kill -CONT {pid} lets it go on,"
+                    f"nbdist: {name} is {self._told[name]}: kill -CONT {process.pid} lets it go on,"
                     " %nbdist restart takes new ranks"
                 )
         return lines
@@ -53,10 +55,3 @@ class Pulse:
     def _long_enough(self, name: str) -> bool:
         now = time.monotonic()
         return now - self._since.setdefault(name, now) > UNRESPONSIVE_S
-
-
-def _status(pid: int) -> str:
-    try:
-        return str(psutil.Process(pid).status())
-    except psutil.NoSuchProcess:
-        return ""

@@ -52,6 +52,7 @@ from nbdist.kernel.screen import LiveScreen, PinnedScreen
 from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import SwitchReport
 from nbdist.kernel.turns import in_turn, in_turn_on_these_ranks, tell_of_waiting
+from nbdist.kernel.where import FIXED, NAMES, Where
 from nbdist.kernel.whereabouts import Whereabouts
 from nbdist.paths import expanded
 from nbdist.plan.checked import Measured
@@ -61,9 +62,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
+    from nbdist.engines.channel import Message
+    from nbdist.engines.fleet import Engine
     from nbdist.kernel.calibrating import Calibrated
     from nbdist.kernel.causes import Death
-    from nbdist.kernel.channel import Message
     from nbdist.kernel.devices import Placement
     from nbdist.kernel.exporting import ExportReport
     from nbdist.kernel.foreign import ForeignReport
@@ -75,7 +77,7 @@ State = Literal["new", "ready", "running", "dead", "stopped"]
 
 
 class Session:
-    """Ranks on this machine that run cells and keep their variables.
+    """Ranks on this machine, or on nodes of a cluster, that run cells and keep their variables.
 
     A context manager; the first `run()` starts it at the latest.
 
@@ -91,10 +93,12 @@ class Session:
         engine: where launchers come from. Default: this machine.
         options: what else `strategies.Options` has: offload_params, replicate_across,
             activation_checkpointing, compile, accumulate, clip, fsdp_config,
-            deepspeed_config.
+            deepspeed_config. And where the ranks are: on ("local", "ray", "ray://HOST:PORT",
+            "slurm"), nodes, gpus_per_node, interface; of Slurm partition, time, account.
 
     Raises:
         OptionError: a value that is not allowed, or that the backend does not have.
+        StartError: no cluster there, or it has not enough.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class Session:
         devices: str | Sequence[int] | None = None,
         *,
         auto: bool = False,
-        engine: LocalEngine | None = None,
+        engine: Engine | None = None,
         **options: Any,
     ) -> None:
         """Check the options; start nothing yet."""
@@ -131,8 +135,9 @@ class Session:
         self.received: dict[str, Any] = {}
         """Values of send(), by name."""
         self._death: RankDied | None = None
+        self._where = Where({name: options.pop(name) for name in NAMES if name in options})
         self._gang = Gang(
-            engine or LocalEngine(),
+            self._where.engine() or engine or LocalEngine(),
             on_message=self._receive,
             on_idle=self._on_idle,
             on_death=self._die,
@@ -144,13 +149,18 @@ class Session:
         self._profiler = Profiler(self._gang, lambda one: judging.judged(self, self._gang, one))
         named = {"backend": backend, "precision": precision, "offload": offload}
         given = {name: value for name, value in named.items() if value is not None}
-        self._configure({"nproc": nproc, "devices": devices, "auto": auto} | given | options)
+        asked_for = {"nproc": nproc, "devices": devices, "auto": auto, **self._where.spread}
+        try:
+            self._configure(asked_for | given | options)
+        except BaseException:
+            self._where.close()
+            raise
 
     # -- options
 
     def _configure(self, options: Mapping[str, Any]) -> None:
         self._asked = dict(options)
-        self._choice = Choice.of(options)
+        self._choice = Choice.of(options, self._where)
         self.metrics = Metrics(self.world_size)
         self.logs = {rank: RankLog() for rank in range(self.world_size)}
 
@@ -191,6 +201,11 @@ class Session:
         return self._choice.placement.nproc
 
     @property
+    def on(self) -> str:
+        """Where the ranks are: "local", "ray", "ray://HOST:PORT", "slurm"."""
+        return self._where.on
+
+    @property
     def place(self) -> str:
         """Ranks and devices in a few words."""
         return self._choice.place
@@ -228,11 +243,13 @@ class Session:
         """
         if not changes:
             return {}
-        return self._choice.differing(Choice.of(self._with(changes)))
+        return self._choice.differing(Choice.of(self._with(changes), self._where))
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """What was asked for, changed."""
-        return asked.changed(self._asked, changes)
+        """What was asked for, changed; it stays where it is."""
+        self._where.check(changes)
+        stays = {name: value for name, value in changes.items() if name not in FIXED}
+        return asked.changed(self._asked, stays)
 
     # -- life
 
@@ -266,6 +283,7 @@ class Session:
         return self
 
     def _start_ranks(self, choice: Choice, progress: Callable[[str], None]) -> None:
+        self._where.settle(choice.placement)
         self._gang.start(
             world_size=choice.placement.nproc,
             devices=choice.visible,
@@ -291,6 +309,7 @@ class Session:
         self._cells.die(RankDied("The session was stopped; %%distribute starts a new one."))
         self._gang.close()
         self._no_more_saves("the session was stopped")
+        self._where.close()
         self.state = "stopped"
         if current() is self:
             _set_current(None)
@@ -302,16 +321,20 @@ class Session:
         """Call it once, when the session has been stopped."""
         self._at_stop.append(callback)
 
-    def restart(self, **changes: Any) -> Self:
+    def restart(self, *, wait: bool = False, **changes: Any) -> Self:
         """Start new ranks, with changed options if given; the old ranks' variables are lost.
 
-        Waits for a command of the panel, which Stop cuts short.
+        Waits for a command of the panel, which Stop cuts short. When nodes of a cluster are
+        gone, the ranks start on those that are left, and are fewer; with `wait` when as many
+        nodes as before are there again.
 
         Raises:
             OptionError: a value that is not allowed; the old ranks are still there.
             StartError: the new ranks did not come up.
         """
-        Choice.of(self._with(changes))  # what is not allowed ends nothing
+        if self._death is not None and not wait:
+            changes = self._where.left(self.placement) | changes
+        Choice.of(self._with(changes), self._where)  # what is not allowed ends nothing
         self._end_others()
         return self._restart(**changes)
 
@@ -563,9 +586,9 @@ class Session:
         self._profiler.tick()
         return self._cells.show_late()
 
-    def _take_sent(self, name: str, path: str) -> None:
+    def _take_sent(self, rank: int, name: str, path: str) -> None:
         """Bind a value of send() in the notebook, while the cell still runs."""
-        value = transfer.received(path, self._gang.run_dir)[name]
+        value = transfer.received(rank, path, self._gang)[name]
         self.received[name] = value
         source.bind(name, value)
 
@@ -641,7 +664,7 @@ class Session:
         reset = bool(changes.pop("reset_optimizer", False))
         wished = {"backend": backend, **changes} if backend is not None else changes
         asked_for = self._with(wished)
-        then = self._choice.decides(Choice.of(asked_for))
+        then = self._choice.decides(Choice.of(asked_for, self._where))
         differing = self._choice.differing(then)
         if self.state in {"new", "stopped"} or not differing:
             if self.state == "new":
@@ -747,9 +770,9 @@ class Session:
         """
         self._ensure_free()
         self.start()
-        request = wire.SaveRequest(
-            root=str(self._folder(folder)), name=name, overwrite=overwrite, keep=keep
-        )
+        root = self._folder(folder)
+        self._gang.fleet.see(root)
+        request = wire.SaveRequest(root=str(root), name=name, overwrite=overwrite, keep=keep)
         with self.activity.doing("saving", f"copying the state for checkpoint {name}"):
             save = self._saves.begin(request, range(self.world_size), self._gang)
             if wait:
@@ -836,6 +859,7 @@ class Session:
         )
         self._ensure_free()
         self.start()
+        self._gang.fleet.see(Path(content["folder"]).parent)
         with self.activity.doing("exporting", f"exporting to {folder}"):
             return exporting.export(content, range(self.world_size), self._gang, self._listen)
 
@@ -995,22 +1019,26 @@ class Session:
 
     def status(self) -> dict[str, Any]:
         """State of session and ranks, as plain values."""
+        gone = self._gang.gone()
         members = [
             {
                 "rank": rank,
                 "pid": member.pid,
                 "device": member.device,
-                "alive": member.alive(),
+                "node": self._gang.node_of(rank),
+                "alive": rank not in gone,
                 "unresponsive": self._gang.pulse.words(f"rank {rank}"),
             }
             for rank, member in enumerate(self._gang.members)
         ]
+        launchers = self._gang.launchers
         return {
             "state": self.state,
             "standstill": self.standstill,
             "world_size": self.world_size,
             "options": self.options.to_json(),
-            "launcher": self._gang.launcher,
+            "launcher": launchers[0] if launchers else None,
+            "launchers": launchers,
             "ranks": members,
         }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist import payload, wire
@@ -10,19 +9,19 @@ from nbdist.errors import PayloadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
-    from nbdist.engines.run_dir import RunDir
     from nbdist.kernel.gang import Gang
 
 
 def push(values: Mapping[str, object], ranks: Sequence[int], gang: Gang) -> int:
     """Bind `values` on `ranks`; returns the bytes, written once for all of them."""
-    path = payload.write_where_room(dict(values), _folders(gang.run_dir))
-    try:
-        gang.ask(ranks, wire.PUSH, wire.PushRequest(path=str(path)), raises=PayloadError)
-        return path.stat().st_size
-    finally:
-        path.unlink(missing_ok=True)
+    file = payload.write_where_room(dict(values), gang.fleet.staging)
+    size = file.stat().st_size
+    with gang.fleet.shipped(file, ranks) as paths:
+        requests = {rank: wire.PushRequest(path=path) for rank, path in paths.items()}
+        gang.ask_each(requests, wire.PUSH, raises=PayloadError)
+    return size
 
 
 def pull(
@@ -31,7 +30,7 @@ def pull(
     gang: Gang,
     *,
     as_numpy: bool,
-    gather: Callable[[str, Sequence[Path]], str],
+    gather: Callable[[str, Sequence[str]], str],
 ) -> dict[str, Any]:
     """Fetch variables of one rank, by name.
 
@@ -40,31 +39,24 @@ def pull(
         rank: whose.
         gang: all ranks.
         as_numpy: arrays in the place of tensors.
-        gather: lets all ranks write a prepared model into one file; which no rank can alone.
+        gather: lets all ranks write a prepared model into one file of rank 0; which no rank
+            can alone.
     """
-    folders = _folders(gang.run_dir)
-    request = wire.PullRequest(names=list(names), folders=[str(f) for f in folders])
+    request = wire.PullRequest(names=list(names), folders=gang.fleet.folders(rank))
     reply: wire.FileReply = gang.ask([rank], wire.PULL, request, raises=PayloadError)[rank]
     if "prepared" not in reply:
-        return received(reply["path"], gang.run_dir, as_numpy=as_numpy)
+        return received(rank, reply["path"], gang, as_numpy=as_numpy)
     values: dict[str, Any] = {}
     for name in reply["prepared"]:
-        values |= received(gather(name, folders), gang.run_dir, as_numpy=as_numpy)
+        gathered = gather(name, gang.fleet.folders(0))
+        values |= received(0, gathered, gang, as_numpy=as_numpy)
     if others := [name for name in names if name not in values]:
         values |= pull(others, rank, gang, as_numpy=as_numpy, gather=gather)
     return values
 
 
-def received(path: str, run_dir: RunDir, *, as_numpy: bool = False) -> dict[str, Any]:
+def received(rank: int, path: str, gang: Gang, *, as_numpy: bool = False) -> dict[str, Any]:
     """Read a payload file that a rank wrote, and delete it."""
-    file = Path(path)
-    if file.parent not in _folders(run_dir):
-        msg = f"A rank named {path}, which lies outside of this session's own folders."
-        raise PayloadError(msg)
+    file: Path = gang.fleet.fetch(rank, path)
     values: dict[str, Any] = payload.read(file, as_numpy=as_numpy, delete=True)
     return values
-
-
-def _folders(run_dir: RunDir) -> list[Path]:
-    """Where payload files may lie, best first: shared memory, then the temp folder."""
-    return [run_dir.bulk, run_dir.path]

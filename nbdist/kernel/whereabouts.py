@@ -17,7 +17,7 @@ from nbdist.errors import SessionError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nbdist.kernel.channel import Channel, Message
+    from nbdist.engines.channel import Channel, Message
     from nbdist.kernel.gang import Gang
 
 GIVEN_UP_S = 10.0

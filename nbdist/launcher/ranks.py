@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.02
 """How often torch elastic looks at the ranks; its default 0.1 s is felt at a restart."""
-LOOPBACK_INTERFACE = "lo"
 
 rendezvous.register()
 # a page of agent's traceback for each rank that was ended on purpose; exit codes are reported
@@ -54,7 +53,7 @@ def run(launch: wire.Launch, link: Link) -> wire.Ended:
                 link.remove_at_end(own.offload_path)
             fork(replace(launch, options=own.to_json()), link, watch)
     except ChildFailedError as error:
-        codes = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
+        codes = {str(launch.first + n): failure.exitcode for n, failure in error.failures.items()}
         return wire.Ended(launch.generation, codes)
     return wire.Ended(launch.generation)
 
@@ -79,8 +78,8 @@ def take_over(launch: wire.Launch) -> None:
     """Put on the kernel's environment, folder and import path."""
     os.environ.update(launch.env)
     os.environ.update(
-        GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE,
-        NCCL_SOCKET_IFNAME=LOOPBACK_INTERFACE,
+        GLOO_SOCKET_IFNAME=launch.interface,
+        NCCL_SOCKET_IFNAME=launch.interface,
         PYTORCH_NVML_BASED_CUDA_CHECK="1",  # is_available() without cuInit, which breaks forks
         CUDA_VISIBLE_DEVICES=",".join(launch.devices or []),
     )
@@ -91,12 +90,12 @@ def take_over(launch: wire.Launch) -> None:
 
 
 def fork(launch: wire.Launch, link: Link, watch: Watch) -> None:
-    """Fork `world_size` ranks and wait for them."""
-    if launch.world_size > 1:
+    """Fork this launcher's ranks and wait for them; those of other nodes are not its business."""
+    if launch.ranks_here > 1:
         notebook_launcher(
             rank_main,
             (launch, link, watch),
-            num_processes=launch.world_size,
+            num_processes=launch.ranks_here,
             rdzv_backend=rendezvous.NAME,
             rdzv_endpoint=rendezvous.ENDPOINT,
             rdzv_id=f"nbdist-{launch.generation}",

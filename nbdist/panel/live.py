@@ -91,7 +91,8 @@ class View:
         self._lock = threading.Lock()
 
     def _pids(self) -> dict[int, int]:
-        return {one["rank"]: one["pid"] for one in self.session.status()["ranks"]}
+        here = [one for one in self.session.status()["ranks"] if not one["node"]]
+        return {one["rank"]: one["pid"] for one in here}  # a number of another machine says nothing
 
     def draw(self, **more: Any) -> Picture:
         """The session at this moment."""

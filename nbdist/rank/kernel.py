@@ -469,7 +469,7 @@ class RankKernel(IPythonKernel):
         """Free the main thread from a collective; on the control thread."""
         if self.meeting is not None:
             self.meeting.give_up()
-        closed = release.release(request["pids"])
+        closed = release.release(request["pids"], request["id"])
         return wire.ReleaseReply(closed=closed)
 
     def renew(self, request: wire.RenewRequest) -> wire.RenewReply:

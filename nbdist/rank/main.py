@@ -32,7 +32,7 @@ def rank_main(launch: wire.Launch, link: Link, watch: Watch) -> None:
     family.die_with_parent()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # torch elastic's handlers came with the fork
-    rank = int(os.environ["RANK"])
+    rank = take_place(launch)
     watch.announce(rank)
     blackbox.install(launch.run_dir, f"rank{rank}")
     link.close_in_rank()
@@ -47,6 +47,24 @@ def rank_main(launch: wire.Launch, link: Link, watch: Watch) -> None:
     app.start()
 
 
+def take_place(launch: wire.Launch) -> int:
+    """Set this rank's place among all ranks, which torch elastic does not know of.
+
+    To it each node is a world of its own: it would bring nodes together through a TCPStore,
+    which listens on every interface, and could not start unequal numbers of ranks.
+    """
+    rank = launch.first + int(os.environ["LOCAL_RANK"])
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(launch.world_size),
+        ROLE_RANK=str(rank),
+        ROLE_WORLD_SIZE=str(launch.world_size),
+        GROUP_RANK=str(launch.node),
+        GROUP_WORLD_SIZE=str(launch.nodes),
+    )
+    return rank
+
+
 def get_ready(launch: wire.Launch, rank: int) -> RankApp:
     """Join the group, open the sockets, fill the namespace, pass the first barrier."""
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -54,9 +72,10 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
     meeting = None
     if not on_gpu:
         share_cores(launch)
+    if not on_gpu and launch.nodes == 1:  # the board is memory that all ranks see
         board = Board(Path(launch.run_dir), rank=rank, world_size=launch.world_size)
         meeting = collectives.install(board)
-    group.join(store.open_in(launch.run_dir), on_gpu=on_gpu)
+    group.join(store.opened(launch), on_gpu=on_gpu)
     options = strategies.Options.from_json(launch.options)
     hardware = strategies.Hardware.from_json(launch.hardware)
     chooser = None if launch.auto is None else Chooser(launch.auto, options, hardware)
@@ -83,5 +102,5 @@ def share_cores(launch: wire.Launch) -> None:
     """Split the cores among CPU ranks, unless the user set OMP_NUM_THREADS."""
     # asked of the kernel's environment: in ours torch elastic has set 1 where it was unset
     chosen = launch.env.get("OMP_NUM_THREADS", "")
-    share = max(1, len(os.sched_getaffinity(0)) // launch.world_size)
+    share = max(1, len(os.sched_getaffinity(0)) // launch.ranks_here)
     torch.set_num_threads(int(chosen) if chosen.isdecimal() and int(chosen) else share)

@@ -10,32 +10,56 @@ of no use afterwards; `rank.renew` makes new ones.
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+import json
 import os
 import socket
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from torch import distributed
 from torch.distributed import distributed_c10d
+
+from nbdist.rank import store as stores
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 Address = tuple[str, int]
+TOLD_S = dt.timedelta(seconds=1.5)
+"""For the ranks of other nodes to say what connects them; one that is stopped does not."""
 
 
-def release(pids: Iterable[int]) -> int:
+def release(pids: Iterable[int], name: str) -> int:
     """Close what connects this rank with others; returns how many connections.
 
     Args:
         pids: processes of all ranks.
+        name: of this release, the same on all ranks.
     """
-    theirs = {own for pid in pids if pid != os.getpid() for own, _, _ in _connections(pid)}
+    store = stores.store()
+    if isinstance(store, stores.NodeStore):
+        theirs = _told(store, name)
+    else:
+        theirs = {own for pid in pids if pid != os.getpid() for own, _, _ in _connections(pid)}
     closed = sum(_shut(fd) for _, other, fd in _connections(os.getpid()) if other in theirs)
     if torch.cuda.is_initialized():
         distributed_c10d._abort_process_group()  # noqa: SLF001 - torch 2.13 has no public name
     return closed
+
+
+def _told(store: stores.NodeStore, name: str) -> set[Address]:
+    """Own ends of the other ranks' connections, as they say: a process number is a node's own."""
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    keys = [f"release/{name}/{one}" for one in range(world_size)]
+    own = [end for end, _, _ in _connections(os.getpid())]
+    store.set(keys[rank], json.dumps(own))
+    with contextlib.suppress(distributed.DistStoreError):  # some are silent: the others are freed
+        store.wait(keys, TOLD_S)
+    others = [key for key in keys if key != keys[rank] and store.check([key])]
+    return {(ip, port) for key in others for ip, port in json.loads(store.get(key))}
 
 
 def _connections(pid: int) -> list[tuple[Address, Address, int]]:

@@ -183,7 +183,7 @@ class Chaos:
 
     def orphans(self) -> set[psutil.Process]:
         """Processes of ranks and launchers that should be gone."""
-        launcher = self.session._gang._launcher
+        launcher = self.session._gang.fleet
         own = {psutil.Process(launcher.process.pid)} if launcher and launcher.alive else set()
         if self.session.state in {"ready", "running"}:
             own |= {child for one in own for child in one.children(recursive=True)}

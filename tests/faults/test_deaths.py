@@ -311,7 +311,7 @@ def test_children_of_a_killed_rank_end_too(session: Session) -> None:
 @pytest.mark.fault("B3", "B14")
 def test_a_killed_launcher_is_told_and_all_of_it_ends(session: Session) -> None:
     children = [pid for own in session.run(CHILDREN).values.values() for pid in own]
-    ranks, folder = pids(session), session._gang.run_dir
+    ranks, folder = pids(session), session._gang.fleet.run_dir
     os.kill(launcher(session), signal.SIGKILL)
     eventually(lambda: gone(ranks), within_s=TOLD_S)
     assert told(session).startswith("the launcher ended with signal 9 (SIGKILL)")
@@ -374,7 +374,7 @@ def test_a_stopped_launcher_is_told_and_does_not_hold_up_a_restart(session: Sess
 
 @pytest.mark.fault("B11")
 def test_a_stop_is_bounded_by_what_cannot_be_killed(session: Session) -> None:
-    held = session._gang._launcher
+    held = session._gang.fleet
     real, held.process = held.process, Unkillable(held.process)
     began = time.monotonic()
     with pytest.warns(RuntimeWarning, match=f"cannot be killed: {real.pid}"):

@@ -171,7 +171,7 @@ def test_long_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 @pytest.mark.fault("S2")
 def test_private_folder() -> None:
     with nbdist.Session(nproc=1) as session:
-        folder = session._gang.run_dir
+        folder = session._gang.fleet.run_dir
         for path in (folder.path, folder.bulk):
             assert path.stat().st_mode & 0o777 == 0o700
     assert not folder.path.exists()

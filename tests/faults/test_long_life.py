@@ -54,7 +54,7 @@ def everything(session: Session) -> Everything:
     ranks = [psutil.Process(rank["pid"]) for rank in session.status()["ranks"]]
     held = {"kernel": of(psutil.Process().pid), "launcher": of(ranks[0].ppid())}
     held |= {f"rank {rank}": of(process.pid) for rank, process in enumerate(ranks)}
-    folder = session._gang.run_dir
+    folder = session._gang.fleet.run_dir
     files = Counter(
         # numbers and random parts of names do not count
         re.sub(r"(?<=_)\w{8}(?=/|$)|\d+", "*", str(path.relative_to(top)))

@@ -11,8 +11,8 @@ import zmq
 from jupyter_client.session import DELIM
 from jupyter_client.session import Session as Signer
 
+from nbdist.engines.channel import Sockets, write_connections
 from nbdist.errors import StartError
-from nbdist.kernel.channel import Channels, write_connections
 from nbdist.rank.kernel import RankApp
 from nbdist.signed import Signer as Ours
 from tests.conftest import eventually
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist import Session
-    from nbdist.kernel.channel import Channel, Message
+    from nbdist.engines.channel import Channel, Message
 
 KEY = "0123456789abcdef" * 4
 FORGED = "forged = True"
@@ -38,7 +38,7 @@ class Door(NamedTuple):
 
 def opened(session: Session, rank: int, channel: str) -> Iterator[Door]:
     """Connect to a rank as a process of the same user could; others cannot."""
-    folder = session._gang.run_dir.path / str(session._gang.generation)
+    folder = session._gang.fleet.run_dir.path / str(session._gang.generation)
     file = json.loads((folder / f"rank{rank}.json").read_text())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -159,7 +159,7 @@ def test_a_flood_of_junk_does_not_fill_the_log(door: Door, session: Session) -> 
     for _ in range(FLOOD):
         door.socket.send_multipart([DELIM, os.urandom(32), b"{}", b"{}", b"{}", b"{}"])
     assert session.run("rank").values == {0: 0, 1: 1}
-    launcher = session._gang._launcher
+    launcher = session._gang.fleet
     assert launcher is not None
     assert len(launcher.log.tail()) < 50_000
     assert len(session.logs[1].text()) < 50_000
@@ -219,7 +219,7 @@ def test_the_kernel_reads_on_behind_frames_of_a_stranger(
     rank.linger = 0
     rank.bind(connections[0].address(channel))
     seen = Seen()
-    channels = Channels(connections, seen)
+    channels = Sockets(connections, seen)
     genuine = Ours(key=KEY.encode())
 
     def arrives(number: int) -> bool:
@@ -247,7 +247,7 @@ def test_the_kernel_reads_on_behind_frames_of_a_stranger(
 
 @pytest.mark.fault("S4")
 def test_every_channel_is_a_unix_socket(session: Session) -> None:
-    folder = session._gang.run_dir.path / str(session._gang.generation)
+    folder = session._gang.fleet.run_dir.path / str(session._gang.generation)
     for rank in range(2):
         file = json.loads((folder / f"rank{rank}.json").read_text())
         assert file["transport"] == "ipc"

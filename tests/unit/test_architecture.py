@@ -11,10 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "nbdist"
 PURE = {"errors", "machine", "strategies", "wire", "payload", "ranks", "owner", "shared_memory"}
-PURE |= {"builds", "paths", "redacted", "signed"}
+PURE |= {"builds", "paths", "redacted", "signed", "wire_nodes"}
 MAY_IMPORT = {
     "errors": {"wire"},
     "wire": set(),
+    "wire_nodes": set(),
     "owner": set(),
     "shared_memory": {"owner"},
     "machine": set(),
@@ -29,7 +30,10 @@ MAY_IMPORT = {
     "state": {"errors", "checkpoint"},
     "plan": {"errors", "machine", "paths", "strategies", "trace"},
     "profile": {"errors", "plan", "ranks", "strategies", "wire"},
-    "engines": {"errors", "owner", "redacted", "shared_memory", "wire"},
+    # "" for the version that nodes must have, and for the folder that Ray brings to them
+    "engines": {"", "machine", "errors", "owner", "redacted", "shared_memory", "signed", "wire"}
+    | {"wire_nodes"},
+    "node": {"", "engines", "errors", "wire", "wire_nodes"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     # "panel" where a session is displayed; test_the_kernel_shows_a_panel_only_when_asked
     "kernel": {*PURE, "checkpoint", "engines", "plan", "profile", "state", "panel"},

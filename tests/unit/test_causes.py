@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist import wire
+from nbdist.engines import fleet, processes
 from nbdist.engines.local import LAUNCHER, LAUNCHER_GONE
 from nbdist.kernel import causes, pulse
 from nbdist.kernel.oom import OomCounter, events_file
@@ -165,7 +166,9 @@ def test_a_stopped_process_is_told_once_and_when_it_goes_on(
     seen, told = pulse.Pulse(), list[str]()
 
     def looked() -> int:
-        told.extend(seen.look({"rank 3": sleeper.pid, "rank 4": os.getpid()}))
+        pids = {"rank 3": sleeper.pid, "rank 4": os.getpid()}
+        found = {name: fleet.Process(pid, processes.status(pid)) for name, pid in pids.items()}
+        told.extend(seen.look(found))
         return len(told)
 
     assert looked() == 0

@@ -1,4 +1,4 @@
-"""Sockets to the ranks, all owned by one reader thread of the kernel.
+"""Channels to the ranks: sockets on this machine, all owned by one reader thread of the kernel.
 
 ZMQ sockets belong to one thread: others hand over finished frames through a queue and a
 wake-up. Messages are signed and checked by jupyter_client; iopub is read without a
@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -64,10 +65,19 @@ class Connection:
         return f"ipc://{self.path}-{self.ports[channel]}"
 
 
-def write_connections(folder: Path, *, world_size: int, key: bytes) -> list[Connection]:
-    """Write a connection file (0600) for every rank; `jupyter console --existing` reads them."""
+def write_connections(
+    folder: Path, *, world_size: int, key: bytes, first: int = 0
+) -> list[Connection]:
+    """Write a connection file (0600) for every rank; `jupyter console --existing` reads them.
+
+    Args:
+        folder: private; the sockets will be there too.
+        world_size: how many ranks there are on this machine.
+        key: that signs their messages.
+        first: number of the first of them.
+    """
     connections = []
-    for rank in range(world_size):
+    for rank in range(first, first + world_size):
         path = str(folder / f"r{rank}")
         _, written = write_connection_file(
             str(folder / f"rank{rank}.json"), ip=path, transport="ipc", key=key
@@ -78,39 +88,19 @@ def write_connections(folder: Path, *, world_size: int, key: bytes) -> list[Conn
     return connections
 
 
-class Channels:
-    """Signed channels to all ranks of one start."""
+class Channels(ABC):
+    """Signed channels to all ranks of one start, whatever carries the frames.
 
-    def __init__(self, connections: list[Connection], reader: Reader) -> None:
-        """Connect; ranks that have not bound their sockets yet are reached once they do."""
+    Args:
+        key: that signs.
+        reader: gets what is signed.
+    """
+
+    def __init__(self, key: bytes, reader: Reader) -> None:
+        """Open nothing yet."""
         self._reader = reader
-        self._signer = Signer(key=connections[0].key, username="nbdist")
-        self._context = zmq.Context()
-        self._outbox: deque[tuple[int, Channel, list[bytes]]] = deque()
-        self._sockets = {
-            (rank, channel): self._connect(connection, channel)
-            for rank, connection in enumerate(connections)
-            for channel in CHANNELS
-        }
-        self._woken = self._context.socket(zmq.PAIR)
-        self._woken.bind(WAKE)
-        self._wake = self._context.socket(zmq.PAIR)
-        self._wake.connect(WAKE)
-        self._wake_lock = threading.Lock()
-        self._closing = False
+        self._signer = Signer(key=key, username="nbdist")
         self._refusal_told = self._idle_failed = False
-        self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
-        self._thread.start()
-
-    def _connect(self, connection: Connection, channel: Channel) -> zmq.Socket[bytes]:
-        socket = self._context.socket(CHANNELS[channel])
-        socket.linger = 0
-        socket.set_hwm(0)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        if channel == "iopub":
-            socket.subscribe(b"")
-        socket.connect(connection.address(channel))
-        return socket
 
     def send(
         self,
@@ -126,7 +116,84 @@ class Channels:
         message = self._signer.msg(kind, content or {}, metadata=metadata)
         if message_id is not None:
             message["header"]["msg_id"] = message["msg_id"] = message_id
-        self._outbox.append((rank, channel, self._signer.serialize(message)))
+        self._queue(rank, channel, self._signer.serialize(message))
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Make the reader thread send what is queued and call `Reader.idle`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the reader thread and let go of the ranks."""
+
+    @abstractmethod
+    def _queue(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
+        """Queue frames to a rank."""
+
+    def _idle(self) -> bool:
+        """Have done what is due; whatever fails in it, the ranks' messages are read on."""
+        try:
+            busy, self._idle_failed = self._reader.idle(), False
+        except Exception:
+            busy = True
+            if not self._idle_failed:  # it would be said a hundred times a second
+                self._idle_failed = True
+                log.exception("the session could not be looked at")
+        return busy
+
+    def _take(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
+        """Pass a message on; whatever came, the other ranks' messages are read after it."""
+        message = self._signer.opened(frames)
+        if message is None:
+            if not self._refusal_told:
+                self._refusal_told = True
+                log.warning("rank %d, %s: a message that is not signed was dropped", rank, channel)
+            return
+        try:
+            self._reader.receive(rank, channel, message)
+        except Exception:
+            # a cell can write what it likes to its own kernel's sockets
+            log.exception("rank %d, %s: a message that nobody can read", rank, channel)
+
+
+def connected(
+    context: zmq.Context[Any], connection: Connection, channel: Channel
+) -> zmq.Socket[bytes]:
+    """Connect to a rank; one that has not bound its sockets yet is reached once it does."""
+    socket: zmq.Socket[bytes] = context.socket(CHANNELS[channel])
+    socket.linger = 0
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    if channel == "iopub":
+        socket.subscribe(b"")
+    socket.connect(connection.address(channel))
+    return socket
+
+
+class Sockets(Channels):
+    """Channels to ranks on this machine."""
+
+    def __init__(self, connections: list[Connection], reader: Reader) -> None:
+        """Connect; ranks that have not bound their sockets yet are reached once they do."""
+        super().__init__(connections[0].key, reader)
+        self._context = zmq.Context()
+        self._outbox: deque[tuple[int, Channel, list[bytes]]] = deque()
+        self._sockets = {
+            (rank, channel): connected(self._context, connection, channel)
+            for rank, connection in enumerate(connections)
+            for channel in CHANNELS
+        }
+        self._woken = self._context.socket(zmq.PAIR)
+        self._woken.bind(WAKE)
+        self._wake = self._context.socket(zmq.PAIR)
+        self._wake.connect(WAKE)
+        self._wake_lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
+        self._thread.start()
+
+    def _queue(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
+        self._outbox.append((rank, channel, frames))
 
     def wake(self) -> None:
         """Make the reader thread send what is queued and call `Reader.idle`."""
@@ -161,17 +228,6 @@ class Channels:
             socket.close(0)
         self._context.term()
 
-    def _idle(self) -> bool:
-        """Have done what is due; whatever fails in it, the ranks' messages are read on."""
-        try:
-            busy, self._idle_failed = self._reader.idle(), False
-        except Exception:
-            busy = True
-            if not self._idle_failed:  # it would be said a hundred times a second
-                self._idle_failed = True
-                log.exception("the session could not be looked at")
-        return busy
-
     def _drain_wakes(self) -> None:
         with contextlib.suppress(zmq.Again):  # the queue of wake-ups is empty: wanted
             while True:
@@ -186,17 +242,3 @@ class Channels:
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
             while True:
                 self._take(rank, channel, socket.recv_multipart(zmq.DONTWAIT))
-
-    def _take(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
-        """Pass a message on; whatever came, the other ranks' messages are read after it."""
-        message = self._signer.opened(frames)
-        if message is None:
-            if not self._refusal_told:
-                self._refusal_told = True
-                log.warning("rank %d, %s: a message that is not signed was dropped", rank, channel)
-            return
-        try:
-            self._reader.receive(rank, channel, message)
-        except Exception:
-            # a cell can write what it likes to its own kernel's sockets
-            log.exception("rank %d, %s: a message that nobody can read", rank, channel)

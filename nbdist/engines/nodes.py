@@ -1,0 +1,643 @@
+"""A session's nodes: one agent with a launcher on each, reached through the kernel's hub.
+
+Runs in the kernel. To the kernel's rooms it is what one launcher is on one machine (`fleet`). All
+nodes start and end together: who loses one ends the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from nbdist import wire, wire_nodes
+from nbdist.engines.channel import BUSY_POLL_MS, QUIET_POLL_MS, Channels
+from nbdist.engines.fleet import GONE, Left, Process
+from nbdist.engines.hub import CLOSE_S, Hub
+from nbdist.engines.local import LAUNCHER, LAUNCHER_GONE, foreign_words
+from nbdist.engines.meeting_point import MeetingPoint
+from nbdist.engines.run_dir import RunDir
+from nbdist.errors import CheckpointError, PayloadError, SessionError, StartError
+from nbdist.wire_nodes import CHUNK_BYTES, LEASE_S, WINDOW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from nbdist.engines.base import Cluster, Kind, Place, Wanted
+    from nbdist.engines.channel import Channel, Reader
+    from nbdist.engines.fleet import Member
+
+HELLO_S = 120.0
+"""For the agents to be there once the cluster has started them."""
+ASK_S = 5.0
+FILE_S = 60.0
+"""Without a word about a file for so long, it will not come."""
+END_S = 10.0
+"""For the agents to end everything by themselves."""
+LOOK_S = 1.0
+SHARED_S = 5.0
+"""A file that was written here is seen on other machines within this time, on a disk they share."""
+SHARED_POLL_S = 0.25
+RUNNING = "running"
+
+
+def _nobody(_message: wire.LinkMessage) -> None:
+    """Listen to nodes that no session holds yet."""
+
+
+class Relay(Channels):
+    """Channels to ranks on nodes: their frames go through the hub."""
+
+    def __init__(self, nodes: Nodes, key: bytes, reader: Reader) -> None:
+        """Begin to read."""
+        super().__init__(key, reader)
+        self._nodes = nodes
+        self._inbox: SimpleQueue[tuple[int, Channel, list[bytes]] | None] = SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
+        self._thread.start()
+
+    def put(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
+        """Take what came; on the hub's thread."""
+        self._inbox.put((rank, channel, frames))
+
+    def wake(self) -> None:
+        """Send what is queued and have `Reader.idle` called."""
+        self._nodes.hub.wake()
+        self._inbox.put(None)
+
+    def close(self) -> None:
+        """End the reader thread."""
+        self._closing = True
+        self._nodes.let_go(self)
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(ASK_S)
+
+    def _queue(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
+        self._nodes.post_frames(rank, channel, frames)
+
+    def _serve(self) -> None:
+        timeout_s, due = 0.0, time.monotonic()
+        while not self._closing:
+            woken = False
+            with contextlib.suppress(Empty):  # nothing came: the session may have to do something
+                item = self._inbox.get(timeout=max(timeout_s, 0.001))
+                woken = item is None
+                if item is not None:
+                    self._take(*item)
+            if woken or time.monotonic() >= due:
+                timeout_s = (BUSY_POLL_MS if self._idle() else QUIET_POLL_MS) / 1000
+                due = time.monotonic() + timeout_s
+
+
+class Nodes:
+    """The nodes of a session, or those that it is about to get.
+
+    Args:
+        cluster: that gives them.
+        kind: of the ranks.
+    """
+
+    def __init__(self, cluster: Cluster, kind: Kind) -> None:
+        """Ask for nothing yet."""
+        self.kind = kind
+        self.listener: Callable[[wire.LinkMessage], None] = _nobody
+        self.places: list[Place] = []
+        self.run_dir = RunDir.create()
+        self.hub: Hub
+        self._cluster = cluster
+        self._hellos: dict[int, wire_nodes.Hello] = {}
+        self._warm: set[int] = set()
+        self._states: dict[int, dict[str, str]] = {}
+        self._lost: dict[int, str] = {}
+        self._shares: list[tuple[int, range]] = []
+        """Places that take part in the last start, with their ranks."""
+        self._node_of: dict[int, int] = {}
+        """By rank of the last start."""
+        self._generation = 0
+        self._ended: dict[int, wire.Ended] = {}
+        self._point = MeetingPoint(self._store_reply)
+        self._relay: Relay | None = None
+        self._asked: dict[int, tuple[int, SimpleQueue[Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._log = ""
+        self._closing = self._closed = False
+        self._ends = threading.Event()
+        """Nothing has to be looked at any more."""
+        self._over = threading.Event()
+        """Everything is ended and given back."""
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        atexit.register(self.close)
+
+    # -- life
+
+    def start(self, wanted: Wanted, progress: Callable[[str], None]) -> None:
+        """Get nodes and wait until an agent has come from each.
+
+        Raises:
+            StartError: no nodes, or one whose agent does not come; nothing stays reserved.
+        """
+        self.places = self._cluster.allot(wanted, progress)
+        got = sum(place.ranks for place in self.places)
+        if wanted.nproc is not None and got < wanted.nproc:
+            msg = f"{wanted.nproc} ranks were asked for and {self._cluster.name} gives {got}."
+            raise StartError(msg)
+        self.hub = Hub(self._cluster.reach, take=self._take, gone=self._connection_ended)
+        for target, name in ((self._tell, "nbdist-link"), (self._look, "nbdist-cluster")):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        progress(f"starting agents on {len(self.places)} nodes")
+        self._cluster.start([self._ticket(index) for index in range(len(self.places))])
+        self._wait_for_agents()
+
+    def _ticket(self, index: int) -> str:
+        public, secret = self.hub.let_in(index)
+        return wire_nodes.Ticket(
+            hub=self.hub.address,
+            hub_key=self.hub.public,
+            public=public,
+            secret=secret,
+            index=index,
+            kind=self.kind,
+            cwd=str(Path.cwd()),
+            path=list(sys.path),
+            lease_s=LEASE_S,
+        ).to_json()
+
+    def _wait_for_agents(self) -> None:
+        deadline = time.monotonic() + HELLO_S
+        while len(self._hellos) < len(self.places):
+            if self._lost:
+                index, why = next(iter(self._lost.items()))
+                raise StartError(f"{self._named(index)} {why}.")
+            if time.monotonic() > deadline:
+                missing = [self._named(i) for i in range(len(self.places)) if i not in self._hellos]
+                msg = (
+                    f"The agent of {', '.join(missing)} did not reach this machine at"
+                    f" {self.hub.address} within {HELLO_S:.0f} s: the nodes must be able to connect"
+                    " to that address, and a firewall must let them."
+                )
+                raise StartError(msg)
+            threading.Event().wait(0.02)
+
+    @property
+    def warm(self) -> bool:
+        """Whether all launchers can fork at once."""
+        return len(self._warm) == len(self.places)
+
+    @property
+    def alive(self) -> bool:
+        """Whether all nodes are there."""
+        return not self._lost and not self._closing
+
+    def fits(self, kind: Kind, world_size: int) -> bool:
+        """Whether these nodes can start so many ranks of this kind."""
+        room = sum(place.ranks for place in self.places)
+        return self.alive and self.kind == kind and world_size <= room
+
+    def close(self) -> None:
+        """End agents, launchers and ranks, and give the nodes back."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if closed:
+            self._over.wait(END_S + CLOSE_S)  # by another thread: the cluster has to be free
+            return
+        try:
+            self._close()
+        finally:
+            self._cluster.close()
+            self.run_dir.remove()
+            atexit.unregister(self.close)
+            self._over.set()
+
+    def _close(self) -> None:
+        if self._hellos:
+            self._log = self.log_tail()
+        self._closing = True
+        self.listener = _nobody
+        if self.places and self._threads:
+            for index in self._hellos:
+                self.hub.send(index, wire_nodes.End())
+            deadline = time.monotonic() + END_S
+            while not self._hellos.keys() <= self._lost.keys() and time.monotonic() < deadline:
+                threading.Event().wait(0.02)
+            self.hub.close()
+        self._events.put(None)
+        self._ends.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(ASK_S)
+
+    # -- what the kernel asks of a fleet
+
+    def launch(self, launch: wire.Launch, key: str, reader: Reader) -> Channels:
+        """Start ranks: each node its share, in the order of the nodes."""
+        self._shares, self._node_of = [], {}
+        first = 0
+        for index, place in enumerate(self.places):
+            mine = range(first, min(first + place.ranks, launch.world_size))
+            if mine:
+                self._shares.append((index, mine))
+                self._node_of |= dict.fromkeys(mine, index)
+            first = mine.stop
+        self._generation, self._ended = launch.generation, {}
+        self._point = MeetingPoint(self._store_reply)
+        self._relay = Relay(self, key.encode(), reader)
+        for number, (index, mine) in enumerate(self._shares):
+            place = self.places[index]
+            theirs = replace(
+                launch,
+                devices=None if launch.devices is None else list(place.gpus[: len(mine)]),
+                first=mine.start,
+                here=len(mine),
+                node=number,
+                nodes=len(self._shares),
+            )
+            self.hub.post(index, wire_nodes.Launch(asdict(theirs), key, place.address))
+        self.hub.wake()
+        return self._relay
+
+    def send(self, message: wire.LinkMessage) -> None:
+        """Send a message to all launchers that can be reached."""
+        line = wire_nodes.Line(wire.to_line(message).decode())
+        for index in self._reached():
+            self.hub.post(index, line)
+        self.hub.wake()
+
+    def wake_up(self) -> None:
+        """Nothing to do: an agent wakes its launcher before it halts it."""
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The launchers as plain values."""
+        return [
+            {
+                "pid": hello.launcher,
+                "alive": index not in self._lost and not self._closing,
+                "name": self._launcher_name(index),
+                "node": self.places[index].name,
+            }
+            for index, hello in sorted(self._hellos.items())
+        ]
+
+    def node_of(self, rank: int) -> str:
+        """Name of a rank's node."""
+        index = self._node_of.get(rank)
+        return "" if index is None else self.places[index].name
+
+    def processes(self, members: Mapping[int, Member]) -> dict[str, Process]:
+        """How ranks and launchers are, as the agents said last."""
+        found = {}
+        for rank, member in members.items():
+            found[f"rank {rank}"] = self._process(self._node_of[rank], f"rank {rank}", member.pid)
+        for index, hello in self._hellos.items():
+            process = self._process(index, LAUNCHER, hello.launcher)
+            found[self._launcher_name(index)] = process
+        return found
+
+    def stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
+        """Python stacks by signal, of all nodes at once."""
+        asked: dict[int, dict[str, Any]] = {}
+        for index, _ in self._shares:
+            theirs = {rank: pid for rank, pid in pids.items() if self._node_of[rank] == index}
+            if theirs or launchers:
+                asked[index] = {"pids": theirs, "launchers": launchers}
+        told = {f"rank{rank}": f"{self.node_of(rank)} does not answer" for rank in pids}
+        for index, found in self._answers("stacks", asked).items():
+            own = found.pop("launcher", None)
+            told |= found
+            if own is not None:
+                told[self._launcher_name(index)] = own
+        return told
+
+    def left(self) -> Left:
+        """What the ranks of the last start have left on their nodes."""
+        left = Left()
+        asked: dict[int, dict[str, Any]] = {index: {} for index, _ in self._shares}
+        for found in self._answers("left", asked).values():
+            left.crashes.update({int(rank): text for rank, text in found["crashes"].items()})
+            left.notes.extend((rank, text) for rank, text in found["notes"])
+        return left
+
+    def log_tail(self) -> str:
+        """The end of the logs of all nodes."""
+        if self._closing:
+            return self._log
+        found = self._answers("log", {index: {} for index in self._reached()})
+        logs = ((self.places[index].name, text) for index, text in found.items() if text)
+        return "\n".join(f"-- {name} --\n{text}" for name, text in logs)
+
+    # -- files
+
+    @property
+    def staging(self) -> list[Path]:
+        """Where the kernel puts payload files, best first."""
+        return [self.run_dir.bulk, self.run_dir.path]
+
+    def folders(self, rank: int) -> list[str]:
+        """Where a rank may write payload files, best first."""
+        hello = self._hellos[self._node_of[rank]]
+        return [hello.bulk_dir, hello.run_dir]
+
+    @contextlib.contextmanager
+    def shipped(self, file: Path, ranks: Sequence[int]) -> Iterator[dict[int, str]]:
+        """Bring a file to the nodes of these ranks, to each once."""
+        indices = sorted({self._node_of[rank] for rank in ranks})
+        paths: dict[int, str] = {}
+        try:
+            given = {"name": f"{secrets.token_hex(8)}.payload", "size": file.stat().st_size}
+            for index in indices:
+                paths[index] = self._answer(*self._ask(index, "receive", given))
+            self._ship(file, paths)
+            yield {rank: paths[self._node_of[rank]] for rank in ranks}
+        finally:
+            file.unlink(missing_ok=True)
+            for index, path in paths.items():
+                self._forget(self._ask(index, "remove", {"path": path})[0])
+
+    def _ship(self, file: Path, paths: Mapping[int, str]) -> None:
+        """Send a file in chunks; a few are on their way at once."""
+        acknowledged: SimpleQueue[Any] = SimpleQueue()
+        on_the_way = 0
+        with file.open("rb") as source:
+            while chunk := source.read(CHUNK_BYTES):
+                for index, path in paths.items():
+                    self._ask(index, "chunk", {"path": path}, chunk, into=acknowledged)
+                    on_the_way += 1
+                while on_the_way >= WINDOW * len(paths):
+                    self._taken(acknowledged)
+                    on_the_way -= 1
+        for _ in range(on_the_way):
+            self._taken(acknowledged)
+
+    def fetch(self, rank: int, path: str) -> Path:
+        """Bring a payload file of a rank here; there it is removed."""
+        if str(Path(path).parent) not in self.folders(rank):
+            raise PayloadError(foreign_words(path))
+        index = self._node_of[rank]
+        size: int = self._answer(*self._ask(index, "size", {"path": path}))
+        file = self._room_for(size) / f"{secrets.token_hex(8)}.payload"
+        chunks: SimpleQueue[Any] = SimpleQueue()
+        offsets = iter(range(0, size, CHUNK_BYTES))
+        file.touch(mode=0o600)
+        try:
+            with file.open("wb") as sink:
+                waiting = 0
+                for offset in itertools.islice(offsets, WINDOW):
+                    self._ask(index, "read", {"path": path, "offset": offset}, into=chunks)
+                    waiting += 1
+                while waiting:
+                    _, frames = self._taken(chunks)
+                    sink.write(frames[0])
+                    waiting -= 1
+                    if (after := next(offsets, None)) is not None:
+                        given = {"path": path, "offset": after}
+                        self._ask(index, "read", given, into=chunks)
+                        waiting += 1
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
+        finally:
+            self._forget(self._ask(index, "remove", {"path": path})[0])
+        return file
+
+    def _room_for(self, size: int) -> Path:
+        bulk, usual = self.staging
+        return bulk if shutil.disk_usage(bulk).free > size + (64 << 20) else usual
+
+    def private_folders(self) -> list[Path]:
+        """A folder for what passes from ranks to ranks, beside the checkpoints: all nodes see it.
+
+        Raises:
+            CheckpointError: a node does not.
+        """
+        parent = Path.cwd() / "checkpoints"
+        self.see(parent)
+        return [Path(tempfile.mkdtemp(prefix=".handover-", dir=parent))]
+
+    def see(self, folder: Path) -> None:
+        """Make sure that all nodes of the ranks see a folder that this machine sees.
+
+        Raises:
+            CheckpointError: which node does not, or cannot write there.
+        """
+        trial = folder / f".nbdist-{secrets.token_hex(8)}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            trial.write_text(text := secrets.token_hex(16))
+        except OSError as error:
+            msg = f"{folder} cannot be written here: {error.strerror}."
+            raise CheckpointError(msg) from error
+        given, deadline = {"path": str(trial), "text": text}, time.monotonic() + SHARED_S
+        try:
+            for index, _ in self._shares:
+                while why := self._answer(*self._ask(index, "sees", given)):
+                    if time.monotonic() > deadline:
+                        msg = (
+                            f"{self._named(index)}: {why}. All nodes have to see the folder:"
+                            " use one on a disk that they share."
+                        )
+                        raise CheckpointError(msg)
+                    self._ends.wait(SHARED_POLL_S)  # a network's file system tells it late
+        finally:
+            trial.unlink(missing_ok=True)
+
+    # -- requests to agents
+
+    def _ask(
+        self,
+        index: int,
+        what: str,
+        given: dict[str, Any] | None = None,
+        *frames: bytes,
+        into: SimpleQueue[Any] | None = None,
+    ) -> tuple[int, SimpleQueue[Any]]:
+        """Ask an agent; its answer comes into a queue."""
+        number = next(self._numbers)
+        answers: SimpleQueue[Any] = SimpleQueue() if into is None else into
+        self._asked[number] = index, answers
+        if index in self._lost:
+            self._settle(number, wire_nodes.Answer(number, error=self._lost[index]), [])
+        else:
+            self.hub.send(index, wire_nodes.Ask(number, what, given or {}), *frames)
+        return number, answers
+
+    def _answer(self, number: int, answers: SimpleQueue[Any]) -> Any:
+        """Wait for the answer; raises SessionError where there is none."""
+        try:
+            answer, _ = answers.get(timeout=ASK_S)
+        except Empty:
+            self._forget(number)
+            msg = f"A node has not answered for {ASK_S:.0f} s."
+            raise SessionError(msg) from None
+        if answer.error:
+            raise SessionError(answer.error)
+        return answer.value
+
+    def _answers(self, what: str, asked: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
+        """Ask several agents at once; answers of those that give one, by place."""
+        waiting = {index: self._ask(index, what, given) for index, given in asked.items()}
+        deadline, found = time.monotonic() + ASK_S, {}
+        for index, (number, answers) in waiting.items():
+            with contextlib.suppress(Empty):  # it is about to be seen that the node is lost
+                answer, _ = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                if not answer.error:
+                    found[index] = answer.value
+            self._forget(number)
+        return found
+
+    def _taken(self, answers: SimpleQueue[Any]) -> tuple[Any, list[bytes]]:
+        """Wait for one of several answers about a file."""
+        try:
+            answer, frames = answers.get(timeout=FILE_S)
+        except Empty:
+            msg = f"A node has said nothing about a file for {FILE_S:.0f} s."
+            raise SessionError(msg) from None
+        if answer.error:
+            raise PayloadError(f"A node could not take or give a file: {answer.error}")
+        return answer.value, frames
+
+    def _forget(self, number: int) -> None:
+        self._asked.pop(number, None)
+
+    def _settle(self, number: int, answer: wire_nodes.Answer, frames: list[bytes]) -> None:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+            asked[1].put((answer, frames))
+
+    # -- the ranks' frames
+
+    def post_frames(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
+        """Queue frames to a rank."""
+        self.hub.post(
+            self._node_of[rank], wire_nodes.Frames(rank, channel, self._generation), *frames
+        )
+
+    def let_go(self, relay: Relay) -> None:
+        """Pass on no more frames."""
+        if self._relay is relay:
+            self._relay = None
+            for index in self._reached():
+                self.hub.post(index, wire_nodes.Cut())
+            self.hub.wake()
+
+    # -- what arrives, on the hub's thread
+
+    def _take(self, index: int, message: wire_nodes.Message, frames: list[bytes]) -> None:
+        match message:
+            case wire_nodes.Frames(generation=self._generation, rank=rank, channel=channel):
+                relay = self._relay
+                if relay is not None and self._node_of.get(rank) == index:
+                    relay.put(rank, channel, frames)  # type: ignore[arg-type]
+            case wire_nodes.Line(text=text):
+                line = wire.from_line(text.encode())
+                self._events.put(lambda: self._hear(index, line))
+            case wire_nodes.Stored():
+                self._point.take(index, message, frames)
+            case wire_nodes.Answer():
+                self._settle(message.id, message, frames)
+            case wire_nodes.States(states=states):
+                self._states[index] = states
+            case wire_nodes.Hello():
+                self._hellos[index] = message
+
+    def _store_reply(self, index: int, answer: wire_nodes.Stored, frames: list[bytes]) -> None:
+        self.hub.send(index, answer, *frames)
+
+    def _connection_ended(self, index: int, why: str) -> None:
+        if self._closing:
+            self._lost.setdefault(index, "")
+            return
+        self._events.put(lambda: self._lose(index, self._cluster.lost().get(index, why)))
+
+    # -- threads of its own
+
+    def _tell(self) -> None:
+        """Pass on, in order, what the nodes said: who listens may ask them in turn."""
+        while (event := self._events.get()) is not None:
+            event()
+        if self._lost and not self._closed:
+            self.close()
+
+    def _look(self) -> None:
+        """Ask the cluster what it knows, and the store whose time is up."""
+        while not self._closing:
+            for index, why in self._cluster.lost().items():
+                if index not in self._lost:
+                    self._events.put(functools.partial(self._lose, index, why))
+            self._point.look()
+            self._ends.wait(LOOK_S)
+
+    def _hear(self, index: int, line: wire.LinkMessage) -> None:
+        """Take a message of a launcher; ends are told for all nodes together."""
+        name = self.places[index].name
+        match line:
+            case wire.Warm():
+                self._warm.add(index)
+                if self.warm:
+                    self.listener(line)
+            case wire.Progress(text=text):
+                self.listener(wire.Progress(f"{name}: {text}"))
+            case wire.RankEnded():
+                self.listener(replace(line, node=name))
+            case wire.Ended(generation=generation) if generation == LAUNCHER_GONE:
+                self._lose(index, "", replace(line, node=name))
+            case wire.Ended(generation=self._generation):
+                self._one_ended(index, replace(line, node=name))
+            case wire.Born():
+                self.listener(line)
+
+    def _one_ended(self, index: int, ended: wire.Ended) -> None:
+        """The ranks of one node have ended: end the others, tell it once all have."""
+        if not self._ended:
+            self.send(wire.Halt())
+        self._ended[index] = ended
+        if self._ended.keys() >= {one for one, _ in self._shares}:
+            first, *others = self._ended.values()
+            codes = first.exitcodes
+            for one in others:
+                codes = one.exitcodes | codes
+            self.listener(replace(first, exitcodes=codes))
+
+    def _lose(self, index: int, why: str, ended: wire.Ended | None = None) -> None:
+        """A node, or its launcher, is gone: everything ends."""
+        if index in self._lost or self._closing:
+            return
+        self._lost[index] = why or "its launcher ended"
+        for number, (asked, _) in list(self._asked.items()):
+            if asked == index:
+                self._settle(number, wire_nodes.Answer(number, error=self._lost[index]), [])
+        words = f"{self._named(index)} {why}"
+        name = self.places[index].name
+        self.listener(ended or wire.Ended(LAUNCHER_GONE, error=words, node=name))
+        self._events.put(None)  # the other nodes are of no use any more
+
+    # -- in words
+
+    def _named(self, index: int) -> str:
+        place = self.places[index]
+        return f"node {place.name} ({place.address})"
+
+    def _launcher_name(self, index: int) -> str:
+        return f"{LAUNCHER} on {self.places[index].name}"
+
+    def _process(self, index: int, name: str, pid: int) -> Process:
+        told = self._states.get(index, {}).get(name, RUNNING)
+        return Process(pid, GONE if index in self._lost or self._closing else told)
+
+    def _reached(self) -> Iterable[int]:
+        return [index for index in self._hellos if index not in self._lost]

@@ -1,0 +1,437 @@
+"""Nodes of Slurm: one `srun`, whose tasks hold the agents; a queue is waited for and shown.
+
+Runs in the notebook's kernel, on a login node or inside an allocation. The tasks say what their
+nodes are on srun's output, and get their tickets on its input: no shared folder is needed, and
+no secret is in a command line, an environment or a file. When this process ends, srun's input
+ends, and with it the agents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from nbdist.engines import agreement, there
+from nbdist.engines.base import Place, Wanted
+from nbdist.engines.spread import Spread, counted, filled
+from nbdist.errors import OptionError, StartError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nbdist.engines.base import Kind
+
+TASKS_S = 90.0
+"""For the tasks to say what their nodes are, once Slurm runs them."""
+CLOSE_S = there.END_S + 2.0
+COMMAND_S = 10.0
+POLL_S = 0.5
+ASK_QUEUE_S = 5.0
+"""How often the queue is asked: every user's squeue burdens the same controller."""
+TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
+"""As sbatch takes it: 90, 1:30:00, 2-12."""
+_QUEUED = re.compile(r"job (\d+) queued")
+_TASKS_ENDED = re.compile(r"error: (\S+): tasks? ([\d,\s-]+): (.+)")
+_NODE_FAILED = re.compile(r"[Nn]ode failure on (\S+)")
+_STEP_ENDED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED AT \S+ ?(.*?) ?\*\*\*")
+_OF_ALLOCATION = frozenset({"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTERS"})
+_LAST_LINES = 6
+NEVER = frozenset({"PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"})
+"""Reasons of a queue that no waiting ends."""
+
+
+class SlurmCluster:
+    """Nodes of the Slurm that this machine belongs to.
+
+    Args:
+        partition, time, account: as Slurm's own options; not inside an allocation, which has
+            its own.
+        interface: of the network between the nodes, as "ib0". Default: the one that reaches
+            the notebook.
+
+    Raises:
+        OptionError: a time that Slurm does not read, or an option that the allocation has set.
+    """
+
+    name = "slurm"
+
+    def __init__(
+        self, *, partition: str = "", time: str = "", account: str = "", interface: str = ""
+    ) -> None:
+        """Check the options; ask Slurm nothing yet."""
+        if time and not TIME.fullmatch(time):
+            raise OptionError(
+                f"--time {time!r} is no time of Slurm; use minutes, H:MM:SS or days-hours,"
+                " as --time 1:00:00."
+            )
+        self._allocation = os.environ.get("SLURM_JOB_ID", "")
+        given = {"partition": partition, "time": time, "account": account}
+        self._given = {name: value for name, value in given.items() if value}
+        if self._allocation and self._given:
+            named = " and ".join(f"--{name}" for name in self._given)
+            raise OptionError(
+                f"{named}: this notebook runs inside Slurm's job {self._allocation}, whose nodes"
+                f" are used as they are; leave {named} out."
+            )
+        self._interface = interface
+        self._reach = ""
+        self._srun: Srun | None = None
+        self.chosen: Spread | None = None
+        """What `allot` takes. Default: what is wanted of it."""
+        self._places: list[Place] = []
+        self._tasks: list[int] = []
+        """Number of the task at each place."""
+
+    def spread(self, nproc: int | None, nodes: int | None, gpus_per_node: int | None) -> Spread:
+        """Fill in what the user left open: from the allocation, else one node.
+
+        Raises:
+            OptionError: contradictions, or nothing that says how many ranks.
+        """
+        environ = os.environ if self._allocation else {}
+        if gpus_per_node is None:
+            here = environ.get("SLURM_GPUS_ON_NODE", "")
+            gpus_per_node = int(here) if here.isdecimal() else 0
+            if nproc is not None and nodes is not None and gpus_per_node:
+                gpus_per_node = min(gpus_per_node, -(-nproc // nodes))
+        if nodes is None and nproc is None and self._allocation:
+            nodes = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
+        kind: Any = "cuda" if gpus_per_node else "cpu"
+        wanted = Wanted(kind=kind, nproc=nproc, nodes=nodes, gpus_per_node=gpus_per_node)
+        count, each = filled(wanted)
+        if count is None and each is None and nproc is None:
+            raise OptionError(
+                "--on slurm needs to know how many ranks: say -n N, or --nodes N with"
+                " --gpus-per-node N."
+            )
+        count = count or 1
+        return Spread(kind, count, each or (nproc // count if nproc else 1))
+
+    def left(self, kind: Kind, each: int, nodes: int) -> int:  # noqa: ARG002 - as Ray's
+        """So many nodes as before: Slurm brings a failed job's successor into its queue."""
+        return nodes
+
+    @property
+    def reach(self) -> str:
+        """Address of this machine that the nodes reach."""
+        return there.of_interface(self._interface) if self._interface else self._reach
+
+    def allot(self, wanted: Wanted, progress: Callable[[str], None]) -> list[Place]:
+        """Start one task on each node; waits in the queue, and says so.
+
+        Raises:
+            StartError: Slurm refuses, in its own words; or versions differ. Nothing stays.
+        """
+        spread = self.chosen or self.spread(
+            wanted.nproc, wanted.nodes, 0 if wanted.kind == "cpu" else wanted.gpus_per_node
+        )
+        self.close()
+        try:
+            self._srun = Srun(self._command(spread), self._environ())
+            self._places = self._number(spread, self._srun, progress)
+            agreement.check(there.versions(), self._places)
+        except BaseException:
+            self.close()
+            raise
+        return self._places
+
+    def _command(self, spread: Spread) -> list[str]:
+        """The line that starts the tasks; it has no secret."""
+        srun = shutil.which("srun")
+        if srun is None:
+            raise StartError(
+                "--on slurm needs Slurm's srun, which is not found here; open the notebook on a"
+                " login node of the cluster, or inside a job."
+            )
+        options = {
+            "nodes": spread.nodes,
+            "ntasks": spread.nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": spread.each if spread.kind == "cpu" else None,
+            "gpus-per-node": spread.each if spread.kind == "cuda" else None,
+            "job-name": "nbdist",
+            "mpi": "none",
+            "kill-on-bad-exit": 0,  # the other nodes are ended by us, who say why
+            "wait": 0,
+            **self._given,
+        }
+        words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        flags = ["--no-kill", *(["--overlap"] if self._allocation else [])]
+        return [srun, *words, *flags, sys.executable, "-P", "-m", "nbdist.engines.there"]
+
+    def _environ(self) -> dict[str, str]:
+        """Without what the step that holds this notebook was given: srun would take it as asked."""
+        environ = there.handed_on(os.environ)
+        slurms = {name: v for name, v in os.environ.items() if name.startswith("SLURM_")}
+        if self._allocation:
+            slurms = {name: v for name, v in slurms.items() if name in _OF_ALLOCATION}
+        return environ | slurms
+
+    def _number(self, spread: Spread, srun: Srun, progress: Callable[[str], None]) -> list[Place]:
+        """Hear what the nodes are; number them, this machine's first."""
+        folder = os.getcwd()  # noqa: PTH109 - a plain string for the wire
+        srun.send(about=["", self._interface, folder])
+        told = self._all(srun, "about", spread.nodes, progress)
+        there.check(told.values())
+        there.check_folder(told.values(), folder)
+        self._reach = next(iter(told.values()))["toward"]
+        self._tasks = sorted(told, key=lambda task: (told[task]["address"] != self.reach, task))
+        return [
+            Place(
+                name=one["host"],
+                address=one["address"],
+                ranks=spread.each,
+                gpus=tuple(one["gpus"][: spread.each]) if spread.kind == "cuda" else (),
+                versions=one["versions"],
+            )
+            for one in (told[task] for task in self._tasks)
+        ]
+
+    def _all(
+        self, srun: Srun, what: str, count: int, progress: Callable[[str], None]
+    ) -> dict[int, Any]:
+        """An answer of every task; as long as the job waits in the queue, however long that is."""
+        queue, told = Queue(srun, progress), dict[int, Any]()
+        while len(told) < count:
+            answer = srun.next(POLL_S)
+            if answer is not None and what in answer:
+                told[answer["task"]] = answer[what]
+            elif srun.code is not None and answer is None:
+                raise StartError(self._refused(srun.last_words() or f"code {srun.code} of srun"))
+            elif queue.waits():
+                if queue.reason in NEVER:
+                    raise StartError(self._refused(f"what was asked for is beyond {queue.reason}"))
+            elif queue.since_running() > TASKS_S:
+                raise StartError(
+                    f"{count - len(told)} of {counted(count, 'task')} of Slurm did not answer"
+                    f" for {TASKS_S:.0f} s. {srun.last_words()}"
+                )
+        return told
+
+    def _refused(self, words: str) -> str:
+        """Slurm's words, and what there is."""
+        only = [f"--partition={self._given['partition']}"] if "partition" in self._given else []
+        listed = _run("sinfo", "--noheader", "--format", "%P: %D nodes, %c CPUs, %G, %l", *only)
+        has = "; ".join(line.replace(", (null)", "") for line in listed.splitlines())
+        return f"Slurm does not give the nodes: {words}. It has {has or 'no such partition'}."
+
+    def start(self, tickets: Sequence[str]) -> None:
+        """Give each task its ticket, over srun's input."""
+        srun = self._running()
+        by_task = [""] * len(tickets)
+        for task, ticket in zip(self._tasks, tickets, strict=True):
+            by_task[task] = ticket
+        srun.send(tickets=by_task)
+
+    def _running(self) -> Srun:
+        if self._srun is None:
+            raise StartError("Slurm has given no nodes; the next %%distribute cell asks for some.")
+        return self._srun
+
+    def lost(self) -> Mapping[int, str]:
+        """Places whose task or node has ended, as far as srun says."""
+        srun = self._srun
+        if srun is None:
+            return {}
+        by_task, by_node = srun.ended()
+        found = {}
+        for place, task in enumerate(self._tasks):
+            cause = by_task.get(task) or by_node.get(self._places[place].name)
+            if cause is None and srun.code is not None:
+                cause = f"Slurm has ended the job: {srun.last_words() or f'code {srun.code}'}"
+            if cause is not None:
+                found[place] = cause
+        return found
+
+    def close(self) -> None:
+        """End the tasks, and the job or our step of it."""
+        srun, self._srun = self._srun, None
+        if srun is not None:
+            srun.close()
+
+    leave = close
+
+
+class Srun:
+    """A running `srun`: lines in, marked lines out, and what it says itself."""
+
+    def __init__(self, command: list[str], environ: Mapping[str, str]) -> None:
+        """Start it, out of reach of Jupyter's interrupt."""
+        self._process = subprocess.Popen(  # noqa: S603 - srun, with options that were checked
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environ),
+            text=True,
+            start_new_session=True,
+        )
+        self._answers: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._said: list[str] = []
+        self._ended: dict[int, str] = {}
+        self._failed: dict[str, str] = {}
+        self._heard = False
+        """Whether a task has answered."""
+        self.job = ""
+        """Its number, where it was queued."""
+        self._readers = [
+            threading.Thread(target=read, name="nbdist-srun", daemon=True)
+            for read in (self._read_answers, self._read_words)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
+    def send(self, **what: Any) -> None:
+        """Give a line to all tasks, also to those that do not run yet.
+
+        Raises:
+            StartError: srun has ended.
+        """
+        try:
+            print(json.dumps(what), file=self._process.stdin, flush=True)
+        except OSError as error:
+            raise StartError(f"Slurm has ended the job. {self.last_words()}") from error
+
+    def next(self, within_s: float) -> dict[str, Any] | None:
+        """The next answer of a task, or None."""
+        try:
+            return self._answers.get(timeout=within_s)
+        except Empty:
+            return None
+
+    def last_words(self) -> str:
+        """What srun has said last, as one line."""
+        with self._lock:
+            return "; ".join(self._said[-_LAST_LINES:])
+
+    def ended(self) -> tuple[dict[int, str], dict[str, str]]:
+        """Tasks that have ended and nodes that have failed, with the cause in words."""
+        with self._lock:
+            return dict(self._ended), dict(self._failed)
+
+    def close(self) -> None:
+        """End the input, and what does not end by that."""
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        if self.job and not self._heard:
+            _run("scancel", self.job)  # it still waits in the queue
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()  # srun then ends its tasks
+            try:
+                self._process.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        for reader in self._readers:
+            reader.join(1.0)
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def _read_answers(self) -> None:
+        for line in self._process.stdout or ():
+            marked = line.find(there.MARK)
+            if marked < 0:
+                continue  # of a site's own scripts
+            answer = json.loads(line[marked + len(there.MARK) :])
+            self._heard = True
+            if "ended" in answer:
+                with self._lock:
+                    self._ended.setdefault(answer["task"], answer["ended"])
+            else:
+                self._answers.put(answer)
+
+    def _read_words(self) -> None:
+        for line in self._process.stderr or ():
+            self._take(line.strip())
+
+    def _take(self, line: str) -> None:
+        """Keep a line of srun's own, and what it tells of the job."""
+        if queued := _QUEUED.search(line):
+            self.job = queued[1]
+            return
+        with self._lock:
+            self._said = [*self._said, line.removeprefix("srun: ").removeprefix("error: ")][-50:]
+            for task, words in tasks_ended(line).items():
+                self._ended.setdefault(task, words)
+            if failed := _NODE_FAILED.search(line):
+                self._failed[failed[1]] = "Slurm says that the node failed"
+
+
+class Queue:
+    """Where a job stands, told now and then."""
+
+    def __init__(self, srun: Srun, progress: Callable[[str], None]) -> None:
+        """Ask nothing yet."""
+        self._srun, self._progress = srun, progress
+        self._asked_at = 0.0
+        self._waits = False
+        self.reason = ""
+        """Why it waits, in Slurm's word."""
+        self._running_since = self._since = time.monotonic()
+
+    def waits(self) -> bool:
+        """Whether the job still waits; tells where it stands."""
+        now = time.monotonic()
+        if not self._srun.job:
+            return False
+        if now - self._asked_at >= ASK_QUEUE_S:
+            self._asked_at = now
+            state, _, self.reason = _run(
+                "squeue", "--noheader", "--jobs", self._srun.job, "--format", "%T|%r"
+            ).partition("|")
+            self._waits = state in {"PENDING", "CONFIGURING"}
+            words = state.lower() or "starts"
+            words += f": {self.reason}" if self.reason not in {"", "None"} else ""
+            self._progress(
+                f"Slurm's job {self._srun.job} is {words} ({now - self._since:.0f} s);"
+                " Stop takes it out of the queue"
+            )
+        if self._waits:
+            self._running_since = now
+        return self._waits
+
+    def since_running(self) -> float:
+        """Seconds since the job was last seen waiting."""
+        return time.monotonic() - self._running_since
+
+
+def tasks_ended(line: str) -> dict[int, str]:
+    """What a line of srun says of tasks: "srun: error: n1: tasks 0-1: Killed"."""
+    found = _TASKS_ENDED.search(line)
+    if found is None:
+        return {}
+    tasks: list[int] = []
+    for part in found[2].replace(" ", "").split(","):
+        first, _, last = part.partition("-")
+        tasks += range(int(first), int(last or first) + 1)
+    return dict.fromkeys(tasks, f"Slurm says that its task ended: {found[3].strip()}")
+
+
+def _run(*command: str) -> str:
+    """What a command of Slurm answers; "" where it fails: then nothing is known."""
+    try:
+        done = subprocess.run(  # noqa: S603 - Slurm's own commands
+            command, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,409 @@
+"""Ranks on two nodes: everything that works on one machine, and what happens to a lost node."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from nbdist import CellError, CellInterrupted, RankDied, Session, StartError
+from nbdist.engines.remote import RemoteEngine
+from tests.conftest import eventually
+from tests.two_nodes import Here, Hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+DEAD_S = 5.0
+CUT_S = 15.0
+LEASE_S, SILENT_S = 6, 3
+"""Shorter than in real sessions, where they are 20 s and 10 s."""
+TRAIN = """
+import torch.distributed as dist
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model, optimizer = accelerator.prepare(model, optimizer)
+batch = torch.ones(4, 8) * (rank + 1)
+
+def step():
+    loss = model(batch).pow(2).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+def train(steps):
+    return [step() for _ in range(steps)]
+"""
+STUCK = "dist.all_reduce(torch.ones(1)) if rank == 0 else None"
+SPIN = "import time\nwhile True: time.sleep(0.01)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the notebook runs, on all nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made := tmp_path_factory.mktemp("notebook"))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Here:
+    """Two nodes with room for two ranks each."""
+    return Here("alpha", "beta", ranks=2)
+
+
+@pytest.fixture(scope="module")
+def one_session(cluster: Here, folder: Path) -> Iterator[Session]:  # noqa: ARG001 - runs there
+    with Session(3, engine=RemoteEngine(cluster)) as running:
+        yield running
+
+
+@pytest.fixture
+def session(one_session: Session) -> Session:
+    """Three living ranks: two on alpha, one on beta."""
+    if one_session.state != "ready":
+        one_session.restart()
+    return one_session
+
+
+def pids(session: Session, node: str = "") -> list[int]:
+    """Ranks' processes, of one node where it is named."""
+    members = session.status()["ranks"]
+    return [one["pid"] for one in members if node in {"", one["node"]}]
+
+
+def gone(processes: list[int]) -> bool:
+    """Whether none of them runs."""
+    return not any(map(runs, processes))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stopped(session: Session, code: str, *, when: Callable[[], object]) -> tuple[str, float]:
+    """Run a cell, press Stop when something is so; what the cell said, and how long it took."""
+    pressed: list[float] = []
+
+    def press() -> None:
+        eventually(when, within_s=30)
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(CellInterrupted) as told:
+            session.run(code)
+    finally:
+        thread.join()
+    return str(told.value), time.monotonic() - pressed[0]
+
+
+def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
+    """Whether a cell has been running for so long."""
+    return lambda: session.running is not None and time.time() - session.running.began > seconds
+
+
+# ---------------------------------------------------------------------------------------- cells
+
+
+def test_the_ranks_are_where_they_should_be(session: Session) -> None:
+    code = "import os\n(rank, local_rank, world_size, os.environ['NBDIST_TEST_NODE'])"
+    values = session.run(code).values
+    assert values == {0: (0, 0, 3, "alpha"), 1: (1, 1, 3, "alpha"), 2: (2, 0, 3, "beta")}
+
+
+def test_output_values_and_errors_come_from_all_nodes(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = session.run("print(f'hello {rank}')\nrank * 2")
+    assert result.values == {0: 0, 1: 2, 2: 4}
+    assert "[2] hello 2" in capsys.readouterr().out
+    with pytest.raises(CellError, match="ValueError: on rank 2"):
+        session.run("if rank == 2: raise ValueError('on rank 2')")
+
+
+def test_collectives_go_from_node_to_node(session: Session) -> None:
+    code = (
+        "import torch.distributed as dist\nt = torch.tensor([1.0 + rank])\ndist.all_reduce(t)\n"
+        "pair = dist.new_group([0, 2])\nt2 = torch.ones(1)\n"
+        "if rank != 1: dist.all_reduce(t2, group=pair)\n(t.item(), t2.item())"
+    )
+    assert session.run(code).values == {0: (6.0, 2.0), 1: (6.0, 1.0), 2: (6.0, 2.0)}
+
+
+def test_report_and_send_arrive(session: Session) -> None:
+    session.run("for n in range(3): report(step=n, loss=float(rank + n))\nsend('weights', [rank])")
+    eventually(lambda: session.metrics.last_step == 2, within_s=5)
+    assert session.received["weights"] in ([0], [1], [2])
+
+
+def test_fifty_megabytes_go_there_and_back(session: Session) -> None:
+    given = np.random.default_rng(0).integers(0, 255, 50_000_000, dtype=np.uint8)
+    session.push(given=given)
+    for rank in (0, 2):
+        assert np.array_equal(session.pull("given", rank=rank, as_numpy=True), given)
+    session.run("del given")
+
+
+def test_status_names_the_nodes(session: Session) -> None:
+    status = session.status()
+    assert [one["node"] for one in status["ranks"]] == ["alpha", "alpha", "beta"]
+    assert [one["name"] for one in status["launchers"]] == [
+        "the launcher on alpha",
+        "the launcher on beta",
+    ]
+    assert all(one["alive"] for one in (*status["ranks"], *status["launchers"]))
+
+
+def test_stacks_come_from_all_nodes(session: Session) -> None:
+    session.run(
+        f"def wait():\n    {SPIN.splitlines()[0]}\n    while True: time.sleep(0.01)\nwait()",
+        background=True,
+        count=7,
+    )
+    eventually(
+        lambda: all("In[7], line 3 in wait" in s for s in session.stacks().values()), within_s=10
+    )
+    session.interrupt()
+    with pytest.raises(CellError, match="KeyboardInterrupt"):
+        session.wait(10)
+
+
+def test_a_restart_keeps_the_nodes(session: Session, cluster: Here) -> None:
+    agents = {name: one.pid for name, one in cluster.agents.items()}
+    session.run("mine = 1")
+    session.restart()
+    assert session.run("'mine' in globals()").values == dict.fromkeys(range(3), False)
+    assert {name: one.pid for name, one in cluster.agents.items()} == agents
+
+
+# ----------------------------------------------------------------------------------------- stop
+
+
+def test_stop_ends_python_code_on_all_nodes(session: Session) -> None:
+    session.run("kept = 'mine'")
+    said, seconds = stopped(session, SPIN, when=runs_for(session, 0.3))
+    assert "every variable is kept" in said
+    assert seconds < 5
+    assert session.run("kept").values == dict.fromkeys(range(3), "mine")
+
+
+def test_stop_frees_a_stuck_collective(session: Session) -> None:
+    session.run("import torch.distributed as dist")
+    _, seconds = stopped(session, STUCK, when=runs_for(session, 0.5))
+    assert seconds < 10
+    code = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+    assert session.run(code).values == dict.fromkeys(range(3), 3.0)
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+def test_a_training_switches_saves_and_loads(session: Session) -> None:
+    session.run(TRAIN)
+    session.run("train(3)")
+    session.save("base", wait=True)
+    expected = session.run("train(4)").values
+    session.load("base")
+    report = session.switch("fsdp")
+    assert report.verified > 0
+    found = session.run("train(4)").values
+    for rank, losses in expected.items():
+        assert found[rank] == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_training_goes_to_fewer_ranks_and_back(session: Session) -> None:
+    session.switch("ddp", nproc=2)
+    assert [one["node"] for one in session.status()["ranks"]] == ["alpha", "alpha"]
+    assert all(isinstance(one, float) for one in session.run("train(1)[0]").values.values())
+    session.switch("ddp", nproc=3)
+    assert [one["node"] for one in session.status()["ranks"]] == ["alpha", "alpha", "beta"]
+    assert len(session.run("train(1)[0]").values) == 3
+
+
+# --------------------------------------------------------------------------------------- deaths
+
+
+def told(session: Session, *, within_s: float) -> str:
+    """What the session says of its death."""
+    eventually(lambda: session.state == "dead", within_s=within_s)
+    return str(session.death)
+
+
+def test_a_killed_rank_is_told_with_its_node(session: Session) -> None:
+    everyone = pids(session)
+    session.run(SPIN, background=True)
+    os.kill(pids(session, "beta")[0], signal.SIGKILL)
+    with pytest.raises(RankDied, match=r"rank 2 on beta ended with signal 9 \(SIGKILL\)"):
+        session.wait(DEAD_S)
+    eventually(lambda: gone(everyone), within_s=DEAD_S)
+
+
+def test_a_crash_on_the_other_node_shows_its_stack(session: Session) -> None:
+    code = "import ctypes, time\nif rank == 2: ctypes.string_at(0)\ntime.sleep(60)"
+    with pytest.raises(RankDied, match=r"rank 2 on beta ended with signal 11") as caught:
+        session.run(code, count=9)
+    assert "In[9], line 2" in str(caught.value)
+
+
+def test_a_killed_agent_ends_the_cell_and_the_other_node(session: Session, cluster: Here) -> None:
+    everything = [one.pid for name in cluster.names for one in cluster.processes(name)]
+    session.run(SPIN, background=True)
+    cluster.agents["beta"].kill()
+    with pytest.raises(RankDied, match=r"node beta \(127\.0\.0\.1\) lost its agent"):
+        session.wait(DEAD_S)
+    eventually(lambda: gone(everything), within_s=CUT_S)
+
+
+def test_a_node_that_is_silent_is_cut_off(session: Session, cluster: Here) -> None:
+    everything = [one.pid for name in cluster.names for one in cluster.processes(name)]
+    session.run(SPIN, background=True)
+    os.kill(cluster.agents["beta"].pid, signal.SIGSTOP)
+    with pytest.raises(RankDied, match=r"node beta .*was cut off: nothing was heard of it for"):
+        session.wait(CUT_S)
+    eventually(lambda: gone(everything), within_s=CUT_S)
+
+
+def test_what_the_cluster_says_of_a_node_is_told(session: Session, cluster: Here) -> None:
+    session.run(SPIN, background=True)
+    cluster.told[1] = "was taken back by the cluster (preempted)"
+    with pytest.raises(RankDied, match=r"node beta .* was taken back by the cluster"):
+        session.wait(DEAD_S)
+
+
+KILLED = """
+import sys
+from nbdist import Session
+from nbdist.engines.remote import RemoteEngine
+from tests.two_nodes import Here
+cluster = Here("alpha", "beta")
+with Session(2, engine=RemoteEngine(cluster)) as session:
+    session.run("1", output="none")
+    print(*[one.pid for name in cluster.names for one in cluster.processes(name)])
+    sys.stdout.flush()
+    session.run("while True: pass")
+"""
+
+
+def test_nodes_end_with_a_killed_kernel(folder: Path) -> None:  # noqa: ARG001 - runs there
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as kernel:
+        assert kernel.stdout is not None
+        lines = (line for line in kernel.stdout if not line.startswith(b"nbdist:"))
+        everything = [int(pid) for pid in next(lines).split()]
+        assert len(everything) == 6
+        kernel.kill()
+        eventually(lambda: gone(everything), within_s=CUT_S)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make network namespaces")
+def test_a_host_that_is_cut_off_ends_itself() -> None:
+    try:
+        hosts = Hosts().__enter__()
+    except OSError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(hosts.__exit__)
+        command = [*hosts.inside("alpha"), sys.executable, "-m", "tests.doubles.cut_off"]
+        given = [hosts.prefix, str(LEASE_S), str(SILENT_S)]
+        shown = subprocess.run([*command, *given], capture_output=True, text=True, check=True)
+        seen = json.loads(shown.stdout.splitlines()[-1])
+    assert seen["sum"] == 2.0
+    assert set(seen["listening"]) <= {"10.213.0.1", "10.213.0.2", "127.0.0.1"}
+    assert seen["told"].startswith("node beta (10.213.0.2) was cut off: nothing was heard of it")
+    assert seen["after_s"] < SILENT_S + 5
+    assert seen["left"] == 0
+    assert seen["ended_s"] < LEASE_S + 10
+
+
+# --------------------------------------------------------------------------------------- safety
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Where a process listens on the network."""
+    return {
+        (one.laddr.ip, one.laddr.port)
+        for one in psutil.Process(pid).net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    }
+
+
+def test_nothing_listens_but_the_hub(session: Session, cluster: Here) -> None:
+    (ticket, _) = map(json.loads, cluster.tickets)
+    host, port = ticket["hub"].removeprefix("tcp://").split(":")
+    assert listening(os.getpid()) == {(host, int(port))}
+    for name in cluster.names:
+        agent, launcher, *_ = cluster.processes(name)
+        assert listening(agent.pid) | listening(launcher.pid) == set()
+    for pid in pids(session):
+        assert {ip for ip, _ in listening(pid)} <= {"127.0.0.1"}
+
+
+def test_a_wrong_key_is_not_let_in(session: Session, cluster: Here) -> None:
+    ticket: dict[str, Any] = json.loads(cluster.tickets[0])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        public, secret = zmq.curve_keypair()
+        stranger.curve_serverkey = ticket["hub_key"].encode()
+        stranger.curve_publickey, stranger.curve_secretkey = public, secret
+        watching = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        stranger.connect(ticket["hub"])
+        assert watching.poll(5000)
+        stranger.disable_monitor()
+        watching.close(0)
+    assert session.run("rank").values == {0: 0, 1: 1, 2: 2}
+
+
+def test_bytes_of_a_stranger_do_no_harm(session: Session, cluster: Here) -> None:
+    host, port = json.loads(cluster.tickets[0])["hub"].removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(os.urandom(4096))
+    assert session.run("rank").values == {0: 0, 1: 1, 2: 2}
+
+
+def test_secrets_are_in_no_command_line_and_no_environment(cluster: Here) -> None:
+    secrets = {json.loads(one)["secret"] for one in cluster.tickets}
+    for name in cluster.names:
+        for process in cluster.processes(name):
+            shown = " ".join(process.cmdline()) + json.dumps(process.environ())
+            assert not any(secret in shown for secret in secrets)
+
+
+# ---------------------------------------------------------------------------------------- starts
+
+
+def test_more_ranks_than_the_cluster_gives(folder: Path) -> None:  # noqa: ARG001 - runs there
+    with pytest.raises(StartError, match="5 ranks were asked for and double gives 2"):
+        Session(5, engine=RemoteEngine(Here("alpha", "beta"))).start()
+
+
+def test_an_agent_that_ends_at_once_is_told(folder: Path) -> None:  # noqa: ARG001 - runs there
+    class Broken(Here):
+        def lost(self) -> dict[int, str]:
+            ended = {n: a.poll() for n, a in enumerate(self.agents.values())}
+            return {n: f"ended with exit code {code}" for n, code in ended.items() if code}
+
+        def prefix(self, name: str) -> list[str]:
+            return ["false"] if name == "beta" else []
+
+    with pytest.raises(StartError, match=r"node beta .* ended with exit code 1"):
+        Session(2, engine=RemoteEngine(Broken("alpha", "beta"))).start()

@@ -1,0 +1,145 @@
+"""A Slurm of its own on this machine, with two nodes: Debian's munged, slurmctld, slurmd."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+import psutil
+
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+DAEMONS = ("munged", "slurmctld", "slurmd", "srun")
+NODES = ("nodea", "nodeb")
+CONF = """\
+ClusterName=nbdist
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctld}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/ctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/ctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+KillWait=2
+{nodes}
+PartitionName=short Nodes=nodea,nodeb Default=YES MaxTime=60 State=UP
+"""
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000"
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return int(server.getsockname()[1])
+
+
+@dataclass
+class Slurm:
+    """The daemons. A context manager."""
+
+    folder: Path
+    """Absolute and private."""
+    pids: list[int] = field(default_factory=list)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """With which its commands find it."""
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def call(self, *command: str) -> str:
+        """Run one of its commands; what it wrote."""
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env={**os.environ, **self.environ},
+        )
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def jobs(self) -> list[str]:
+        """Numbers of all jobs that it has."""
+        return self.call("squeue", "--noheader", "--format", "%i").split()
+
+    def holding_all(self) -> subprocess.Popen[bytes]:
+        """Let a job of somebody else hold all nodes."""
+        command = ["srun", "--nodes=2", "--exclusive", "sleep", "1000"]
+        return subprocess.Popen(command, env={**os.environ, **self.environ})
+
+    def __enter__(self) -> Self:
+        """Start the daemons."""
+        folder, host = self.folder, socket.gethostname().split(".")[0]
+        (folder / "state").mkdir()
+        key = folder / "munge.key"
+        key.touch(mode=0o400)
+        key.write_bytes(secrets.token_bytes(128))
+        nodes = "\n".join(NODE.format(name=n, host=host, port=free_port()) for n in NODES)
+        conf = CONF.format(host=host, ctld=free_port(), folder=folder, nodes=nodes)
+        (folder / "slurm.conf").write_text(conf)
+        files = {"key-file": key, "socket": folder / "munge.sock", "pid-file": folder / "munge.pid"}
+        files |= {"log-file": folder / "munge.log", "seed-file": folder / "munge.seed"}
+        self.call(munged(), "--force", *(f"--{name}={path}" for name, path in files.items()))
+        self.call("slurmctld")
+        for name in NODES:
+            self.call("slurmd", "-N", name)
+        idle = "idle\nidle"
+        states = ("sinfo", "--noheader", "--Node", "--format", "%T")
+        eventually(lambda: self.call(*states).strip() == idle, within_s=30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End its jobs and the daemons."""
+        with suppress(AssertionError):
+            for job in self.jobs():
+                self.call("scancel", job)
+            eventually(lambda: not self.jobs(), within_s=20)
+        for name in (*(f"{node}.pid" for node in NODES), "ctld.pid", "munge.pid"):
+            self._end(self.folder / name)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @staticmethod
+    def _end(pid_file: Path) -> None:
+        with suppress(psutil.Error, OSError, ValueError):
+            process = psutil.Process(int(pid_file.read_text()))
+            process.send_signal(signal.SIGTERM)
+            with suppress(psutil.TimeoutExpired):
+                process.wait(10)
+                return
+            process.kill()
+
+
+def munged() -> str:
+    """Where it is: not in every root's path."""
+    return shutil.which("munged") or "/usr/sbin/munged"
+
+
+def missing() -> Sequence[str]:
+    """Which of the daemons are not installed here."""
+    return [name for name in DAEMONS if shutil.which(name) is None]

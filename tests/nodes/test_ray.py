@@ -1,0 +1,291 @@
+"""Ranks on two hosts of a Ray cluster: network namespaces with a link that can be cut.
+
+The tests of one module share the cluster, and later ones meet what earlier ones killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from nbdist.engines import leftovers
+from tests.conftest import eventually
+from tests.live_kernel import LiveKernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.live_kernel import Shown
+    from tests.nodes.hosts import Hosts
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]
+
+CELL = "%%distribute --on ray --nodes 2 -n 2\n"
+SUM = """
+import os
+import torch.distributed as dist
+total = torch.ones(1) * (rank + 1)
+dist.all_reduce(total)
+print("sum", total.item(), "of", world_size, "over", os.environ["GLOO_SOCKET_IFNAME"])
+"""
+TRAIN = """
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+def step():
+    loss = model(torch.ones(8, 4)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+print("loss", round(step(), 4))
+"""
+FOREVER = """
+import time
+import torch.distributed as dist
+print("loops")
+while True:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.01)
+"""
+DEATH_S = 5.0
+CUT_OFF_S = 15.0
+OWN_END_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(notebook: LiveKernel, hosts: Hosts) -> Iterator[None]:
+    """A stopped session leaves nothing on either host."""
+    hosts.there.link("up")
+    if not hosts.there.processes("raylet/raylet"):
+        hosts.start_ray(hosts.there)
+    yield
+    notebook.run("%nbdist stop")
+    eventually(lambda: not hosts.here.ours() | hosts.there.ours(), within_s=OWN_END_S)
+
+
+def test_a_cell_runs_on_two_hosts(notebook: LiveKernel, hosts: Hosts) -> None:
+    shown = notebook.run(CELL + SUM)
+    assert shown.status == "ok", shown.text
+    assert "2 CPU ranks on 2 nodes" in shown.text
+    for host in (hosts.here, hosts.there):
+        assert f"sum 3.0 of 2 over {host.name}" in shown.text
+        assert host.ours()
+    again = notebook.run("%%distribute\nprint('still', total.item())\n")
+    assert "still 3.0" in again.text
+
+
+def test_nothing_of_it_listens_for_everybody(notebook: LiveKernel, hosts: Hosts) -> None:
+    assert notebook.run(CELL + SUM).status == "ok"
+    for host in (hosts.here, hosts.there):
+        for process in host.ours():
+            for one in process.net_connections("inet"):
+                if one.status == psutil.CONN_LISTEN:
+                    assert one.laddr.ip in {host.address, "127.0.0.1"}, process.cmdline()
+
+
+def test_no_secret_is_in_a_command_line_or_an_environment(
+    notebook: LiveKernel, hosts: Hosts
+) -> None:
+    assert notebook.run(CELL + SUM).status == "ok"
+    for host in (hosts.here, hosts.there):
+        for process in host.ours():
+            assert "hub_key" not in " ".join(process.cmdline())
+            assert "hub_key" not in str(process.environ())
+
+
+def test_values_come_and_go(notebook: LiveKernel) -> None:
+    notebook.run("given = list(range(5))")
+    shown = notebook.run(CELL.strip() + " --push given --pull taken\ntaken = sum(given)\n")
+    assert shown.status == "ok", shown.text
+    assert notebook.run("print('taken', taken)").text.strip() == "taken 10"
+
+
+def test_an_error_and_stop_leave_the_ranks_alive(notebook: LiveKernel) -> None:
+    shown = notebook.run(CELL + "1 / rank\n")
+    assert "ZeroDivisionError" in shown.text
+    cell = notebook.send("%%distribute\n" + FOREVER)
+    notebook.collect(cell, until="loops")
+    notebook.manager.interrupt_kernel()
+    stopped = notebook.collect(cell)
+    assert stopped.error["ename"] == "CellInterrupted"
+    assert "sum 3.0 of 2" in notebook.run("%%distribute\n" + SUM).text
+
+
+def die(notebook: LiveKernel, hosts: Hosts, how: str) -> tuple[Shown, float]:
+    """Let the other host die under a cell; what the cell shows, and after how many seconds."""
+    cell = notebook.send("%%distribute\n" + FOREVER)
+    notebook.collect(cell, until="loops")
+    began = time.monotonic()
+    if how == "link":
+        hosts.there.link("down")
+    else:
+        (victim,) = hosts.there.processes(how)
+        victim.send_signal(signal.SIGKILL)
+    shown = notebook.collect(cell)
+    return shown, time.monotonic() - began
+
+
+@pytest.mark.parametrize("how", ["ray::Node", "nbdist.node.held"])
+def test_a_killed_process_of_a_node_is_a_death_and_new_ranks_start(
+    notebook: LiveKernel, hosts: Hosts, how: str
+) -> None:
+    assert notebook.run(CELL + SUM).status == "ok"
+    ranks = hosts.here.ours() | hosts.there.ours()
+    shown, seconds = die(notebook, hosts, how)
+    assert shown.error["ename"] == "RankDied"
+    assert hosts.there.address in shown.text
+    assert seconds < DEATH_S
+    eventually(lambda: not any(p.is_running() for p in ranks), within_s=DEATH_S)
+    again = notebook.run("%nbdist restart")
+    assert again.status == "ok", again.text
+    assert "sum 3.0 of 2" in notebook.run("%%distribute\n" + SUM).text
+
+
+def test_training_goes_on_from_a_checkpoint_on_the_nodes_that_are_left(
+    notebook: LiveKernel, hosts: Hosts
+) -> None:
+    first = notebook.run(CELL + TRAIN)
+    assert first.status == "ok", first.text
+    saved = notebook.run("%nbdist save base --wait --overwrite")
+    assert saved.status == "ok", saved.text
+    then = notebook.run("%%distribute\nprint('loss', round(step(), 4))\n").text
+    shown, seconds = die(notebook, hosts, "raylet/raylet")
+    assert shown.error["ename"] == "RankDied"
+    assert hosts.there.address in shown.text
+    assert seconds < DEATH_S
+    again = notebook.run("%nbdist restart")
+    assert again.status == "ok", again.text
+    assert "1 of 2 nodes are left" in again.text
+    assert notebook.run("%%distribute\n" + TRAIN).status == "ok"
+    assert notebook.run("%nbdist load base").status == "ok"
+    last = notebook.run("%%distribute\nprint('loss', round(step(), 4), world_size)\n").text
+    assert f"{then.strip().removeprefix('[0-1] ')} 1" in last
+
+
+def test_a_restart_can_wait_for_another_node(notebook: LiveKernel, hosts: Hosts) -> None:
+    assert notebook.run(CELL + SUM).status == "ok"
+    die(notebook, hosts, "raylet/raylet")
+    cell = notebook.send("%nbdist restart --wait")
+    notebook.collect(cell, until="waiting for 2 nodes")
+    hosts.start_ray(hosts.there)
+    again = notebook.collect(cell)
+    assert again.status == "ok", again.text
+    assert "sum 3.0 of 2" in notebook.run("%%distribute\n" + SUM).text
+
+
+def test_a_host_that_is_cut_off_is_told_and_ends_itself(notebook: LiveKernel, hosts: Hosts) -> None:
+    assert notebook.run(CELL + SUM).status == "ok"
+    there = hosts.there.ours()
+    assert there
+    began = time.monotonic()
+    shown, seconds = die(notebook, hosts, "link")
+    assert shown.error["ename"] == "RankDied"
+    assert hosts.there.address in shown.text
+    assert seconds < CUT_OFF_S
+    left_s = OWN_END_S - (time.monotonic() - began)
+    eventually(lambda: not any(alive(process) for process in there), within_s=left_s)
+    assert not hosts.there.ours()
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs, and is no zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--on ray --nodes 3 -n 3", "not enough for 3 ranks on 3 nodes"),
+        ("--on ray --gpus-per-node 1 -n 1", "has 0 GPUs"),
+        ("--on ray://10.213.0.1:1 -n 2", "Nobody answers at 10.213.0.1:1"),
+        ("--on ray -n 2 --nodes 2 --interface none0", "no interface 'none0'"),
+        ("--on ray -n 2 --time 10", "can be used with --on slurm"),
+        ("--on rey -n 2", "is no place for ranks"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    notebook: LiveKernel, hosts: Hosts, options: str, words: str
+) -> None:
+    notebook.run("%nbdist stop")
+    shown = notebook.run(f"%%distribute {options}\n1\n")
+    assert shown.status == "error"
+    assert words in shown.text
+    assert "Traceback" not in shown.text
+    assert not hosts.here.ours() | hosts.there.ours()
+
+
+def test_a_notebook_outside_of_the_cluster_uses_rays_client(hosts: Hosts, tmp_path: Path) -> None:
+    pytest.importorskip("grpc", reason="ray[client] is not installed")
+    within, cell = hosts.there.within, CELL.replace("ray", f"ray://{hosts.here.address}:10001")
+    with LiveKernel(tmp_path, within=within, **hosts.environ) as kernel:
+        kernel.run("%load_ext nbdist")
+        shown = kernel.run(cell + SUM)
+        assert shown.status == "ok", shown.text
+        assert f"sum 3.0 of 2 over {hosts.there.name}" in shown.text
+        assert kernel.run("%nbdist stop").status == "ok"
+
+
+def test_without_the_token_nothing_starts(hosts: Hosts, tmp_path: Path) -> None:
+    environ = {**hosts.environ, "RAY_AUTH_MODE": "disabled"}
+    with LiveKernel(tmp_path, within=hosts.here.within, **environ) as kernel:
+        kernel.run("%load_ext nbdist")
+        shown = kernel.run(CELL + SUM)
+    assert shown.status == "error"
+    assert "does not let this notebook in" in shown.text
+    assert "RAY_AUTH_MODE=token" in shown.text
+
+
+def test_a_killed_kernel_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    with LiveKernel(tmp_path, within=hosts.here.within, **hosts.environ) as kernel:
+        kernel.run("%load_ext nbdist")
+        assert "sum 3.0 of 2" in kernel.run(CELL + SUM).text
+        kernel.manager.signal_kernel(signal.SIGKILL)
+        eventually(lambda: not hosts.here.ours() | hosts.there.ours(), within_s=OWN_END_S)
+        leftovers.sweep(grace_s=1)  # as the next start does: the kernel's own folders
+
+
+def test_a_folder_that_nodes_do_not_share_is_brought_there(hosts: Hosts, tmp_path: Path) -> None:
+    for raylet in hosts.there.processes("raylet/raylet"):
+        raylet.kill()
+    hosts.start_ray(hosts.there, hidden=tmp_path)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "helper.py").write_text("value = 7\n")
+    with LiveKernel(folder, within=hosts.here.within, **hosts.environ) as kernel:
+        kernel.run("%load_ext nbdist")
+        shown = kernel.run(CELL + "import helper\nprint('helper', helper.value, world_size)\n")
+        assert shown.status == "ok", shown.text
+        assert "helper 7 2" in shown.text
+        kernel.run("%%distribute\n" + TRAIN)
+        refused = kernel.run("%nbdist save base --wait")
+        assert refused.status == "error"
+        assert hosts.there.address in refused.text
+        kernel.run("%nbdist stop")
+    for raylet in hosts.there.processes("raylet/raylet"):
+        raylet.kill()
+
+
+def test_other_versions_are_listed_before_anything_starts(hosts: Hosts, tmp_path: Path) -> None:
+    fake = tmp_path / "fake" / "torch-9.9.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Name: torch\nVersion: 9.9\n")
+    hosts.start_ray(hosts.there, PYTHONPATH=f"{fake.parent}:{os.environ.get('PYTHONPATH', '')}")
+    with LiveKernel(tmp_path, within=hosts.here.within, **hosts.environ) as kernel:
+        kernel.run("%load_ext nbdist")
+        shown = kernel.run(CELL + SUM)
+    assert shown.status == "error"
+    assert "Versions differ between the nodes: torch" in shown.text
+    assert "9.9 on" in shown.text
+    assert "nothing was started" in shown.text
+    assert not hosts.here.ours() | hosts.there.ours()

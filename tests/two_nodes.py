@@ -1,0 +1,182 @@
+"""A cluster of nodes on this machine: real agents, each of which takes itself for a machine.
+
+Plain, all have the address of loopback. With `hosts` each runs in a network namespace of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import psutil
+
+from nbdist.engines.base import Place
+from nbdist.errors import StartError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nbdist.engines.base import Wanted
+
+ENDED_S = 10.0
+
+
+class Here:
+    """Nodes on this machine, `ranks` on each."""
+
+    name = "double"
+    reach = "127.0.0.1"
+
+    def __init__(self, *names: str, ranks: int = 1) -> None:
+        """Give these nodes, as many as are needed, in this order."""
+        self.names = list(names)
+        self.ranks = ranks
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        """By name of the node."""
+        self.tickets: list[str] = []
+        self.told: dict[int, str] = {}
+        """What `lost` says."""
+        self.unreachable: set[str] = set()
+        """Nodes that cannot be told to end."""
+        self._given: list[Place] = []
+
+    def allot(self, wanted: Wanted, progress: Callable[[str], None]) -> list[Place]:
+        """Give as many nodes as are needed; raises StartError."""
+        progress("waiting in no queue")
+        count = wanted.nodes or len(self.names)
+        if count > len(self.names):
+            msg = f"{count} nodes were asked for and there are {len(self.names)}."
+            raise StartError(msg)
+        self._given = [self.place(name) for name in self.names[:count]]
+        return self._given
+
+    def place(self, name: str) -> Place:
+        """Make one node."""
+        return Place(name=name, address=self.reach, ranks=self.ranks)
+
+    def start(self, tickets: Sequence[str]) -> None:
+        """Start the agents."""
+        self.tickets = list(tickets)
+        for place, ticket in zip(self._given, tickets, strict=True):
+            agent = subprocess.Popen(
+                [*self.prefix(place.name), sys.executable, "-m", "nbdist.node"],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "NBDIST_TEST_NODE": place.name},
+                start_new_session=True,
+            )
+            self.agents[place.name] = agent
+            assert agent.stdin is not None
+            agent.stdin.write(f"{ticket}\n".encode())
+            agent.stdin.flush()
+
+    def prefix(self, name: str) -> list[str]:  # noqa: ARG002 - of a subclass
+        """Command that runs another one on a node."""
+        return []
+
+    def lost(self) -> Mapping[int, str]:
+        """What the test says."""
+        return self.told
+
+    def close(self) -> None:
+        """End the agents; what they do not end themselves stays, for the test to find."""
+        for name, agent in self.agents.items():
+            if name in self.unreachable:
+                continue
+            try:
+                agent.wait(0.1)
+            except subprocess.TimeoutExpired:
+                agent.send_signal(signal.SIGKILL)
+                agent.wait(ENDED_S)
+            assert agent.stdin is not None
+            agent.stdin.close()
+        self.agents.clear()
+        self.told.clear()
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Everything that runs on a node: the agent, the launcher, ranks."""
+        agent = psutil.Process(self.agents[name].pid)
+        return [agent, *agent.children(recursive=True)]
+
+
+class Hosts:
+    """Two network namespaces that a cable connects; only root can make them."""
+
+    addresses: ClassVar = {"alpha": "10.213.0.1", "beta": "10.213.0.2"}
+
+    def __init__(self, prefix: str | None = None) -> None:
+        """Make nothing yet; a prefix names those that somebody else has made."""
+        self.prefix = f"nbd{os.getpid()}" if prefix is None else prefix
+        self.spaces = {name: f"{self.prefix}{name[0]}" for name in self.addresses}
+
+    def __enter__(self) -> Self:
+        """Make them; raises OSError where that is not allowed."""
+        try:
+            for name in self.spaces:
+                _ip("netns", "add", self.spaces[name])
+            one, other = self.spaces.values()
+            _ip(
+                "link",
+                "add",
+                "cable",
+                "netns",
+                one,
+                "type",
+                "veth",
+                "peer",
+                "cable",
+                "netns",
+                other,
+            )
+            for name, space in self.spaces.items():
+                _ip("-n", space, "addr", "add", f"{self.addresses[name]}/24", "dev", "cable")
+                for device in ("lo", "cable"):
+                    _ip("-n", space, "link", "set", device, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove them."""
+        for space in self.spaces.values():
+            with contextlib.suppress(OSError):  # it was not made
+                _ip("netns", "del", space)
+
+    def cut(self, name: str) -> None:
+        """Pull the cable out of a host."""
+        _ip("-n", self.spaces[name], "link", "set", "cable", "down")
+
+    def inside(self, name: str) -> list[str]:
+        """Command that runs another one on a host."""
+        return ["ip", "netns", "exec", self.spaces[name]]
+
+
+class OnHosts(Here):
+    """Nodes on these hosts; the notebook runs on alpha."""
+
+    reach = Hosts.addresses["alpha"]
+
+    def __init__(self, hosts: Hosts) -> None:
+        """Give both hosts."""
+        super().__init__(*hosts.spaces)
+        self._hosts = hosts
+
+    def place(self, name: str) -> Place:
+        """Make one node."""
+        return Place(name=name, address=Hosts.addresses[name], ranks=self.ranks)
+
+    def prefix(self, name: str) -> list[str]:
+        """Enter the host."""
+        return self._hosts.inside(name)
+
+
+def _ip(*arguments: str) -> None:
+    """Change the network; raises OSError."""
+    try:
+        subprocess.run(["/usr/bin/env", "ip", *arguments], check=True, capture_output=True)
+    except subprocess.CalledProcessError as error:
+        raise OSError(error.stderr.decode()) from error

@@ -1,0 +1,380 @@
+"""Ray and Slurm without either: what is asked of them, how ranks are spread, what they say."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nbdist.engines import agreement, named, there
+from nbdist.engines.base import Place, Wanted
+from nbdist.engines.ray import RayCluster, cause
+from nbdist.engines.slurm import SlurmCluster, tasks_ended
+from nbdist.engines.spread import Spread, filled, fitted
+from nbdist.errors import OptionError, StartError
+from nbdist.kernel import asked, devices
+from nbdist.kernel.where import Where
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from nbdist.engines.base import Kind
+
+TWO_OF_FOUR = {"a": 4, "b": 4}
+
+
+def wanted(
+    nproc: int | None = None,
+    nodes: int | None = None,
+    each: int | None = None,
+    kind: Kind = "cuda",
+) -> Wanted:
+    return Wanted(kind=kind, nproc=nproc, nodes=nodes, gpus_per_node=each)
+
+
+@pytest.mark.parametrize(
+    ("wish", "there_are", "spread"),
+    [
+        (wanted(8), TWO_OF_FOUR, (2, 4)),
+        (wanted(4), TWO_OF_FOUR, (1, 4)),
+        (wanted(6), {"a": 4, "b": 2, "c": 2}, (3, 2)),
+        (wanted(nodes=2), {"a": 4, "b": 8, "c": 2}, (2, 4)),
+        (wanted(4, nodes=2), TWO_OF_FOUR, (2, 2)),
+        (wanted(each=2), {"a": 4, "b": 2, "c": 1}, (2, 2)),
+        (wanted(nodes=2, each=1), TWO_OF_FOUR, (2, 1)),
+        (wanted(), {"a": 4, "b": 4, "head": 0}, (2, 4)),
+        (wanted(2, kind="cpu"), {"a": 2, "b": 2}, (1, 2)),
+        (wanted(nodes=2, kind="cpu"), {"a": 2, "b": 2}, (2, 1)),
+        (wanted(kind="cpu"), {"a": 2, "b": 16}, (2, 1)),
+    ],
+)
+def test_ranks_are_spread_evenly_over_few_nodes(
+    wish: Wanted, there_are: Mapping[str, int], spread: tuple[int, int]
+) -> None:
+    found = fitted(wish, there_are, "The cluster")
+    assert (found.nodes, found.each) == spread
+    assert found.nproc == spread[0] * spread[1]
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (wanted(16), "has 8 GPUs (4 on a, 4 on b), not enough for 16 ranks"),
+        (wanted(nodes=3), "not enough for ranks on 3 nodes; use --nodes 2 --gpus-per-node 4"),
+        (wanted(nodes=2, each=8), "on 2 nodes with 8 GPUs each"),
+        (wanted(16, kind="cpu"), "use --nodes 2 -n 8 or less"),
+    ],
+)
+def test_too_few_says_how_many_there_are_and_what_is_granted(wish: Wanted, words: str) -> None:
+    with pytest.raises(StartError) as refused:
+        fitted(wish, TWO_OF_FOUR, "The cluster")
+    assert words in str(refused.value)
+
+
+def test_a_cluster_without_gpus_says_so() -> None:
+    with pytest.raises(StartError, match=r"has 0 GPUs .none., .* --gpus-per-node 0 for CPU ranks"):
+        fitted(wanted(1), {"a": 0}, "The cluster")
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (wanted(7, nodes=2), "use -n 6 or -n 8"),
+        (wanted(1, nodes=2), "use -n 2"),
+        (wanted(7, each=4), "cannot be spread evenly with --gpus-per-node 4"),
+        (wanted(8, nodes=2, each=2), "which are 4 ranks"),
+    ],
+)
+def test_contradictions_are_refused(wish: Wanted, words: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        filled(wish)
+    assert words in str(refused.value)
+
+
+def place(name: str, **versions: str) -> Place:
+    return Place(name=name, address="10.0.0.1", ranks=1, versions=versions)
+
+
+HERE = {"python": "3.11.7", "torch": "2.13.0", "nbdist": "0.1.0"}
+
+
+def test_equal_versions_pass_and_python_may_differ_in_its_last_number() -> None:
+    agreement.check(HERE, [place("a", **HERE), place("b", **{**HERE, "python": "3.11.9"})])
+
+
+def test_other_versions_are_listed_with_their_nodes() -> None:
+    other = {**HERE, "torch": "2.12.0", "python": "3.12.1"}
+    with pytest.raises(StartError) as refused:
+        agreement.check(HERE, [place("a", **HERE), place("b", **other), place("c", **other)])
+    assert "python 3.11.7 on the notebook, a, 3.12.1 on b, c" in str(refused.value)
+    assert "torch 2.13.0 on the notebook, a, 2.12.0 on b, c" in str(refused.value)
+    assert "nbdist 0" not in str(refused.value)
+
+
+@pytest.mark.parametrize("on", ["ray", "ray://auto", "ray://head:10001", "ray://10.0.0.1"])
+def test_ray_is_named_in_four_ways(on: str) -> None:
+    assert isinstance(named.opened(on, {"nodes": 2}), RayCluster)
+
+
+def test_this_machine_is_no_cluster() -> None:
+    assert named.opened("local", {}) is None
+
+
+@pytest.mark.parametrize(
+    ("on", "given", "words"),
+    [
+        ("slum", {}, "'slum' is no place for ranks"),
+        ("ray:/head", {}, "is no place for ranks"),
+        ("ray://a b", {}, "is no place for ranks"),
+        ("local", {"nodes": 2}, "--nodes can be used with --on ray or --on slurm only"),
+        ("local", {"gpus_per_node": 2}, "--gpus-per-node can be used"),
+        ("ray", {"partition": "p", "time": "1"}, "--partition, --time can be used with --on slurm"),
+        ("slurm", {"time": "1h"}, "is no time of Slurm"),
+    ],
+)
+def test_what_a_place_does_not_have_is_refused(
+    on: str, given: Mapping[str, object], words: str
+) -> None:
+    with pytest.raises(OptionError) as refused:
+        named.opened(on, given)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("time", ["30", "1:30", "1:00:00", "2-12", "1-2:30:00"])
+def test_times_of_slurm(time: str) -> None:
+    assert SlurmCluster(time=time)
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No allocation of Slurm."""
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("outside")
+def test_slurm_spreads_as_it_is_told() -> None:
+    cluster = SlurmCluster()
+    assert cluster.spread(2, None, None) == Spread("cpu", 1, 2)
+    assert cluster.spread(8, 2, None) == Spread("cpu", 2, 4)
+    assert cluster.spread(None, 2, 4) == Spread("cuda", 2, 4)
+    assert cluster.spread(8, None, 4) == Spread("cuda", 2, 4)
+    with pytest.raises(OptionError, match="how many ranks"):
+        cluster.spread(None, None, None)
+
+
+def test_inside_an_allocation_its_own_numbers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    assert SlurmCluster().spread(None, None, None) == Spread("cuda", 3, 4)
+    with pytest.raises(OptionError, match="inside Slurm's job 7"):
+        SlurmCluster(partition="other")
+
+
+@pytest.mark.parametrize(
+    ("line", "tasks"),
+    [
+        ("srun: error: n1: task 1: Killed", [1]),
+        ("srun: error: n1: tasks 0,2-3: Exited with exit code 1", [0, 2, 3]),
+        ("srun: job 5 queued and waiting for resources", []),
+    ],
+)
+def test_the_ends_that_srun_tells(line: str, tasks: list[int]) -> None:
+    assert list(tasks_ended(line)) == tasks
+
+
+FAKE = """#!{python}
+import json, sys
+print("a banner of the site", flush=True)
+{body}
+"""
+ANSWERS = """
+for line in sys.stdin:
+    if "about" in json.loads(line):
+        for task, address in enumerate(["10.0.0.2", "10.0.0.1"]):
+            about = dict(host=f"n{task}", address=address, toward="10.0.0.1", gpus=[],
+                         has_folder=True, versions=VERSIONS)
+            print("nbdist-place " + json.dumps(dict(task=task, about=about)), flush=True)
+    else:
+        given = json.loads(line)["tickets"]
+        print("nbdist-place " + json.dumps(dict(task=1, ended=f"got {given[1]}")), flush=True)
+        print("srun: error: Node failure on n0", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: None) -> Path:  # noqa: ARG001
+    """A program in the place of srun, whose body the test writes."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    file = tmp_path / "srun"
+    file.touch(mode=0o700)
+    return file
+
+
+def allotted(srun: Path, body: str) -> tuple[SlurmCluster, list[Place]]:
+    srun.write_text(FAKE.format(python=sys.executable, body=body))
+    cluster = SlurmCluster()
+    said: list[str] = []
+    places = cluster.allot(wanted(2, 2, kind="cpu"), said.append)
+    return cluster, places
+
+
+def test_tasks_become_places_and_get_their_own_tickets(srun: Path) -> None:
+    cluster, places = allotted(srun, ANSWERS.replace("VERSIONS", repr(there.versions())))
+    try:
+        assert [(one.name, one.address) for one in places] == [
+            ("n1", "10.0.0.1"),
+            ("n0", "10.0.0.2"),
+        ]
+        assert cluster.reach == "10.0.0.1"
+        cluster.start(["first", "second"])
+        while len(cluster.lost()) < 2:
+            pass
+        assert cluster.lost() == {0: "got first", 1: "Slurm says that the node failed"}
+    finally:
+        cluster.close()
+    assert cluster.lost() == {}
+
+
+def test_a_refusal_of_srun_is_told_in_its_words(srun: Path) -> None:
+    with pytest.raises(StartError, match="does not give the nodes: no such account"):
+        allotted(srun, 'sys.exit("srun: error: no such account")')
+
+
+def test_without_srun_it_says_where_to_go(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outside: None
+) -> None:
+    assert outside is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StartError, match="login node"):
+        SlurmCluster().allot(wanted(2, kind="cpu"), print)
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(StartError, match=r"pip install 'nbdist\[ray\]'"):
+        RayCluster().spread(2, None, None)
+
+
+def test_rays_errors_lose_their_numbers_and_guesses() -> None:
+    class ActorDiedError(Exception):
+        pass
+
+    error = ActorDiedError(
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: Node\n"
+        "The actor is dead because its worker process has died. Some common causes include: (1)"
+    )
+    assert cause(error) == (
+        "Ray says that its actor died: The actor is dead because its worker process has died"
+    )
+
+
+class FakeCluster:
+    """Says what `Where` asks."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int | None, ...]] = []
+        self.nodes = 2
+
+    def spread(self, nproc: int | None, nodes: int | None, each: int | None) -> Spread:
+        self.asked.append((nproc, nodes, each))
+        kind: Kind = "cpu" if each == 0 else "cuda"
+        return fitted(wanted(nproc, nodes, each or None, kind), TWO_OF_FOUR, "It")
+
+    def left(self, _kind: Kind, _each: int, nodes: int) -> int:
+        return min(nodes, self.nodes)
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> Where:
+    monkeypatch.setattr(named, "opened", lambda *_: FakeCluster())
+    return Where({"on": "ray"})
+
+
+def chosen(where: Where, **given: object) -> asked.Choice:
+    return asked.Choice.of({"auto": False, **given}, where)
+
+
+def test_a_choice_on_a_cluster_counts_nodes(where: Where) -> None:
+    choice = chosen(where, nproc=8)
+    assert choice.place == "8 GPU ranks on 2 nodes"
+    assert choice.placement.nodes == 2
+    assert choice.hardware.bf16
+    assert chosen(where, nproc=2, devices="none").place == "2 CPU ranks on 1 node"
+    assert choice.differing(chosen(where, nproc=4)) == {
+        "nproc": (8, 4),
+        "devices": ((0, 1, 2, 3) * 2, (0, 1, 2, 3)),
+        "nodes": (2, 1),
+    }
+
+
+def test_the_cluster_is_asked_once_for_the_same_wish(where: Where) -> None:
+    chosen(where, nproc=8)
+    chosen(where, nproc=8)
+    assert isinstance(where.cluster, FakeCluster)
+    assert where.cluster.asked == [(8, None, None)]
+
+
+def test_gpus_of_this_machine_cannot_be_named_there(where: Where) -> None:
+    with pytest.raises(OptionError, match="--gpus 0,1 names GPUs of this machine"):
+        chosen(where, devices="0,1")
+
+
+@pytest.mark.parametrize("given", [{"nodes": 0}, {"nodes": "two"}, {"gpus_per_node": -1}])
+def test_numbers_are_checked(where: Where, given: Mapping[str, object]) -> None:
+    with pytest.raises(OptionError, match="is no number"):
+        chosen(where, **given)
+
+
+def test_fewer_nodes_have_fewer_ranks(where: Where) -> None:
+    placement = devices.spread_out(Spread("cuda", 2, 4))
+    assert where.left(placement) == {}
+    assert isinstance(where.cluster, FakeCluster)
+    where.cluster.nodes = 1
+    assert where.left(placement) == {"nodes": 1, "nproc": 4}
+    where.cluster.nodes = 0
+    with pytest.raises(StartError, match="No node of ray is left"):
+        where.left(placement)
+
+
+def test_a_session_does_not_move(where: Where) -> None:
+    where.check({"on": "ray", "nodes": 4})
+    with pytest.raises(OptionError, match="--on slurm: this session's ranks are on ray"):
+        where.check({"on": "slurm"})
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "after"),
+    [
+        ({"nproc": 8, "nodes": 2}, {"nodes": 1}, {"nproc": None, "nodes": 1}),
+        ({"gpus_per_node": 4, "nodes": 2}, {"nproc": 4}, {"nodes": None, "nproc": 4}),
+        (
+            {"gpus_per_node": 4, "nodes": 2},
+            {"nproc": 4, "nodes": 1},
+            {"gpus_per_node": None, "nproc": 4, "nodes": 1},
+        ),
+        ({"gpus_per_node": 0, "nproc": 4}, {"nodes": 2}, {"gpus_per_node": 0, "nproc": None}),
+    ],
+)
+def test_new_numbers_push_old_ones_out(
+    before: dict[str, object], changes: dict[str, object], after: dict[str, object]
+) -> None:
+    made = asked.changed({"auto": False, **before}, changes)
+    assert {name: made[name] for name in after} == after
+
+
+def test_what_is_the_clusters_own_is_not_handed_on() -> None:
+    given = {"RAY_AUTH_TOKEN_PATH": "x", "SLURM_JOB_ID": "1", "HOME": "/h", "PYTHONPATH": "/p"}
+    kept = there.handed_on(given)
+    assert set(kept) == {"HOME", "PYTHONPATH"}
+    assert kept["PYTHONPATH"].endswith(":/p")
+
+
+def test_an_unknown_interface_is_told_with_those_there_are() -> None:
+    with pytest.raises(StartError, match=r"no interface 'ib9' with an address; it has .*lo"):
+        there.of_interface("ib9")
+    assert there.of_interface("lo") == "127.0.0.1"
