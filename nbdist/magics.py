@@ -179,7 +179,7 @@ class NbDist(Magics):
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             final = train(model, optimizer, loader)
         """
-        asked = parse_argstring(self.distribute, line)
+        asked = asked_of(line)
         if asked.help:
             print(self.distribute.__doc__)
             return
@@ -603,6 +603,20 @@ def session_options(asked: argparse.Namespace) -> dict[str, Any]:
         if given.get(name) == "none":
             given[name] = None
     return given
+
+
+def asked_of(line: str) -> argparse.Namespace:
+    """Read the line of a `%%distribute` cell.
+
+    Raises:
+        UsageError: an option that there is not, or a quote that is left open.
+    """
+    try:
+        asked: argparse.Namespace = parse_argstring(NbDist.distribute, line)
+    except ValueError as error:
+        msg = f"%%distribute {line}: {error}."
+        raise UsageError(msg) from None
+    return asked
 
 
 def refuse_contradictions(asked: argparse.Namespace) -> None:

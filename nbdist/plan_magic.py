@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nbdist.plan.checked import Check
     from nbdist.plan.result import Plan
 
+_SIZE = re.compile(r"[0-9]{1,9}")
 FIXED = (
     "offload",
     "offload_params",
@@ -82,11 +83,7 @@ def run(line: str, names: Mapping[str, Any], session: Session | None) -> Plan | 
         UsageError: the line cannot be read.
         PlanError: the model or the devices cannot be planned for.
     """
-    try:
-        asked = parser().parse_args(shlex.split(line))
-    except ValueError as error:
-        message = f"%nbdist plan {line}: {error}."
-        raise UsageError(message) from None
+    asked = parser().parse_args(parsers.words(line, "plan"))
     if asked.help:
         return str(parser().format_help())
     if asked.check:
@@ -130,7 +127,7 @@ def _arguments(asked: argparse.Namespace) -> dict[str, Any]:
 def _sizes(text: str) -> list[int]:
     """Read "1,2,4"."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        message = f"--batch-size {text} is not a list of sizes; use numbers such as 1,2,4."
+    if not all(map(_SIZE.fullmatch, parts)):
+        message = f"--batch-size {text[:60]} is not a list of sizes; use numbers such as 1,2,4."
         raise UsageError(message)
     return [int(part) for part in parts]

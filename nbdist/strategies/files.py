@@ -113,13 +113,22 @@ def _parsed(text: str, file: Path) -> object:
         raise OptionError(message) from error
 
 
+def shown(given: object) -> str:
+    """What was given, for a message: it may be as long as a file."""
+    text = repr(given)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def _agree(option: str, given: object, key: str, filed: object, *, unset: object) -> Any:
     """Return the value that the option and the file say; refuse two different ones."""
     if filed in (None, "auto", given):
         return given
     if given == unset:
         return filed
-    message = f"{option} is {given!r} but the config file says {key} = {filed!r}; keep one of them."
+    message = (
+        f"{option} is {shown(given)} but the config file says {key} = {shown(filed)}; keep one of"
+        " them."
+    )
     raise OptionError(message)
 
 
@@ -166,9 +175,7 @@ def _resharding(value: object, version: int) -> object:
     if version != 1 and truth is not None:
         return truth
     allowed = "true or false" if version != 1 else "FULL_SHARD; keep gathered by sharding_strategy"
-    message = (
-        f"reshard_after_forward is {value!r} in the fsdp_config; fsdp{version} takes {allowed}."
-    )
+    message = f"reshard_after_forward is {shown(value)} in the fsdp_config; fsdp{version} takes {allowed}."
     raise OptionError(message)
 
 
@@ -181,9 +188,10 @@ def with_deepspeed_file(options: Options, content: Mapping[str, Any]) -> Options
             raise OptionError(message)
     stage = zero.get("stage", "auto")
     if stage not in ("auto", options.strategy.level):
+        named = str(stage)[:_SHOWN]
         message = (
-            f"the deepspeed_config has ZeRO stage {stage} but the backend is {options.backend}; "
-            f"use backend zero{stage} or change the stage."
+            f"the deepspeed_config has ZeRO stage {named} but the backend is {options.backend}; "
+            f"use backend zero{named} or change the stage."
         )
         raise OptionError(message)
     accumulate = content.get("gradient_accumulation_steps")

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError
-from nbdist.strategies.files import with_deepspeed_file, with_fsdp_file
+from nbdist.strategies.files import shown, with_deepspeed_file, with_fsdp_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -408,7 +408,9 @@ def _check_offload(options: Options) -> None:
     """Refuse an offload that the backend lacks."""
     device, strategy = options.offload_device, options.strategy
     if device not in {"none", "cpu", "nvme"} or (device != "nvme" and options.offload_path):
-        message = f"offload {options.offload!r} is not known; use one of {', '.join(OFFLOADS)}."
+        message = (
+            f"offload {shown(options.offload)} is not known; use one of {', '.join(OFFLOADS)}."
+        )
         raise OptionError(message)
     if device == "nvme" and not options.offload_path:
         message = "offload nvme needs a folder on a fast local disk: nvme:/path/to/folder."
@@ -435,7 +437,7 @@ def _check_replication(options: Options, hardware: Hardware) -> None:
     ranks, nodes = hardware.world_size, hardware.nodes
     if across not in REPLICATIONS:
         allowed = ", ".join(REPLICATIONS)
-        message = f"replicate_across {across!r} is not known; use one of {allowed}."
+        message = f"replicate_across {shown(across)} is not known; use one of {allowed}."
         raise OptionError(message)
     if across == "none":
         return
@@ -468,7 +470,7 @@ def _precision(options: Options, hardware: Hardware) -> str:
     if precision is None:
         return "bf16" if hardware.kind == "cuda" and hardware.bf16 else "no"
     if precision not in PRECISIONS:
-        message = f"precision {precision!r} is not known; use one of {', '.join(PRECISIONS)}."
+        message = f"precision {shown(precision)} is not known; use one of {', '.join(PRECISIONS)}."
         raise OptionError(message)
     here = {
         "no": True,

@@ -15,7 +15,6 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import strategies as st
 from IPython.core.error import UsageError
-from IPython.core.magic_arguments import parse_argstring
 
 from nbdist import machine, magics, parsers, plan_magic, ranks, strategies, wire
 from nbdist.checkpoint import FilePart, names
@@ -115,7 +114,7 @@ def quietly(call: Any) -> Any:
 def test_the_line_of_a_distribute_cell(examples: int) -> None:
     def check(line: str) -> None:
         def read() -> None:
-            given = parse_argstring(magics.NbDist.distribute, line)
+            given = magics.asked_of(line)
             magics.refuse_contradictions(given)
             options = magics.session_options(given)
             quietly(lambda: ranks.chosen(given.ranks, 4))
