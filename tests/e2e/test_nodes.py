@@ -241,6 +241,59 @@ def test_a_training_goes_to_fewer_ranks_and_back(session: Session) -> None:
     assert len(session.run("train(1)[0]").values) == 3
 
 
+# --------------------------------------------------------------------------------------- safety
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Where a process listens on the network."""
+    return {
+        (one.laddr.ip, one.laddr.port)
+        for one in psutil.Process(pid).net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    }
+
+
+def test_nothing_listens_but_the_hub(session: Session, cluster: Here) -> None:
+    (ticket, _) = map(json.loads, cluster.tickets)
+    host, port = ticket["hub"].removeprefix("tcp://").split(":")
+    assert listening(os.getpid()) == {(host, int(port))}
+    for name in cluster.names:
+        agent, launcher, *_ = cluster.processes(name)
+        assert listening(agent.pid) | listening(launcher.pid) == set()
+    for pid in pids(session):
+        assert {ip for ip, _ in listening(pid)} <= {"127.0.0.1"}
+
+
+def test_a_wrong_key_is_not_let_in(session: Session, cluster: Here) -> None:
+    ticket: dict[str, Any] = json.loads(cluster.tickets[0])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        public, secret = zmq.curve_keypair()
+        stranger.curve_serverkey = ticket["hub_key"].encode()
+        stranger.curve_publickey, stranger.curve_secretkey = public, secret
+        watching = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        stranger.connect(ticket["hub"])
+        assert watching.poll(5000)
+        stranger.disable_monitor()
+        watching.close(0)
+    assert session.run("rank").values == {0: 0, 1: 1, 2: 2}
+
+
+def test_bytes_of_a_stranger_do_no_harm(session: Session, cluster: Here) -> None:
+    host, port = json.loads(cluster.tickets[0])["hub"].removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(os.urandom(4096))
+    assert session.run("rank").values == {0: 0, 1: 1, 2: 2}
+
+
+def test_secrets_are_in_no_command_line_and_no_environment(cluster: Here) -> None:
+    secrets = {json.loads(one)["secret"] for one in cluster.tickets}
+    for name in cluster.names:
+        for process in cluster.processes(name):
+            shown = " ".join(process.cmdline()) + json.dumps(process.environ())
+            assert not any(secret in shown for secret in secrets)
+
+
 # --------------------------------------------------------------------------------------- deaths
 
 
@@ -275,6 +328,7 @@ def test_a_killed_agent_ends_the_cell_and_the_other_node(session: Session, clust
     eventually(lambda: gone(everything), within_s=CUT_S)
 
 
+@pytest.mark.long
 def test_a_node_that_is_silent_is_cut_off(session: Session, cluster: Here) -> None:
     everything = [one.pid for name in cluster.names for one in cluster.processes(name)]
     session.run(SPIN, background=True)
@@ -333,59 +387,6 @@ def test_a_host_that_is_cut_off_ends_itself() -> None:
     assert seen["after_s"] < SILENT_S + 5
     assert seen["left"] == 0
     assert seen["ended_s"] < LEASE_S + 10
-
-
-# --------------------------------------------------------------------------------------- safety
-
-
-def listening(pid: int) -> set[tuple[str, int]]:
-    """Where a process listens on the network."""
-    return {
-        (one.laddr.ip, one.laddr.port)
-        for one in psutil.Process(pid).net_connections("inet")
-        if one.status == psutil.CONN_LISTEN
-    }
-
-
-def test_nothing_listens_but_the_hub(session: Session, cluster: Here) -> None:
-    (ticket, _) = map(json.loads, cluster.tickets)
-    host, port = ticket["hub"].removeprefix("tcp://").split(":")
-    assert listening(os.getpid()) == {(host, int(port))}
-    for name in cluster.names:
-        agent, launcher, *_ = cluster.processes(name)
-        assert listening(agent.pid) | listening(launcher.pid) == set()
-    for pid in pids(session):
-        assert {ip for ip, _ in listening(pid)} <= {"127.0.0.1"}
-
-
-def test_a_wrong_key_is_not_let_in(session: Session, cluster: Here) -> None:
-    ticket: dict[str, Any] = json.loads(cluster.tickets[0])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        public, secret = zmq.curve_keypair()
-        stranger.curve_serverkey = ticket["hub_key"].encode()
-        stranger.curve_publickey, stranger.curve_secretkey = public, secret
-        watching = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        stranger.connect(ticket["hub"])
-        assert watching.poll(5000)
-        stranger.disable_monitor()
-        watching.close(0)
-    assert session.run("rank").values == {0: 0, 1: 1, 2: 2}
-
-
-def test_bytes_of_a_stranger_do_no_harm(session: Session, cluster: Here) -> None:
-    host, port = json.loads(cluster.tickets[0])["hub"].removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port))) as stranger:
-        stranger.sendall(os.urandom(4096))
-    assert session.run("rank").values == {0: 0, 1: 1, 2: 2}
-
-
-def test_secrets_are_in_no_command_line_and_no_environment(cluster: Here) -> None:
-    secrets = {json.loads(one)["secret"] for one in cluster.tickets}
-    for name in cluster.names:
-        for process in cluster.processes(name):
-            shown = " ".join(process.cmdline()) + json.dumps(process.environ())
-            assert not any(secret in shown for secret in secrets)
 
 
 # ---------------------------------------------------------------------------------------- starts
