@@ -90,7 +90,7 @@ class Session:
             `accelerator.prepare()`, from the real model and machine; what is given here of
             them is kept.
         engine: where launchers come from. Default: this machine.
-        options: what else `strategies.Options` has: offload_params,
+        options: what else `strategies.Options` has: offload_params, replicate_across,
             activation_checkpointing, compile, accumulate, clip, fsdp_config,
             deepspeed_config.
 
