@@ -249,7 +249,7 @@ class SlurmCluster:
             if cause is None and srun.code is not None:
                 cause = f"Slurm has ended the job: {srun.last_words() or f'code {srun.code}'}"
             if cause is not None:
-                found[place] = cause
+                found[place] = f"is lost: {cause}"
         return found
 
     def close(self) -> None:
