@@ -123,7 +123,7 @@ def test_ray_is_named_in_four_ways(on: str) -> None:
 def test_what_tab_offers_is_a_place() -> None:
     assert set(completion.VALUES["--on"]) >= {"local", "ray", "ray://auto", "slurm"}
     for on in completion.VALUES["--on"]:
-        named.opened(on, {})
+        named.opened(on + "head" * on.endswith("//"), {})
 
 
 def test_this_machine_is_no_cluster() -> None:
