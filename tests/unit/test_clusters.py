@@ -322,6 +322,13 @@ def test_a_choice_on_a_cluster_counts_nodes(where: Where) -> None:
     }
 
 
+def test_shards_can_be_replicated_across_its_nodes(where: Where) -> None:
+    choice = chosen(where, nproc=8, backend="fsdp2", replicate_across="nodes")
+    assert choice.hardware.nodes == 2
+    with pytest.raises(OptionError, match="needs ranks on several machines"):
+        chosen(where, nproc=4, backend="fsdp2", replicate_across="nodes")
+
+
 def test_the_cluster_is_asked_once_for_the_same_wish(where: Where) -> None:
     chosen(where, nproc=8)
     chosen(where, nproc=8)
