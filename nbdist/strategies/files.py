@@ -175,7 +175,8 @@ def _resharding(value: object, version: int) -> object:
     if version != 1 and truth is not None:
         return truth
     allowed = "true or false" if version != 1 else "FULL_SHARD; keep gathered by sharding_strategy"
-    message = f"reshard_after_forward is {shown(value)} in the fsdp_config; fsdp{version} takes {allowed}."
+    given = shown(value)
+    message = f"reshard_after_forward is {given} in the fsdp_config; fsdp{version} takes {allowed}."
     raise OptionError(message)
 
 
