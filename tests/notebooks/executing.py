@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import nbformat
 from jupyter_client.manager import AsyncKernelManager
@@ -30,7 +29,9 @@ def executed(name: str, *, folder: Path | None = None, within: Sequence[str] = (
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook,
-        km=_inside(folder, within) if folder is not None and within else None,
+        kernel_manager_class=(
+            _inside(folder, within) if folder is not None and within else AsyncKernelManager
+        ),
         timeout=600,
         store_widget_state=False,
         resources={"metadata": {"path": str(folder or path.parent)}},
@@ -39,12 +40,17 @@ def executed(name: str, *, folder: Path | None = None, within: Sequence[str] = (
     return notebook
 
 
-def _inside(folder: Path, within: Sequence[str]) -> AsyncKernelManager:
-    """Starts a kernel there; sockets of files are seen from here, too."""
-    made = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "k"))
-    assert made.kernel_spec is not None
-    made.kernel_spec.argv[:1] = [*within, sys.executable]
-    return made
+def _inside(folder: Path, within: Sequence[str]) -> type[AsyncKernelManager]:
+    """Starts kernels there; sockets that are files are seen from here, too."""
+
+    class Inside(AsyncKernelManager):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(transport="ipc", ip=str(folder / "k"), **given)
+
+        def format_kernel_cmd(self, extra_arguments: list[str] | None = None) -> list[str]:
+            return [*within, *super().format_kernel_cmd(extra_arguments)]
+
+    return Inside
 
 
 def cell(notebook: NotebookNode, cell_id: str) -> NotebookNode:
