@@ -1,7 +1,7 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
     python tests/bench [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
-    python tests/bench [training] [profile] [profiling] [panel] [weight] [faults]
+    python tests/bench [training] [nodes] [profile] [profiling] [panel] [weight] [faults]
     python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
     python tests/bench [plan_calibrated]
 
@@ -22,6 +22,7 @@ import cells
 import checkpoints
 import exporting
 import faults
+import nodes
 import open_panel
 import plan_calibrated
 import plan_engines
@@ -61,6 +62,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "exporting": lambda: exporting.measure(BUILD),
     "switching": lambda: switching.measure(BUILD),
     "training": lambda: training.measure(BUILD),
+    "nodes": lambda: nodes.measure(BUILD),
     "profile": lambda: bottlenecks.measure(BUILD),
     "profiling": profiling.measure,
     "panel": open_panel.measure,

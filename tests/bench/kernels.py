@@ -25,7 +25,7 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 MARK = "NBDIST_BENCH_KERNEL"
 START_S = 60.0
@@ -68,17 +68,25 @@ class Kernel:
         python: the interpreter.
         env: added to this process's environment.
         path: folders put before PATH.
+        within: a command that runs it, as `ip netns exec NAME`.
     """
 
     def __init__(
-        self, python: str, *, env: Mapping[str, str] | None = None, path: tuple[str, ...] = ()
+        self,
+        python: str,
+        *,
+        env: Mapping[str, str] | None = None,
+        path: tuple[str, ...] = (),
+        within: Sequence[str] = (),
     ) -> None:
         """Start it and wait until it answers."""
         self._folder = tempfile.TemporaryDirectory(prefix="nbb-")
         self.folder = Path(self._folder.name)
         self.mark = secrets.token_hex(8)
         self.manager = KernelManager()
-        argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        if within:  # sockets of files are seen from here
+            self.manager.transport, self.manager.ip = "ipc", str(self.folder / "k")
+        argv = [*within, python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         self.manager._kernel_spec = KernelSpec(argv=argv, display_name="bench", language="python")
         with (self.folder / "kernel.log").open("w") as log:
             self.manager.start_kernel(

@@ -27,6 +27,8 @@ class Row:
     sense: Literal["<=", ">="] = "<="
     detail: str = ""
     """What the value was made of, for the table."""
+    skipped: str = ""
+    """Why nothing could be measured here; the row then says nothing."""
 
     @property
     def bar(self) -> str:
@@ -35,18 +37,21 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Whether the value is on the right side of its bar."""
+        """Whether the value is on the right side of its bar, or nothing was measured."""
+        if self.skipped:
+            return True
         return self.value <= self.limit if self.sense == "<=" else self.value >= self.limit
 
     def to_json(self) -> dict[str, object]:
         """The row as build/bench.json has it."""
         return {
             "name": self.name,
-            "value": round(self.value, 4),
+            "value": None if self.skipped else round(self.value, 4),
             "unit": self.unit,
             "bar": self.bar,
             "holds": self.holds,
             "detail": self.detail,
+            "skipped": self.skipped,
         }
 
 
@@ -68,9 +73,10 @@ def table(rows: Iterable[Row]) -> str:
     """Rows as text, one a line."""
     lines = [f"{'':5}{'what':58}{'value':>12} {'bar':>10}   made of"]
     for row in rows:
-        mark = "ok" if row.holds else "MISS"
-        value = f"{row.value:.3g} {row.unit}"
-        lines.append(f"{mark:5}{row.name:58}{value:>12} {row.bar:>10}   {row.detail}")
+        mark = "skip" if row.skipped else "ok" if row.holds else "MISS"
+        value = "" if row.skipped else f"{row.value:.3g} {row.unit}"
+        made_of = row.skipped or row.detail
+        lines.append(f"{mark:5}{row.name:58}{value:>12} {row.bar:>10}   {made_of}")
     return "\n".join(lines)
 
 

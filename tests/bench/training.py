@@ -141,12 +141,9 @@ class Script:
 def launched(build: Path) -> Iterator[Script]:
     """The script, started; ended when the block is left."""
     folder = build / "bench-script"
-    folder.mkdir(parents=True, exist_ok=True)
-    go, done, file = (folder / name for name in ("go", "done", "train.py"))
+    go, done = pipes(folder)
+    file = folder / "train.py"
     file.write_text(SCRIPT)
-    for pipe in (go, done):
-        pipe.unlink(missing_ok=True)
-        os.mkfifo(pipe)
     log: IO[str]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(launch_command(file, str(go), str(done)), stdout=log, stderr=log)
@@ -158,3 +155,13 @@ def launched(build: Path) -> Iterator[Script]:
         finally:
             process.terminate()  # elastic's agent ends its ranks
             process.wait(60)
+
+
+def pipes(folder: Path) -> tuple[Path, Path]:
+    """Two named pipes in a folder that is made for them: orders, and answers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    go, done = folder / "go", folder / "done"
+    for pipe in (go, done):
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+    return go, done

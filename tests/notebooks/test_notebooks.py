@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nbformat
 import psutil
 import pytest
-from nbclient import NotebookClient
 
 from nbdist.panel import bundled
+from tests.notebooks import more_machines
+from tests.notebooks.executing import ROOT, cell, executed, mimes, text
+from tests.two_nodes import Hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from nbformat import NotebookNode
+    from pathlib import Path
 
 MARK = "NBDIST_TEST_NOTEBOOK"
-ROOT = Path(__file__).parents[2]
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp")
 
 
@@ -65,43 +63,6 @@ def carries(process: psutil.Process, mark: str) -> bool:
         return process.pid != os.getpid() and process.environ().get(MARK) == mark
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
-
-
-def executed(name: str) -> NotebookNode:
-    """Run one notebook in a kernel of its own; a failing cell raises."""
-    path = ROOT / "notebooks" / name
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=600,
-        store_widget_state=False,
-        resources={"metadata": {"path": str(path.parent)}},
-    )
-    client.execute()
-    return notebook
-
-
-def cell(notebook: NotebookNode, cell_id: str) -> NotebookNode:
-    """The cell of that id."""
-    return next(cell for cell in notebook.cells if cell.id == cell_id)
-
-
-def text(notebook: NotebookNode, cell_id: str) -> str:
-    """All plain text that a cell shows."""
-    parts = []
-    for output in cell(notebook, cell_id).outputs:
-        if output.output_type == "stream":
-            parts.append(output.text)
-        elif output.output_type == "error":
-            parts.extend(output.traceback)
-        else:
-            parts.append(output.data.get("text/plain", ""))
-    return "\n".join(parts)
-
-
-def mimes(notebook: NotebookNode, cell_id: str) -> set[str]:
-    """Types of all rich outputs of a cell."""
-    return {mime for output in cell(notebook, cell_id).outputs for mime in output.get("data", {})}
 
 
 @pytest.mark.slow
@@ -211,3 +172,37 @@ def test_make_it_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     factors = re.findall(r"([\d.]+) x", text(notebook, "table"))
     assert len(factors) == 4
     assert float(factors[-1]) >= 1.5, text(notebook, "table")
+
+
+STAND_IN = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.doubles import two_hosts
+two_hosts.stand_in({prefix!r})
+"""
+
+
+@pytest.fixture
+def alpha(tmp_path: Path) -> Iterator[list[str]]:
+    """Begins a command on the first of two hosts, where `--on ray` of a kernel means both."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    hosts = Hosts()
+    startup = tmp_path / "ipython" / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    code = STAND_IN.format(root=str(ROOT), prefix=hosts.prefix)
+    (startup / "two_hosts.py").write_text(code)
+    try:
+        hosts.__enter__()
+    except OSError as error:
+        pytest.skip(f"no network namespaces can be made here: {error}")
+    try:
+        yield hosts.inside("alpha")
+    finally:
+        hosts.__exit__()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_more_machines(alpha: list[str], tmp_path: Path) -> None:
+    more_machines.passes(tmp_path, within=alpha)

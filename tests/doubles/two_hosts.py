@@ -1,0 +1,45 @@
+"""Two hosts in place of a Ray cluster: `--on ray` of this process then means them.
+
+For a kernel that runs on the host alpha where Ray is not installed. A cluster only gives nodes and
+starts agents: what runs on them, and every connection, is the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nbdist.engines import named
+from nbdist.engines.spread import Spread
+from tests.two_nodes import Hosts, OnHosts
+
+if TYPE_CHECKING:
+    from nbdist.engines.base import Kind
+
+
+class Stand(OnHosts):
+    """Both hosts, one CPU rank on each, under Ray's name."""
+
+    name = "ray"
+    chosen: Spread | None = None
+
+    def spread(self, nproc: int | None, nodes: int | None, gpus_per_node: int | None) -> Spread:
+        """What there is."""
+        assert nproc in {None, 2}
+        assert nodes in {None, 2}
+        assert not gpus_per_node
+        return Spread("cpu", 2, 1)
+
+    def left(self, kind: Kind, each: int, nodes: int) -> int:  # noqa: ARG002 - as Ray's
+        """Both: only agents are killed here."""
+        return nodes
+
+    leave = OnHosts.close
+
+
+def stand_in(prefix: str) -> None:
+    """Have `--on ray` take these hosts; the prefix names their namespaces."""
+
+    def made(*_: Any) -> Stand:
+        return Stand(Hosts(prefix))
+
+    named.RayCluster = made  # type: ignore[assignment, misc]
