@@ -70,8 +70,9 @@ class Here:
             )
             self.agents[place.name] = agent
             assert agent.stdin is not None
-            agent.stdin.write(f"{ticket}\n".encode())
-            agent.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which `lost` may tell
+                agent.stdin.write(f"{ticket}\n".encode())
+                agent.stdin.flush()
 
     def prefix(self, name: str) -> list[str]:  # noqa: ARG002 - of a subclass
         """Command that runs another one on a node."""
@@ -92,7 +93,8 @@ class Here:
                 agent.send_signal(signal.SIGKILL)
                 agent.wait(ENDED_S)
             assert agent.stdin is not None
-            agent.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                agent.stdin.close()
         self.agents.clear()
         self.told.clear()
 

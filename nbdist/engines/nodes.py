@@ -220,10 +220,12 @@ class Nodes:
         try:
             self._close()
         finally:
-            self._cluster.close()
-            self.run_dir.remove()
-            atexit.unregister(self.close)
-            self._over.set()
+            try:
+                self._cluster.close()
+            finally:
+                self.run_dir.remove()
+                atexit.unregister(self.close)
+                self._over.set()
 
     def _close(self) -> None:
         if self._hellos:

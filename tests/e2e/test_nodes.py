@@ -208,6 +208,7 @@ def test_stop_ends_python_code_on_all_nodes(session: Session) -> None:
     assert session.run("kept").values == dict.fromkeys(range(3), "mine")
 
 
+@pytest.mark.fault("N5")
 def test_stop_frees_a_stuck_collective(session: Session) -> None:
     session.run("import torch.distributed as dist")
     _, seconds = stopped(session, STUCK, when=runs_for(session, 0.5))
@@ -241,6 +242,63 @@ def test_a_training_goes_to_fewer_ranks_and_back(session: Session) -> None:
     assert len(session.run("train(1)[0]").values) == 3
 
 
+# --------------------------------------------------------------------------------------- safety
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Where a process listens on the network."""
+    return {
+        (one.laddr.ip, one.laddr.port)
+        for one in psutil.Process(pid).net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.mark.fault("S23")
+def test_nothing_listens_but_the_hub(session: Session, cluster: Here) -> None:
+    (ticket, _) = map(json.loads, cluster.tickets)
+    host, port = ticket["hub"].removeprefix("tcp://").split(":")
+    assert listening(os.getpid()) == {(host, int(port))}
+    for name in cluster.names:
+        agent, launcher, *_ = cluster.processes(name)
+        assert listening(agent.pid) | listening(launcher.pid) == set()
+    for pid in pids(session):
+        assert {ip for ip, _ in listening(pid)} <= {"127.0.0.1"}
+
+
+@pytest.mark.fault("S23")
+def test_a_wrong_key_is_not_let_in(session: Session, cluster: Here) -> None:
+    ticket: dict[str, Any] = json.loads(cluster.tickets[0])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        public, secret = zmq.curve_keypair()
+        stranger.curve_serverkey = ticket["hub_key"].encode()
+        stranger.curve_publickey, stranger.curve_secretkey = public, secret
+        watching = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        stranger.connect(ticket["hub"])
+        assert watching.poll(5000)
+        stranger.disable_monitor()
+        watching.close(0)
+    assert session.run("rank").values == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.fault("S23")
+def test_bytes_of_a_stranger_do_no_harm(session: Session, cluster: Here) -> None:
+    host, port = json.loads(cluster.tickets[0])["hub"].removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(os.urandom(4096))
+    assert session.run("rank").values == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.fault("S23")
+def test_secrets_are_in_no_command_line_and_no_environment(cluster: Here) -> None:
+    secrets = {json.loads(one)["secret"] for one in cluster.tickets}
+    for name in cluster.names:
+        for process in cluster.processes(name):
+            shown = " ".join(process.cmdline()) + json.dumps(process.environ())
+            assert not any(secret in shown for secret in secrets)
+
+
 # --------------------------------------------------------------------------------------- deaths
 
 
@@ -250,6 +308,7 @@ def told(session: Session, *, within_s: float) -> str:
     return str(session.death)
 
 
+@pytest.mark.fault("N1")
 def test_a_killed_rank_is_told_with_its_node(session: Session) -> None:
     everyone = pids(session)
     session.run(SPIN, background=True)
@@ -259,6 +318,7 @@ def test_a_killed_rank_is_told_with_its_node(session: Session) -> None:
     eventually(lambda: gone(everyone), within_s=DEAD_S)
 
 
+@pytest.mark.fault("N1")
 def test_a_crash_on_the_other_node_shows_its_stack(session: Session) -> None:
     code = "import ctypes, time\nif rank == 2: ctypes.string_at(0)\ntime.sleep(60)"
     with pytest.raises(RankDied, match=r"rank 2 on beta ended with signal 11") as caught:
@@ -266,6 +326,7 @@ def test_a_crash_on_the_other_node_shows_its_stack(session: Session) -> None:
     assert "In[9], line 2" in str(caught.value)
 
 
+@pytest.mark.fault("N2")
 def test_a_killed_agent_ends_the_cell_and_the_other_node(session: Session, cluster: Here) -> None:
     everything = [one.pid for name in cluster.names for one in cluster.processes(name)]
     session.run(SPIN, background=True)
@@ -275,6 +336,8 @@ def test_a_killed_agent_ends_the_cell_and_the_other_node(session: Session, clust
     eventually(lambda: gone(everything), within_s=CUT_S)
 
 
+@pytest.mark.long
+@pytest.mark.fault("N3")
 def test_a_node_that_is_silent_is_cut_off(session: Session, cluster: Here) -> None:
     everything = [one.pid for name in cluster.names for one in cluster.processes(name)]
     session.run(SPIN, background=True)
@@ -284,6 +347,7 @@ def test_a_node_that_is_silent_is_cut_off(session: Session, cluster: Here) -> No
     eventually(lambda: gone(everything), within_s=CUT_S)
 
 
+@pytest.mark.fault("N3")
 def test_what_the_cluster_says_of_a_node_is_told(session: Session, cluster: Here) -> None:
     session.run(SPIN, background=True)
     cluster.told[1] = "was taken back by the cluster (preempted)"
@@ -305,6 +369,7 @@ with Session(2, engine=RemoteEngine(cluster)) as session:
 """
 
 
+@pytest.mark.fault("N4")
 def test_nodes_end_with_a_killed_kernel(folder: Path) -> None:  # noqa: ARG001 - runs there
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as kernel:
         assert kernel.stdout is not None
@@ -316,6 +381,7 @@ def test_nodes_end_with_a_killed_kernel(folder: Path) -> None:  # noqa: ARG001 -
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make network namespaces")
+@pytest.mark.fault("N3")
 def test_a_host_that_is_cut_off_ends_itself() -> None:
     try:
         hosts = Hosts().__enter__()
@@ -335,59 +401,6 @@ def test_a_host_that_is_cut_off_ends_itself() -> None:
     assert seen["ended_s"] < LEASE_S + 10
 
 
-# --------------------------------------------------------------------------------------- safety
-
-
-def listening(pid: int) -> set[tuple[str, int]]:
-    """Where a process listens on the network."""
-    return {
-        (one.laddr.ip, one.laddr.port)
-        for one in psutil.Process(pid).net_connections("inet")
-        if one.status == psutil.CONN_LISTEN
-    }
-
-
-def test_nothing_listens_but_the_hub(session: Session, cluster: Here) -> None:
-    (ticket, _) = map(json.loads, cluster.tickets)
-    host, port = ticket["hub"].removeprefix("tcp://").split(":")
-    assert listening(os.getpid()) == {(host, int(port))}
-    for name in cluster.names:
-        agent, launcher, *_ = cluster.processes(name)
-        assert listening(agent.pid) | listening(launcher.pid) == set()
-    for pid in pids(session):
-        assert {ip for ip, _ in listening(pid)} <= {"127.0.0.1"}
-
-
-def test_a_wrong_key_is_not_let_in(session: Session, cluster: Here) -> None:
-    ticket: dict[str, Any] = json.loads(cluster.tickets[0])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        public, secret = zmq.curve_keypair()
-        stranger.curve_serverkey = ticket["hub_key"].encode()
-        stranger.curve_publickey, stranger.curve_secretkey = public, secret
-        watching = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        stranger.connect(ticket["hub"])
-        assert watching.poll(5000)
-        stranger.disable_monitor()
-        watching.close(0)
-    assert session.run("rank").values == {0: 0, 1: 1, 2: 2}
-
-
-def test_bytes_of_a_stranger_do_no_harm(session: Session, cluster: Here) -> None:
-    host, port = json.loads(cluster.tickets[0])["hub"].removeprefix("tcp://").split(":")
-    with socket.create_connection((host, int(port))) as stranger:
-        stranger.sendall(os.urandom(4096))
-    assert session.run("rank").values == {0: 0, 1: 1, 2: 2}
-
-
-def test_secrets_are_in_no_command_line_and_no_environment(cluster: Here) -> None:
-    secrets = {json.loads(one)["secret"] for one in cluster.tickets}
-    for name in cluster.names:
-        for process in cluster.processes(name):
-            shown = " ".join(process.cmdline()) + json.dumps(process.environ())
-            assert not any(secret in shown for secret in secrets)
-
-
 # ---------------------------------------------------------------------------------------- starts
 
 
@@ -396,6 +409,7 @@ def test_more_ranks_than_the_cluster_gives(folder: Path) -> None:  # noqa: ARG00
         Session(5, engine=RemoteEngine(Here("alpha", "beta"))).start()
 
 
+@pytest.mark.fault("N6")
 def test_an_agent_that_ends_at_once_is_told(folder: Path) -> None:  # noqa: ARG001 - runs there
     class Broken(Here):
         def lost(self) -> dict[int, str]:

@@ -29,6 +29,7 @@ GROUPS = {
     "E": "Checkpoints and switches",
     "F": "Memory and other resources",
     "G": "Panel",
+    "N": "Several machines",
     "S": "Security",
 }
 
@@ -119,6 +120,12 @@ ROWS = (
     Row("G3", "a panel in a saved notebook", "a page without script that says when"),
     Row("G4", "a thousand changes a second", "at most five messages a second"),
     Row("G5", "an error in a command", "shown in the panel; the kernel is fine"),
+    Row("N1", "a rank ends on another node", "told with its node; all other ranks end", 5),
+    Row("N2", "an agent ends", "the cell ends with the node's name, all nodes with it", 5),
+    Row("N3", "a node is cut off", "the cell ends with the node's name; the node ends itself", 15),
+    Row("N4", "the kernel is killed", "every node ends everything", 15),
+    Row("N5", "ranks of several nodes wait in a collective", "Stop frees them", 10),
+    Row("N6", "an agent does not start", "told which, and why; nothing stays"),
     Row("S1", "who listens", "nothing outside of 127.0.0.1 and private folders"),
     Row("S2", "sockets of the ranks", "in a folder that only we can enter"),
     Row("S3", "messages that run code", "signed; anything else runs nothing"),
@@ -141,6 +148,7 @@ ROWS = (
     Row("S20", "floods of garbage", "logs and outputs are bounded"),
     Row("S21", "what is built and installed", "exact versions; the list of files is held"),
     Row("S22", "SECURITY.md", "says what is defended, and how to report"),
+    Row("S23", "the network between nodes", "one port, encrypted, for the nodes' own keys"),
 )
 
 WHY_NOT: dict[str, str] = {}

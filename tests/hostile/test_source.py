@@ -213,7 +213,7 @@ def test_everything_that_an_install_brings_is_pinned() -> None:
 
 # ------------------------------------------------------------------------------------- the docs
 
-PROPERTIES = [f"S{number}" for number in range(1, 23)]
+PROPERTIES = [f"S{number}" for number in range(1, 24)]
 
 
 @pytest.mark.fault("S22")

@@ -133,6 +133,7 @@ def connected(
     return socket
 
 
+@pytest.mark.fault("S23")
 def test_a_node_is_known_by_its_key(hub: tuple[Hub, list[tuple[int, object]]]) -> None:
     made, heard = hub
     keys = made.let_in(7)
@@ -161,6 +162,7 @@ def test_junk_of_one_node_does_not_stop_the_others(
         eventually(lambda: (1, wire_nodes.States({})) in heard, within_s=5)
 
 
+@pytest.mark.fault("S23")
 def test_an_agent_touches_files_of_its_session_alone(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "a", tmp_path / "b")
     for folder in (run_dir.path, run_dir.bulk):
@@ -178,3 +180,12 @@ def test_an_agent_touches_files_of_its_session_alone(tmp_path: Path) -> None:
             with pytest.raises(PermissionError):
                 ask(name)
     assert outside.read_text() == "mine"
+
+
+def test_a_folder_that_is_not_shared_is_told(tmp_path: Path) -> None:
+    files = Files(RunDir(tmp_path, tmp_path))
+    trial = tmp_path / "trial"
+    trial.write_text("written by the kernel")
+    assert files.sees(str(trial), "written by the kernel") == ""
+    assert "is another folder there" in files.sees(str(trial), "something else")
+    assert "is another folder there" in files.sees(str(tmp_path / "none" / "trial"), "x")
