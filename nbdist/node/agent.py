@@ -63,11 +63,16 @@ class Ended(Exception):  # noqa: N818 - no error: the session is over
 
 
 class Agent:
-    """Serves one session."""
+    """Serves one session.
 
-    def __init__(self, ticket: Ticket) -> None:
-        """Start the launcher, whose imports take a while, and connect."""
-        self._ticket = ticket
+    Args:
+        ticket: of this node.
+        launcher: makes what starts the ranks.
+    """
+
+    def __init__(self, ticket: Ticket, *, launcher: type[Launcher] = Launcher) -> None:
+        """Connect; the launcher is started by `serve`."""
+        self._ticket, self._make_launcher = ticket, launcher
         self._lines: deque[wire.LinkMessage] = deque()
         """What the launcher said; its link has a thread of its own."""
         self._late: deque[tuple[int, Any]] = deque()
@@ -110,7 +115,7 @@ class Agent:
     def serve(self) -> None:
         """Pass on what comes until the session ends."""
         try:
-            self._launcher = Launcher(self._ticket.kind)
+            self._launcher = self._make_launcher(self._ticket.kind)
             self._launcher.listener = self._hear
             self._files = Files(self._launcher.run_dir)
             self._say(self._hello())
