@@ -147,7 +147,9 @@ class Channels(ABC):
         if message is None:
             if not self._refusal_told:
                 self._refusal_told = True
-                log.warning("rank %d, %s: a message that is not signed was dropped", ranks[0], channel)
+                log.warning(
+                    "rank %d, %s: a message that is not signed was dropped", ranks[0], channel
+                )
             return
         for rank in ranks:
             try:

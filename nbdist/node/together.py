@@ -44,6 +44,8 @@ class _Group:
     """Of its channel, from 1."""
     key: tuple[object, ...] | None
     """None: nothing can be equal to it."""
+    turn: int
+    """The how manieth message it is of the first of them, since a request came."""
     ranks: list[int]
     frames: list[bytes]
     awaited: Sequence[int]
@@ -65,10 +67,12 @@ class Together:
         self._asked: dict[str, tuple[int, ...]] = {}
         """Ranks by request, the newest last."""
         self._groups: deque[_Group] = deque()
-        self._by_key: dict[tuple[object, ...], _Group] = {}
-        """The newest of those that are held."""
+        self._by_key: dict[tuple[object, ...], deque[_Group]] = {}
+        """Those that are held, the oldest first."""
         self._last = dict.fromkeys(self._ranks, 0)
         """Number of each rank's newest message."""
+        self._said = dict.fromkeys(self._ranks, 0)
+        """How many messages of each rank have come since a request went to it."""
         self._count = 0
         self._joined: set[bytes] = set()
         """Signatures that stand behind another one: the kernel does not see them."""
@@ -80,6 +84,7 @@ class Together:
         if read is None:
             return
         self._asked[json.loads(read.parts[0])["msg_id"]] = tuple(ranks)
+        self._said.update(dict.fromkeys(ranks, 0))
         if len(self._asked) > KEPT_REQUESTS:
             del self._asked[next(iter(self._asked))]
 
@@ -88,23 +93,27 @@ class Together:
         read = _read(frames) if len(self._ranks) > 1 else None
         if read is not None and read.signature in self._joined:
             return  # recorded and sent again: the kernel would not know
+        self._said[rank] += 1
         if read is not None and self._joins(rank, read):
             return
         self._count += 1
         self._last[rank] = self._count
         awaited = () if read is None else self._asked.get(read.request, self._ranks)
         key = None if read is None else read.key
-        group = _Group(self._count, key, [rank], frames, awaited, now + HOLD_S)
+        group = _Group(self._count, key, self._said[rank], [rank], frames, awaited, now + HOLD_S)
         self._groups.append(group)
         if key is not None:
-            self._by_key[key] = group
+            self._by_key.setdefault(key, deque()).append(group)
 
     def leave(self, now: float) -> Iterator[tuple[tuple[int, ...], list[bytes]]]:
         """Messages that wait for nobody, with their ranks, in their order."""
         while self._groups and self._may_leave(self._groups[0], now):
             group = self._groups.popleft()
-            if group.key is not None and self._by_key.get(group.key) is group:
-                del self._by_key[group.key]
+            if group.key is not None:
+                equal = self._by_key[group.key]
+                equal.popleft()
+                if not equal:
+                    del self._by_key[group.key]
             yield tuple(sorted(group.ranks)), group.frames
 
     @property
@@ -114,8 +123,9 @@ class Together:
 
     def _joins(self, rank: int, read: _Read) -> bool:
         """Whether an equal message waits that may stand for this one."""
-        group = self._by_key.get(read.key)
-        if group is None or self._last[rank] >= group.number:
+        held = self._by_key.get(read.key, ())
+        group = next((one for one in held if one.number > self._last[rank]), None)
+        if group is None:
             return False
         if not hmac.compare_digest(read.signature, self._signature(read.parts)):
             return False  # the kernel refuses it
@@ -131,8 +141,11 @@ class Together:
             self._joined.discard(self._order.popleft())
 
     def _may_leave(self, group: _Group, now: float) -> bool:
-        """Whether its time is up, or each rank that could say the same has said it or more."""
-        return now >= group.until or all(self._last[rank] >= group.number for rank in group.awaited)
+        """Whether its time is up, or each rank has said the same, or something else in its turn."""
+        return now >= group.until or all(
+            self._last[rank] >= group.number or self._said[rank] >= group.turn
+            for rank in group.awaited
+        )
 
     def _signature(self, parts: list[bytes]) -> bytes:
         return hmac.digest(self._key, b"".join(parts[:_PARTS]), "sha256").hex().encode()

@@ -28,7 +28,7 @@ from nbdist.engines.remote import RemoteEngine
 from tests.two_nodes import Here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from nbdist.engines.channel import Channel
 
@@ -71,7 +71,10 @@ def measured(nodes: int, ranks: int, *, cells: int = CELLS) -> dict[str, float]:
     machine.found = lambda: dataclasses.replace(here, num_cpus=nodes * ranks)  # as a cluster has
     engine = RemoteEngine(Many(*(f"node{one}" for one in range(nodes)), ranks=ranks))
     began = time.monotonic()
-    with Session(nodes * ranks, engine=engine) as session, contextlib.redirect_stdout(io.StringIO()):
+    with (
+        Session(nodes * ranks, engine=engine) as session,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         session.start()
         found["start_s"] = time.monotonic() - began
         found["idle_mb"] = psutil.Process().memory_info().rss / MB
@@ -119,4 +122,4 @@ def stopped(session: Session) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measured(int(sys.argv[1]), int(sys.argv[2]))))
+    sys.stdout.write(f"{json.dumps(measured(int(sys.argv[1]), int(sys.argv[2])))}\n")

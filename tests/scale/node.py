@@ -1,6 +1,6 @@
 """A node of the simulation: the real agent, with the launcher of `tests.scale.ranks`.
 
-    python -m tests.scale.node    with the ticket as a line of its input
+python -m tests.scale.node    with the ticket as a line of its input
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m tests.scale.ranks LINK_FD RUN_DIR
 
 Stands where `nbdist.launcher` does. Cells are "pass", which ends at once, "wait()", which
-does with Stop, "flood(LINES, EACH)", which prints, EACH lines in a message, and "apart(LINES, EACH)",
-which cuts them differently on each rank.
+does with Stop, "flood(LINES, EACH)", which prints, EACH lines in a message, and
+"apart(LINES, EACH)", which cuts them differently on each rank.
 """
 
 from __future__ import annotations
