@@ -19,7 +19,7 @@ def test_the_kernel_gets_as_many_messages_as_there_are_nodes() -> None:
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["sockets"] == 2
-    assert found["flood_shown_lines"] == 1000  # each once, of all 16 ranks
+    assert found["flood_shown_lines"] == 100  # each once, of all 16 ranks
     # 16 ranks reply and are idle: two messages for each node, a few more where one is late
     assert found["cell_messages"] < 16
-    assert found["flood_messages"] < 16 * 20
+    assert found["flood_messages"] < 16 * 10

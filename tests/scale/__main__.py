@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from nbdist.engines.channel import Channel
 
-CELLS = 31
-FLOOD_LINES, EACH = 1000, 50
+CELLS = 21
+FLOOD_LINES, EACH = 100, 10
 MB = 1e6
 
 
