@@ -291,6 +291,7 @@ class Agent:
         self._cut()
         self._pids.clear()
         self._states = {}
+        self._say(wire_nodes.States({}))  # a rank of the same number may have been gone
         self._generation = launch.generation
         self._folder = self._run_dir.generation(launch.generation)
         connections = write_connections(
