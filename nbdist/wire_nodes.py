@@ -7,7 +7,7 @@ number of frames of bytes that it does not look into.
     Line      both ways      a line of the link between kernel and launcher, as in `wire`
     Launch    hub -> agent   start ranks: the line, the key of their messages
     Cut       hub -> agent   let go of the ranks' sockets
-    Frames    both ways      a message between the kernel and a rank, signed, not opened
+    Frames    both ways      a message between the kernel and some ranks, signed
     Stored    both ways      a request of a rank to the store of the process groups; its answer
     States    agent -> hub   processes that are stopped or gone
     Ask       hub -> agent   files, stacks, the log: answered once, or in parts
@@ -113,9 +113,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """A message of or to a rank."""
+    """A message to some ranks of a node, or one that they have all sent."""
 
-    rank: int
+    ranks: tuple[int, ...]
     channel: str
     generation: int
 
@@ -218,5 +218,10 @@ def _read(head: bytes) -> Message:
     return message
 
 
-_known_read = functools.lru_cache(maxsize=4096)(_read)
+def _read_frames(head: bytes) -> Frames:
+    _, fields = json.loads(head)
+    return Frames(tuple(fields.pop("ranks")), **fields)
+
+
+_known_read = functools.lru_cache(maxsize=4096)(_read_frames)
 _OF_FRAMES = b'["Frames"'

@@ -29,6 +29,8 @@ class Here:
     """Nodes on this machine, `ranks` on each."""
 
     name = "double"
+    module = "nbdist.node"
+    """Of the agents."""
     reach = "127.0.0.1"
 
     def __init__(self, *names: str, ranks: int = 1) -> None:
@@ -63,7 +65,7 @@ class Here:
         self.tickets = list(tickets)
         for place, ticket in zip(self._given, tickets, strict=True):
             agent = subprocess.Popen(
-                [*self.prefix(place.name), sys.executable, "-m", "nbdist.node"],
+                [*self.prefix(place.name), sys.executable, "-m", self.module],
                 stdin=subprocess.PIPE,
                 env={**os.environ, "NBDIST_TEST_NODE": place.name},
                 start_new_session=True,

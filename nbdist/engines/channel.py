@@ -22,7 +22,7 @@ from jupyter_client.connect import write_connection_file
 from nbdist.signed import Signer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Channels(ABC):
 
     def send(
         self,
-        rank: int,
+        ranks: Sequence[int],
         channel: Channel,
         kind: str,
         content: Any = None,
@@ -112,11 +112,11 @@ class Channels(ABC):
         metadata: dict[str, Any] | None = None,
         message_id: str | None = None,
     ) -> None:
-        """Queue one request from any thread; `wake()` sends what is queued."""
+        """Queue one request to some ranks, from any thread; `wake()` sends what is queued."""
         message = self._signer.msg(kind, content or {}, metadata=metadata)
         if message_id is not None:
             message["header"]["msg_id"] = message["msg_id"] = message_id
-        self._queue(rank, channel, self._signer.serialize(message))
+        self._queue(ranks, channel, self._signer.serialize(message))
 
     @abstractmethod
     def wake(self) -> None:
@@ -127,8 +127,8 @@ class Channels(ABC):
         """End the reader thread and let go of the ranks."""
 
     @abstractmethod
-    def _queue(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
-        """Queue frames to a rank."""
+    def _queue(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
+        """Queue frames to some ranks."""
 
     def _idle(self) -> bool:
         """Have done what is due; whatever fails in it, the ranks' messages are read on."""
@@ -141,19 +141,22 @@ class Channels(ABC):
                 log.exception("the session could not be looked at")
         return busy
 
-    def _take(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
-        """Pass a message on; whatever came, the other ranks' messages are read after it."""
+    def _take(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
+        """Pass on what some ranks have sent; whatever came, the next is read after it."""
         message = self._signer.opened(frames)
         if message is None:
             if not self._refusal_told:
                 self._refusal_told = True
-                log.warning("rank %d, %s: a message that is not signed was dropped", rank, channel)
+                log.warning(
+                    "rank %d, %s: a message that is not signed was dropped", ranks[0], channel
+                )
             return
-        try:
-            self._reader.receive(rank, channel, message)
-        except Exception:
-            # a cell can write what it likes to its own kernel's sockets
-            log.exception("rank %d, %s: a message that nobody can read", rank, channel)
+        for rank in ranks:
+            try:
+                self._reader.receive(rank, channel, message)
+            except Exception:
+                # a cell can write what it likes to its own kernel's sockets
+                log.exception("rank %d, %s: a message that nobody can read", rank, channel)
 
 
 def connected(
@@ -192,8 +195,8 @@ class Sockets(Channels):
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
 
-    def _queue(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
-        self._outbox.append((rank, channel, frames))
+    def _queue(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
+        self._outbox.extend((rank, channel, frames) for rank in ranks)
 
     def wake(self) -> None:
         """Make the reader thread send what is queued and call `Reader.idle`."""
@@ -241,4 +244,4 @@ class Sockets(Channels):
     def _read(self, socket: zmq.Socket[bytes], rank: int, channel: Channel) -> None:
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
             while True:
-                self._take(rank, channel, socket.recv_multipart(zmq.DONTWAIT))
+                self._take((rank,), channel, socket.recv_multipart(zmq.DONTWAIT))

@@ -64,6 +64,8 @@ class Launcher:
     message of the launcher, on the link's thread; a dead launcher is one last `Ended`.
     """
 
+    module = "nbdist.launcher"
+
     def __init__(self, kind: Kind) -> None:
         """Start the process, for ranks on a CPU or on GPUs."""
         self.kind = kind
@@ -93,7 +95,7 @@ class Launcher:
 
     def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         fd = theirs.fileno()
-        command = [sys.executable, "-m", "nbdist.launcher", str(fd), str(self.run_dir.path)]
+        command = [sys.executable, "-m", self.module, str(fd), str(self.run_dir.path)]
         env = scrubbed(os.environ) | {
             "NBDIST_BULK_DIR": str(self.run_dir.bulk),
             # by these two, and by nothing else, whatever it starts is known as ours

@@ -63,14 +63,14 @@ class Relay(Channels):
         """Begin to read."""
         super().__init__(key, reader)
         self._nodes = nodes
-        self._inbox: SimpleQueue[tuple[int, Channel, list[bytes]] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Sequence[int], Channel, list[bytes]] | None] = SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
 
-    def put(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
+    def put(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
         """Take what came; on the hub's thread."""
-        self._inbox.put((rank, channel, frames))
+        self._inbox.put((ranks, channel, frames))
 
     def wake(self) -> None:
         """Send what is queued and have `Reader.idle` called."""
@@ -85,8 +85,8 @@ class Relay(Channels):
         if threading.current_thread() is not self._thread:
             self._thread.join(ASK_S)
 
-    def _queue(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
-        self._nodes.post_frames(rank, channel, frames)
+    def _queue(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
+        self._nodes.post_frames(ranks, channel, frames)
 
     def _serve(self) -> None:
         timeout_s, due = 0.0, time.monotonic()
@@ -523,11 +523,14 @@ class Nodes:
 
     # -- the ranks' frames
 
-    def post_frames(self, rank: int, channel: Channel, frames: list[bytes]) -> None:
-        """Queue frames to a rank."""
-        self.hub.post(
-            self._node_of[rank], wire_nodes.Frames(rank, channel, self._generation), *frames
-        )
+    def post_frames(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
+        """Queue frames to ranks: once to each node."""
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_node.setdefault(self._node_of[rank], []).append(rank)
+        for index, theirs in by_node.items():
+            message = wire_nodes.Frames(tuple(theirs), channel, self._generation)
+            self.hub.post(index, message, *frames)
 
     def let_go(self, relay: Relay) -> None:
         """Pass on no more frames."""
@@ -541,10 +544,11 @@ class Nodes:
 
     def _take(self, index: int, message: wire_nodes.Message, frames: list[bytes]) -> None:
         match message:
-            case wire_nodes.Frames(generation=self._generation, rank=rank, channel=channel):
+            case wire_nodes.Frames(generation=self._generation, ranks=ranks, channel=channel):
                 relay = self._relay
-                if relay is not None and self._node_of.get(rank) == index:
-                    relay.put(rank, channel, frames)  # type: ignore[arg-type]
+                theirs = ranks and all(self._node_of.get(rank) == index for rank in ranks)
+                if relay is not None and theirs:
+                    relay.put(ranks, channel, frames)  # type: ignore[arg-type]
             case wire_nodes.Line(text=text):
                 line = wire.from_line(text.encode())
                 self._events.put(lambda: self._hear(index, line))

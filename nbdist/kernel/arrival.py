@@ -59,11 +59,10 @@ class Arrival:
             StartError: who ended and how, or that nothing was heard; with what it said.
         """
         gang, world = self._gang, range(self._world_size)
-        for rank in world:
-            gang.post(rank, "shell", wire.JOIN, {}, lambda *sign: gang.signs.put(sign))
+        gang.post(world, "shell", wire.JOIN, {}, lambda *sign: gang.signs.put(sign))
         gang.wake()
         heard: set[int] = set()
-        while not (heard >= set(world) and self._joined.keys() >= set(world)):
+        while len(heard) < len(world) or len(self._joined) < len(world):
             match self._next_sign():
                 case wire.Progress(text=text):
                     self._progress(text)

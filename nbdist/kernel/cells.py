@@ -65,12 +65,12 @@ class Cells:
             self._kept.append(cell)
             old, self._kept = self._kept[:-KEPT_CELLS], self._kept[-KEPT_CELLS:]
         for one in old:
-            self._gang.forget(one.requests.values())
+            self._gang.forget(set(one.requests.values()))
         note = wire.CellNote(count=cell.count)
-        for rank in cell.ranks:
-            cell.requests[rank] = self._gang.post(
-                rank, "shell", "execute_request", wire.execute(cell.code), cell.deliver, note=note
-            )
+        request = self._gang.post(
+            cell.ranks, "shell", "execute_request", wire.execute(cell.code), cell.deliver, note=note
+        )
+        cell.requests.update(dict.fromkeys(cell.ranks, request))
         self._gang.wake()
 
     def join(

@@ -260,7 +260,7 @@ class Gang:
 
     def post(
         self,
-        rank: int,
+        ranks: Sequence[int],
         channel: Channel,
         kind: str,
         content: Any,
@@ -268,7 +268,9 @@ class Gang:
         *,
         note: wire.CellNote | None = None,
     ) -> str:
-        """Queue one request; `route(rank, channel, message)` gets the answers. `wake()` sends.
+        """Queue one request to ranks; `wake()` sends it.
+
+        `route(rank, channel, message)` gets the answers of all.
 
         Returns:
             Its id, for `forget`.
@@ -279,7 +281,7 @@ class Gang:
         if route is not None:
             self._routes[request] = route
         metadata = {wire.NOTE: note} if note else None
-        self._channels.send(rank, channel, kind, content, metadata=metadata, message_id=request)
+        self._channels.send(ranks, channel, kind, content, metadata=metadata, message_id=request)
         return request
 
     def forget(self, requests: Iterable[str]) -> None:
@@ -298,8 +300,8 @@ class Gang:
         patience_s: float = SILENT_S,
     ) -> dict[int, Any]:
         """Send a request to ranks and wait for the replies, by rank; as `ask_each`."""
-        contents = dict.fromkeys(ranks, content)
-        return self.ask_each(contents, kind, channel=channel, raises=raises, patience_s=patience_s)
+        asked = [(list(ranks), content)]
+        return self._ask(asked, kind, channel=channel, raises=raises, patience_s=patience_s)
 
     def ask_each(
         self,
@@ -320,18 +322,33 @@ class Gang:
             RankDied: a rank ended before it answered.
             SessionError: for `patience_s` there was no answer, nor a word about the request.
         """
+        asked = [([rank], content) for rank, content in contents.items()]
+        return self._ask(asked, kind, channel=channel, raises=raises, patience_s=patience_s)
+
+    def _ask(
+        self,
+        asked: Sequence[tuple[list[int], Any]],
+        kind: str,
+        *,
+        channel: Channel,
+        raises: type[NbdistError],
+        patience_s: float,
+    ) -> dict[int, Any]:
+        """Send ranks what they are asked, and wait for all."""
         answers: SimpleQueue[tuple[int, str, Message]] = SimpleQueue()
         requests = [
-            self.post(rank, channel, kind, content, lambda *answer: answers.put(answer))
-            for rank, content in contents.items()
+            self.post(ranks, channel, kind, content, lambda *answer: answers.put(answer))
+            for ranks, content in asked
         ]
+        missing = {rank for ranks, _ in asked for rank in ranks}
         self.wake()
         replies: dict[int, Any] = {}
         try:
-            while contents.keys() - replies.keys():
+            while missing:
                 rank, answered_on, message = self._answer(answers, kind, patience_s)
                 if answered_on == channel:
                     replies[rank] = message["content"]
+                    missing.discard(rank)
                     if replies[rank].get("status") == "error":
                         raise raises(replies[rank]["error"])
         finally:

@@ -92,10 +92,10 @@ class Joint:
         self.gang.joint = self
         try:
             with not_stopped(self._press):
-                for rank in self.ranks:
-                    self.requests[rank] = self.gang.post(
-                        rank, "shell", self._kind, content, lambda *one: self._answers.put(one)
-                    )
+                request = self.gang.post(
+                    self.ranks, "shell", self._kind, content, lambda *one: self._answers.put(one)
+                )
+                self.requests.update(dict.fromkeys(self.ranks, request))
                 self.gang.wake()
                 while self.pending and not (self.alone and self.errors):
                     self._take()
@@ -103,7 +103,7 @@ class Joint:
                 self.finished.set()
                 problem = self._problem()
         finally:
-            self.gang.forget(self.requests.values())
+            self.gang.forget(set(self.requests.values()))
             self.gang.joint = None
         if self.errors:
             self._raise(problem)

@@ -188,8 +188,7 @@ class Ladder:
     def _hold(self) -> None:
         """Ask the ranks how many optimizer steps they have begun; they begin no other now."""
         self._begun, self._held_at = {}, time.monotonic()
-        for rank in self.cell.running:
-            self._gang.post(rank, "control", wire.HOLD, {}, self._take_begun)
+        self._gang.post(self.cell.running, "control", wire.HOLD, {}, self._take_begun)
         self._gang.wake()
 
     def _take_begun(self, rank: int, channel: Channel, message: Message) -> None:
@@ -214,9 +213,10 @@ class Ladder:
 
     def _stop_after(self, step: int) -> None:
         self._held_at, self._named = 0.0, step
-        for rank in self.cell.pending:
-            content = wire.Interrupt(request=self.cell.requests[rank], after=step)
-            self._gang.post(rank, "control", "interrupt_request", content)
+        pending = self.cell.pending
+        for request in {self.cell.requests[rank] for rank in pending}:
+            content = wire.Interrupt(request=request, after=step)
+            self._gang.post(pending, "control", "interrupt_request", content)
         self._gang.wake()
 
     def _free(self, now: float) -> None:
@@ -228,8 +228,7 @@ class Ladder:
         self._stop_after(0)
         pids = [member.pid for member in self._gang.members]
         content: Any = wire.ReleaseRequest(pids=pids, id=secrets.token_hex(8))
-        for rank in range(self._world_size):
-            self._gang.post(rank, "control", wire.RELEASE, content)
+        self._gang.post(range(self._world_size), "control", wire.RELEASE, content)
         self._gang.wake()
 
     def _words(self, now: float) -> str:

@@ -43,11 +43,15 @@ class Merge(Generic[T]):
     def __init__(self, ranks: Sequence[int]) -> None:
         self._queues: dict[int, deque[Item[T]]] = {rank: deque() for rank in ranks}
         self._keys: dict[int, Counter[Hashable]] = {rank: Counter() for rank in ranks}
+        self._owners: Counter[Hashable] = Counter()
+        """How many ranks have an item of this key."""
 
     def put(self, rank: int, item: Item[T]) -> None:
         """Append an item to a rank's queue."""
         self._queues[rank].append(item)
-        self._keys[rank][item.key] += 1
+        keys = self._keys[rank]
+        self._owners[item.key] += item.key not in keys
+        keys[item.key] += 1
 
     def waiting(self, rank: int) -> bool:
         """Whether items of the rank have not left yet."""
@@ -66,10 +70,13 @@ class Merge(Generic[T]):
     def _next(self, now: float, *, final: bool) -> tuple[tuple[int, ...], T] | None:
         for at, rank in self._heads():
             item = self._queues[rank][0]
+            due = final or now - at >= item.hold_s
+            if not due and self._owners[item.key] < len(self._queues):
+                continue  # some rank has none
             ready, behind = self._others(rank)
             if len(ready) + 1 == len(self._queues):
                 return self._take(rank, ready)
-            if final or now - at >= item.hold_s:
+            if due:
                 return self._released([rank], behind)
         return None
 
@@ -132,4 +139,7 @@ class Merge(Generic[T]):
             keys[key] -= 1
             if not keys[key]:
                 del keys[key]
+                self._owners[key] -= 1
+                if not self._owners[key]:
+                    del self._owners[key]
         return tuple(sorted({rank, *ready})), content

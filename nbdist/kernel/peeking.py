@@ -40,7 +40,7 @@ class Peek:
             if self._request and time.monotonic() - self._asked_at < GIVEN_UP_S:
                 return
             self._gang.forget([self._request])
-            self._request = self._gang.post(0, "control", wire.MODEL, content, self._take)
+            self._request = self._gang.post((0,), "control", wire.MODEL, content, self._take)
             self._asked_at = time.monotonic()
         self._gang.wake()
 

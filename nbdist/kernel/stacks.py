@@ -60,10 +60,9 @@ def _asked(gang: Gang) -> dict[int, str]:
     told: dict[int, str] = {}
     try:
         ranks = range(len(gang.members))
-        requests += [
-            gang.post(rank, "control", wire.STACKS, {}, lambda *answer: answers.put(answer))
-            for rank in ranks
-        ]
+        requests.append(
+            gang.post(ranks, "control", wire.STACKS, {}, lambda *answer: answers.put(answer))
+        )
         gang.wake()
         deadline = time.monotonic() + ANSWER_S
         while len(told) < len(ranks):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 WAITED_S = 3.0
 """Ranks may wait for one another for so long without a word about it."""
 
+_Counts = frozenset[tuple[str, int]]
+"""Collectives that have begun, by process group."""
 _LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 
 
@@ -49,7 +51,8 @@ def standstill(
         pending: those whose code has not ended.
         errors: of those whose code has raised.
     """
-    waits = {rank: _wait(rank, answers) for rank in pending if rank in answers}
+    alike = _alike(answers)
+    waits = {rank: _wait(rank, answers, alike) for rank in pending if rank in answers}
     waiting = {rank: wait for rank, wait in waits.items() if wait and wait[1] >= WAITED_S}
     if not waiting:
         return None
@@ -65,7 +68,7 @@ def standstill(
 
 
 def _wait(
-    rank: int, answers: Mapping[int, WhereReply]
+    rank: int, answers: Mapping[int, WhereReply], alike: Mapping[_Counts, Sequence[int]]
 ) -> tuple[str, float, tuple[int, ...]] | None:
     """What a rank waits in, for how many seconds, and for whom; None where it gets on."""
     here = answers[rank]
@@ -76,12 +79,21 @@ def _wait(
         return None
     behind = tuple(
         other
-        for other, one in answers.items()
-        if other != rank and _is_behind(one["standing"]["counts"], standing["counts"])
+        for counts, others in alike.items()
+        if _is_behind(dict(counts), standing["counts"])
+        for other in others
     )
     if not behind and not here["collective"]:
         return None
     return place(here), standing["still_s"], behind
+
+
+def _alike(answers: Mapping[int, WhereReply]) -> dict[_Counts, list[int]]:
+    """Ranks that have begun the same collectives: of a thousand most have."""
+    found: dict[_Counts, list[int]] = {}
+    for rank, one in answers.items():
+        found.setdefault(frozenset(one["standing"]["counts"].items()), []).append(rank)
+    return found
 
 
 def place(here: WhereReply) -> str:
@@ -98,7 +110,9 @@ def _is_behind(theirs: Mapping[str, int], ours: Mapping[str, int]) -> bool:
 
 def apart(answers: Iterable[WhereReply]) -> bool:
     """Whether ranks have begun different numbers of collectives: their group is out of step."""
-    counts = [one["standing"]["counts"] for one in answers]
+    counts = [
+        dict(one) for one in {frozenset(one["standing"]["counts"].items()) for one in answers}
+    ]
     return any(_is_behind(one, other) for one in counts for other in counts)
 
 

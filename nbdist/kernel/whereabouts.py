@@ -7,6 +7,7 @@ after a while, so that questions do not pile up.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ class Whereabouts:
         """Ask nothing yet."""
         self._gang = gang
         self._asked: dict[int, tuple[str, float]] = {}
+        self._open: dict[str, int] = {}
+        """How many ranks have not answered a request."""
         self._answers: dict[int, wire.WhereReply] = {}
         self._lock = threading.Lock()
 
@@ -38,19 +41,20 @@ class Whereabouts:
         """Ask these ranks; returns at once."""
         now = time.monotonic()
         with self._lock, contextlib.suppress(SessionError):  # the ranks are just being ended
-            for rank in ranks:
-                request, asked_at = self._asked.get(rank, ("", 0.0))
-                if request and now - asked_at < GIVEN_UP_S:
-                    continue
-                self._gang.forget([request])
-                request = self._gang.post(rank, "control", wire.WHERE, {}, self._take)
-                self._asked[rank] = request, now
+            wanted = [rank for rank in ranks if now - self._asked_at(rank) >= GIVEN_UP_S]
+            for rank in wanted:
+                self._settle(rank)
+            if wanted:
+                request = self._gang.post(wanted, "control", wire.WHERE, {}, self._take)
+                self._asked.update(dict.fromkeys(wanted, (request, now)))
+                self._open[request] = len(wanted)
         self._gang.wake()
 
     def forget(self) -> None:
         """The cell has ended: what was answered holds no more, nor what is on its way."""
         with self._lock:
-            self._gang.forget([request for request, _ in self._asked.values()])
+            self._gang.forget(self._open)
+            self._open.clear()
             self._asked.clear()
             self._answers.clear()
 
@@ -68,7 +72,20 @@ class Whereabouts:
             request, _ = self._asked.get(rank, ("", 0.0))
             if message["parent_header"].get("msg_id") != request:
                 return  # of a cell that has ended since
-            del self._asked[rank]
-            self._gang.forget([request])
+            self._settle(rank)
             if content.get("status") != "error":  # a rank that cannot say it is asked again
                 self._answers[rank] = content
+
+    def _asked_at(self, rank: int) -> float:
+        """When a rank was asked what it has not answered."""
+        return self._asked.get(rank, ("", -math.inf))[1]
+
+    def _settle(self, rank: int) -> None:
+        """Wait for a rank's answer no more."""
+        request, _ = self._asked.pop(rank, ("", 0.0))
+        if not request:
+            return
+        self._open[request] -= 1
+        if not self._open[request]:
+            del self._open[request]
+            self._gang.forget([request])

@@ -7,6 +7,7 @@ side, opens no port, and ends everything when the kernel or the network to it is
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import socket
@@ -32,6 +33,7 @@ from nbdist.engines.limits import check_descriptors
 from nbdist.engines.local import LAUNCHER, Launcher
 from nbdist.errors import StartError
 from nbdist.node.files import Files
+from nbdist.node.together import Together
 from nbdist.wire_nodes import AT_ONCE, BEAT_S
 
 if TYPE_CHECKING:
@@ -63,11 +65,16 @@ class Ended(Exception):  # noqa: N818 - no error: the session is over
 
 
 class Agent:
-    """Serves one session."""
+    """Serves one session.
 
-    def __init__(self, ticket: Ticket) -> None:
-        """Start the launcher, whose imports take a while, and connect."""
-        self._ticket = ticket
+    Args:
+        ticket: of this node.
+        launcher: makes what starts the ranks.
+    """
+
+    def __init__(self, ticket: Ticket, *, launcher: type[Launcher] = Launcher) -> None:
+        """Connect; the launcher is started by `serve`."""
+        self._ticket, self._make_launcher = ticket, launcher
         self._lines: deque[wire.LinkMessage] = deque()
         """What the launcher said; its link has a thread of its own."""
         self._late: deque[tuple[int, Any]] = deque()
@@ -83,6 +90,7 @@ class Agent:
             self._poller.register(one, zmq.POLLIN)
         self._sockets: dict[zmq.Socket[bytes], tuple[int, Channel]] = {}
         self._places: dict[tuple[int, str], zmq.Socket[bytes]] = {}
+        self._together: dict[Channel, Together] = {}
         self._store: zmq.Socket[bytes] | None = None
         self._pids: dict[int, int] = {}
         self._states: dict[str, str] = {}
@@ -110,7 +118,7 @@ class Agent:
     def serve(self) -> None:
         """Pass on what comes until the session ends."""
         try:
-            self._launcher = Launcher(self._ticket.kind)
+            self._launcher = self._make_launcher(self._ticket.kind)
             self._launcher.listener = self._hear
             self._files = Files(self._launcher.run_dir)
             self._say(self._hello())
@@ -170,7 +178,7 @@ class Agent:
         self._waker.close()
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(int(BEAT_S * 500)))
+        ready = dict(self._poller.poll(self._patience_ms()))
         if self._monitor in ready:
             self._see()
         if self._awake.fileno() in ready:
@@ -183,6 +191,7 @@ class Agent:
         for one in ready.keys() & self._sockets.keys():
             self._read_rank(one)
         now = time.monotonic()
+        self._pass_on(now)
         if now >= self._due:
             self._due = now + BEAT_S
             self._say(wire_nodes.Beat())
@@ -192,6 +201,12 @@ class Agent:
         if not self._met and now - self._began > MEET_S:
             self._cut_off = True
             raise Ended
+
+    def _patience_ms(self) -> int:
+        """How long nothing has to be done if nothing comes."""
+        dues = [one.due for one in self._together.values()]
+        left_s = min((due for due in dues if due is not None), default=math.inf) - time.monotonic()
+        return math.ceil(max(0.0, min(BEAT_S / 2, left_s)) * 1000)
 
     def _see(self) -> None:
         """Take an event of the connection: its end is the end of everything here."""
@@ -214,10 +229,8 @@ class Agent:
 
     def _take(self, message: wire_nodes.Message, frames: list[bytes]) -> None:
         match message:
-            case wire_nodes.Frames(rank=rank, channel=channel, generation=generation):
-                place = self._places.get((rank, channel))
-                if place is not None and generation == self._generation:
-                    place.send_multipart(frames)
+            case wire_nodes.Frames(generation=self._generation):
+                self._give(message, frames)
             case wire_nodes.Line(text=text):
                 with contextlib.suppress(StartError):  # its end is told by its link
                     self._line(wire.from_line(text.encode()))
@@ -234,6 +247,15 @@ class Agent:
                 self._cut()
             case wire_nodes.End():
                 raise Ended
+
+    def _give(self, message: wire_nodes.Frames, frames: list[bytes]) -> None:
+        """Send a message to each of the ranks that it is for."""
+        if not self._sockets:
+            return  # the kernel has let go of them
+        for together in self._together.values():
+            together.asked(message.ranks, frames)
+        for rank in message.ranks:
+            self._places[rank, message.channel].send_multipart(frames)
 
     def _line(self, line: wire.LinkMessage) -> None:
         if isinstance(line, wire.Halt):
@@ -272,6 +294,7 @@ class Agent:
         self._cut()
         self._pids.clear()
         self._states = {}
+        self._say(wire_nodes.States({}))  # a rank of the same number may have been gone
         self._generation = launch.generation
         self._folder = self._run_dir.generation(launch.generation)
         connections = write_connections(
@@ -283,6 +306,8 @@ class Agent:
                 place = launch.first + number, channel
                 self._sockets[one], self._places[place] = place, one
                 self._poller.register(one, zmq.POLLIN)
+        ranks = range(launch.first, launch.first + launch.ranks_here)
+        self._together = {channel: Together(ranks, key.encode()) for channel in CHANNELS}
         self._store = self._context.socket(zmq.ROUTER)
         self._store.linger = 0
         self._store.set_hwm(0)
@@ -294,7 +319,7 @@ class Agent:
         for one in [*self._sockets, *([self._store] if self._store is not None else [])]:
             self._poller.unregister(one)
             one.close(0)
-        self._sockets, self._places, self._store = {}, {}, None
+        self._sockets, self._places, self._together, self._store = {}, {}, {}, None
 
     # -- from launcher and ranks
 
@@ -319,10 +344,16 @@ class Agent:
 
     def _read_rank(self, one: zmq.Socket[bytes]) -> None:
         rank, channel = self._sockets[one]
-        message = wire_nodes.Frames(rank, channel, self._generation)
+        together, now = self._together[channel], time.monotonic()
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
             for _ in range(AT_ONCE):
-                self._say(message, *one.recv_multipart(zmq.DONTWAIT))
+                together.put(rank, one.recv_multipart(zmq.DONTWAIT), now)
+
+    def _pass_on(self, now: float) -> None:
+        """Send on what ranks have said; equal words of several at once."""
+        for channel, together in self._together.items():
+            for ranks, frames in together.leave(now):
+                self._say(wire_nodes.Frames(ranks, channel, self._generation), *frames)
 
     def _read_store(self, store: zmq.Socket[bytes]) -> None:
         """Pass on the requests of ranks; what is none was sent by code of a cell."""

@@ -1,7 +1,7 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
     python tests/bench [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
-    python tests/bench [training] [nodes] [profile] [profiling] [panel] [weight] [faults]
+    python tests/bench [training] [nodes] [scale] [profile] [profiling] [panel] [weight] [faults]
     python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
     python tests/bench [plan_calibrated]
 
@@ -33,6 +33,7 @@ import plan_traced
 import profiling
 import results
 import saving
+import scale
 import starts
 import switching
 import training
@@ -65,6 +66,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "nodes": lambda: nodes.measure(BUILD),
     "profile": lambda: bottlenecks.measure(BUILD),
     "profiling": profiling.measure,
+    "scale": scale.measure,
     "panel": open_panel.measure,
     "weight": weight.measure,
     "faults": lambda: faults.measure(others(), BUILD / "faults"),

@@ -100,7 +100,7 @@ def test_junk_is_no_message(frames: list[bytes]) -> None:
 
 
 def test_a_message_arrives_as_it_was_sent() -> None:
-    sent = wire_nodes.Frames(3, "iopub", 2)
+    sent = wire_nodes.Frames((3,), "iopub", 2)
     assert wire_nodes.unpack(wire_nodes.pack(sent, b"a", b"b")) == (sent, [b"a", b"b"])
 
 

@@ -1,0 +1,125 @@
+"""A session with many fake ranks on many nodes: the kernel, the hub and the agents are real.
+
+    python -m tests.scale NODES RANKS    ranks of each node; prints what was measured as JSON
+
+All of it runs on this machine: 2 processes for each node, and this one, which is the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import resource
+import signal
+import statistics
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from nbdist import CellInterrupted, Session, machine
+from nbdist.engines.channel import Channels
+from nbdist.engines.remote import RemoteEngine
+from tests.two_nodes import Here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.engines.channel import Channel
+
+CELLS = 21
+FLOOD_LINES, EACH = 100, 10
+MB = 1e6
+
+
+class Many(Here):
+    """Nodes with fake ranks."""
+
+    module = "tests.scale.node"
+
+
+class Opened:
+    """Counts the messages that the kernel opens."""
+
+    def __init__(self) -> None:
+        """Count from now on."""
+        self.number = 0
+        whole = Channels._take
+
+        def take(channels: Channels, ranks: Any, channel: Channel, frames: list[bytes]) -> None:
+            self.number += 1
+            whole(channels, ranks, channel, frames)
+
+        Channels._take = take  # type: ignore[method-assign]
+
+
+def measured(nodes: int, ranks: int, *, cells: int = CELLS) -> dict[str, float]:
+    """Start, run cells, flood, stop one; what it took.
+
+    Args:
+        nodes: how many.
+        ranks: of each.
+        cells: empty ones.
+    """
+    opened, found = Opened(), {}
+    here = machine.found()
+    machine.found = lambda: dataclasses.replace(here, num_cpus=nodes * ranks)  # as a cluster has
+    engine = RemoteEngine(Many(*(f"node{one}" for one in range(nodes)), ranks=ranks))
+    began = time.monotonic()
+    with (
+        Session(nodes * ranks, engine=engine) as session,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        session.start()
+        found["start_s"] = time.monotonic() - began
+        found["idle_mb"] = psutil.Process().memory_info().rss / MB
+        session.run("pass")
+        before = opened.number
+        took = [timed(lambda: session.run("pass")) for _ in range(cells)]
+        found["cell_ms"] = statistics.median(took) * 1000
+        found["cell_messages"] = (opened.number - before) / cells
+        for how in ("flood", "apart"):
+            before, text = opened.number, io.StringIO()
+            with contextlib.redirect_stdout(text):
+                found[f"{how}_s"] = timed(lambda: session.run(f"{how}({FLOOD_LINES}, {EACH})"))  # noqa: B023
+            found[f"{how}_messages"] = opened.number - before
+            found[f"{how}_shown_lines"] = text.getvalue().count("\n")
+        before = opened.number
+        found["stop_s"] = stopped(session)
+        found["stop_messages"] = opened.number - before
+        found["settle_s"] = timed(lambda: session.run("pass"))
+        found["sockets"] = sum(
+            one.status == psutil.CONN_ESTABLISHED for one in psutil.Process().net_connections("tcp")
+        )
+        found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
+    return found
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds it takes."""
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def stopped(session: Session) -> float:
+    """Seconds from Stop to the end of a cell that waits on all ranks."""
+    pressed: list[float] = []
+
+    def press() -> None:
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.5, press).start()
+    with contextlib.suppress(CellInterrupted):
+        session.run("wait()")
+    return time.monotonic() - pressed[0]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{json.dumps(measured(int(sys.argv[1]), int(sys.argv[2])))}\n")
