@@ -22,7 +22,7 @@ from nbdist.kernel.whereabouts import Whereabouts
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 WITHIN_S = 10.0
 
@@ -299,8 +299,10 @@ class Asked:
         self.routes: dict[str, Any] = {}
         self.sent: list[str] = []
 
-    def post(self, rank: int, _channel: str, _kind: str, _content: object, route: Any) -> str:
-        request = f"{rank}.{len(self.sent)}"
+    def post(
+        self, ranks: Sequence[int], _channel: str, _kind: str, _content: object, route: Any
+    ) -> str:
+        request = f"{'+'.join(map(str, ranks))}.{len(self.sent)}"
         self.sent.append(request)
         self.routes[request] = route
         return request
@@ -316,7 +318,7 @@ class Asked:
         """What the reader thread does with a rank's answer."""
         content = {"cell": "In[3]", "line": line, "source": "", "collective": ""}
         message = {"content": content, "parent_header": {"msg_id": request}}
-        route(int(request.split(".", maxsplit=1)[0]), "control", message)
+        route(int(request[0]), "control", message)
 
 
 def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,15 +326,15 @@ def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyP
     places = Whereabouts(gang)  # type: ignore[arg-type]
     places.ask([0, 1])
     places.ask([0, 1])
-    assert gang.sent == ["0.0", "1.1"]
-    gang.answer(gang.routes["0.0"], "0.0", 7)
+    assert gang.sent == ["0+1.0"]  # one request to both
+    gang.answer(gang.routes["0+1.0"], "0+1.0", 7)
     places.ask([0, 1])
-    assert gang.sent[2:] == ["0.2"]
+    assert gang.sent[1:] == ["0.1"]
     assert [one["line"] for one in places.now().values()] == [7]
     monkeypatch.setattr(whereabouts, "GIVEN_UP_S", 0.0)
     places.ask([1])
-    assert gang.sent[3:] == ["1.3"]
-    assert "1.1" not in gang.routes
+    assert gang.sent[2:] == ["1.2"]
+    assert "0+1.0" not in gang.routes
 
 
 def test_a_rank_that_cannot_say_where_it_is_has_said_nothing() -> None:
