@@ -18,6 +18,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "-b": strategies.BACKENDS,
     "--precision": strategies.PRECISIONS,
     "--offload": ("none", "cpu", "nvme:"),
+    "--replicate-across": strategies.REPLICATIONS,
     "--output": ("all", "0", "none"),
     "--on": ("local", "ray", "ray://", "ray://auto", "slurm"),
 }

@@ -120,6 +120,11 @@ class NbDist(Magics):
         "--offload-params", action=argparse.BooleanOptionalAction, help="offload the parameters too"
     )
     @argument(
+        "--replicate-across",
+        metavar="WHAT",
+        help="fsdp on several machines: nodes keeps shards inside each (HSDP); default: none",
+    )
+    @argument(
         "--activation-checkpointing",
         action=argparse.BooleanOptionalAction,
         help="recompute activations in the backward pass",
@@ -499,6 +504,7 @@ ENGINE_OPTIONS = (
     "precision",
     "offload",
     "offload_params",
+    "replicate_across",
     "activation_checkpointing",
     "compile",
     "accumulate",

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import stat
 import time
 from dataclasses import asdict, dataclass, fields
@@ -127,6 +128,20 @@ def _never_signed(folder: Path) -> bool:
     with contextlib.suppress(OSError):
         return not any(folder.iterdir()) and time.time() - folder.stat().st_mtime > UNSIGNED_S
     return False
+
+
+def remove(folder: Path) -> None:
+    """Delete a private folder, its signature last: a removal cut short leaves what is still ours.
+
+    What cannot be deleted stays.
+    """
+    with contextlib.suppress(OSError):
+        for one in folder.iterdir():
+            if one.is_dir() and not one.is_symlink():
+                shutil.rmtree(one, ignore_errors=True)
+            elif one.name != OWNER:
+                one.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def note_elsewhere(folder: Path, other: Path) -> None:

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from nbdist.plan.checked import Check
     from nbdist.plan.result import Plan
 
-FIXED = ("offload", "offload_params", "activation_checkpointing", "accumulate")
+FIXED = (
+    "offload",
+    "offload_params",
+    "activation_checkpointing",
+    "replicate_across",
+    "accumulate",
+)
 """Options that the search takes as given."""
 
 
@@ -38,7 +44,11 @@ def parser() -> MagicArgumentParser:
         " ranks; default: the model that the ranks have prepared",
     )
     add("--check", action="store_true", help="the prepared model: predicted beside measured")
-    add("--devices", metavar="WORDS", help="as 8xH100-80GB,nvlink; default: those found here")
+    add(
+        "--devices",
+        metavar="WORDS",
+        help="as 8xH100-80GB,nvlink or 2x(8xH100,nvlink),400Gb/s; default: those found here",
+    )
     add("-n", "--nproc", type=int, metavar="N", help="number of ranks; default: one a device")
     add("--batch-size", metavar="LIST", help="micro-batch of a rank, or several as 1,2,4")
     add("--seq-len", type=int, metavar="N", help="tokens of a sample")
@@ -52,6 +62,7 @@ def parser() -> MagicArgumentParser:
         default=None,
         help="search with it only",
     )
+    add("--replicate-across", metavar="WHAT", help="search with this one only: none, nodes")
     add("--accumulate", type=int, metavar="N", help="micro batches in one optimizer step")
     return made
 

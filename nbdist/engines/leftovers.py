@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import threading
 import time
@@ -94,7 +93,7 @@ def sweep(roots: Sequence[Path] | None = None, *, grace_s: float = GRACE_S) -> N
     for file in found.shared:
         file.unlink(missing_ok=True)
     for folder in found.folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        owner.remove(folder)
 
 
 def sweep_in_background() -> None:

@@ -363,7 +363,7 @@ class RayCluster:
             ended, _ = ray.wait(runs, num_returns=len(runs), timeout=0)
             for one in ended:
                 self._causes.setdefault(self._runs[one], self._end_of(one))
-        return dict(self._causes)
+        return {place: f"is lost: {why}" for place, why in self._causes.items()}
 
     @staticmethod
     def _end_of(run: Any) -> str:

@@ -61,7 +61,7 @@ class RunDir:
         """Delete both folders; a second call finds nothing to do."""
         shared_memory.remove_left(self.path)
         for folder in (self.path, self.bulk):
-            shutil.rmtree(folder, ignore_errors=True)
+            owner.remove(folder)
 
 
 def private_folders() -> list[Path]:

@@ -34,6 +34,8 @@ TASKS_S = 90.0
 """For the tasks to say what their nodes are, once Slurm runs them."""
 CLOSE_S = there.END_S + 2.0
 COMMAND_S = 10.0
+READ_S = 1.0
+"""For the last words of a process that has ended to be read."""
 POLL_S = 0.5
 ASK_QUEUE_S = 5.0
 """How often the queue is asked: every user's squeue burdens the same controller."""
@@ -179,7 +181,8 @@ class SlurmCluster:
     def _number(self, spread: Spread, srun: Srun, progress: Callable[[str], None]) -> list[Place]:
         """Hear what the nodes are; number them, this machine's first."""
         folder = os.getcwd()  # noqa: PTH109 - a plain string for the wire
-        srun.send(about=["", self._interface, folder])
+        with contextlib.suppress(StartError):  # a refusal is told below, in srun's words
+            srun.send(about=["", self._interface, folder])
         told = self._all(srun, "about", spread.nodes, progress)
         there.check(told.values())
         there.check_folder(told.values(), folder)
@@ -249,7 +252,7 @@ class SlurmCluster:
             if cause is None and srun.code is not None:
                 cause = f"Slurm has ended the job: {srun.last_words() or f'code {srun.code}'}"
             if cause is not None:
-                found[place] = cause
+                found[place] = f"is lost: {cause}"
         return found
 
     def close(self) -> None:
@@ -315,7 +318,10 @@ class Srun:
             return None
 
     def last_words(self) -> str:
-        """What srun has said last, as one line."""
+        """What srun has said last, as one line; all of it, once it has ended."""
+        if self.code is not None:
+            for reader in self._readers:
+                reader.join(READ_S)
         with self._lock:
             return "; ".join(self._said[-_LAST_LINES:])
 
@@ -341,7 +347,7 @@ class Srun:
                 self._process.kill()
                 self._process.wait()
         for reader in self._readers:
-            reader.join(1.0)
+            reader.join(READ_S)
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()

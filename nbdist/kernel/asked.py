@@ -28,7 +28,7 @@ def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     """What was asked for, changed.
 
     A backend by name ends auto, and auto leaves an earlier backend and config file behind, as
-    does another engine with the config file.
+    does another engine with the config file, and a backend without replicas with those.
     """
     room = _devices_for(asked, changes) | _spread_for(asked, changes)
     made = {**asked, **changes, **room}
@@ -39,7 +39,10 @@ def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
         made.update({} if "backend" in changes else {"backend": None})
     else:
         named = made.get("backend") or strategies.Options().backend
-        engine = strategies.STRATEGIES[strategies.canonical(named)].engine
+        strategy = strategies.STRATEGIES[strategies.canonical(named)]
+        engine = strategy.engine
+        if not strategy.may_replicate and "replicate_across" not in changes:
+            made.pop("replicate_across", None)
     left = [name for name, owner in CONFIG_OF.items() if owner != engine and name not in changes]
     return made | dict.fromkeys(left)
 

@@ -123,7 +123,8 @@ def calibrate(
             listen(None)
         line.show(f"nbdist: measured in {time.monotonic() - began:.1f} s")
     figures = {rank: replies[rank]["figures"] for rank in range(world_size)}
-    before = here.cluster(here.found(world_size, kind=kind, own=own), world_size)
+    there = here.found(world_size, kind=kind, own=own, nodes=hardware.nodes)
+    before = here.cluster(there, world_size)
     after = learning.calibrated(list(figures.values()), before)
     return Calibrated(
         place=after.describe(),

@@ -133,7 +133,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 def hardware(placement: Placement, machine: Machine) -> strategies.Hardware:
     """Say what the strategies must know of the devices; imports no engine.
 
-    GPUs of a cluster are taken for such as have bf16 and fp8; the nodes are asked later.
+    GPUs of a cluster, which nobody has seen yet, are taken for such as have bf16 and fp8.
     """
     gpus = [] if placement.away else [machine.gpus[index] for index in placement.devices or ()]
     unseen = (9, 0) if placement.away and placement.devices else (0, 0)
@@ -143,6 +143,7 @@ def hardware(placement: Placement, machine: Machine) -> strategies.Hardware:
         bf16=weakest >= (8, 0),
         fp8=weakest >= (8, 9) and any(map(_installed, _FP8_PACKAGES)),
         world_size=placement.nproc,
+        nodes=placement.nodes,
         deepspeed=_installed("deepspeed"),
     )
 

@@ -94,7 +94,8 @@ def machine(session: Session) -> Cluster:
     from nbdist.plan import here
 
     own = {rank["pid"] for rank in session.status()["ranks"]}
-    return here.found(session.world_size, kind=session.hardware.kind, own=own)
+    hardware = session.hardware
+    return here.found(session.world_size, kind=hardware.kind, own=own, nodes=hardware.nodes)
 
 
 def check(session: Session) -> Check:
@@ -116,4 +117,5 @@ def check(session: Session) -> Check:
     seen = session.model_spec(
         batch_size=one.batch_size, seq_len=one.seq_len, kind=session.hardware.kind
     )
-    return checked.check(read.spec_from_json(seen["spec"]), session.options, found)
+    spec, nodes = read.spec_from_json(seen["spec"]), session.hardware.nodes
+    return checked.check(spec, session.options, found, nodes=nodes)

@@ -91,7 +91,7 @@ class Session:
             `accelerator.prepare()`, from the real model and machine; what is given here of
             them is kept.
         engine: where launchers come from. Default: this machine.
-        options: what else `strategies.Options` has: offload_params,
+        options: what else `strategies.Options` has: offload_params, replicate_across,
             activation_checkpointing, compile, accumulate, clip, fsdp_config,
             deepspeed_config. And where the ranks are: on ("local", "ray", "ray://HOST:PORT",
             "slurm"), nodes, gpus_per_node, interface; of Slurm partition, time, account.

@@ -107,6 +107,6 @@ class Link:
     def _kernel_is_gone(self) -> None:
         family.end_descendants()
         shared_memory.remove_left(self._run_dir)
-        for folder in (*self._folders, str(self._run_dir)):
-            shutil.rmtree(folder, ignore_errors=True)
+        for folder in (*map(Path, self._folders), self._run_dir):
+            owner.remove(folder)
         os._exit(0)  # the main thread may sit in torch elastic; nothing is left to save

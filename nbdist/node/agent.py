@@ -128,6 +128,9 @@ class Agent:
             self._close("its agent ended")
         except (StartError, OSError) as error:
             self._close(f"has failed: {error}")
+        except SystemExit:
+            self._close("was told to end")
+            raise
         except BaseException as error:
             self._close(f"its agent failed: {type(error).__name__}: {error}")
             raise

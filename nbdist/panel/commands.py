@@ -117,6 +117,7 @@ ARGUMENTS: Mapping[str, Mapping[str, _Is]] = {
         "offload": _text(_PATH_CHARS),
         "offload_params": _FLAG,
         "activation_checkpointing": _FLAG,
+        "replicate_across": _text(_NAME_CHARS),
         "accumulate": _Is(int, f"a whole number from 1 to {MAX_ACCUMULATE}", MAX_ACCUMULATE),
         "precision": _text(_NAME_CHARS),
         "nproc": _Is(int, f"a whole number from 1 to {MAX_NPROC}", MAX_NPROC),

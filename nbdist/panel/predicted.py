@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 NOTHING_YET = "no model is prepared yet: call accelerator.prepare() in a %%distribute cell."
 _OTHER = {"margin": "other"}
 """The planner's name of a part -> the panel's."""
-_GIVEN = ("offload", "offload_params", "activation_checkpointing")
+_GIVEN = ("offload", "offload_params", "activation_checkpointing", "replicate_across")
 """Options that tell strategies of one backend apart, and that a switch takes."""
 
 
@@ -174,6 +174,7 @@ def _id(options: Options) -> str:
     words += ["params"] if options.offload_params else []
     words += ["checkpointing"] if options.activation_checkpointing else []
     words += [] if options.reshard_after_forward else ["gathered"]
+    words += ["replicated"] if options.replicate_across != "none" else []
     return "-".join(words)
 
 

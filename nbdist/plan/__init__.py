@@ -37,8 +37,8 @@ def plan(  # noqa: PLR0913 - the contract, and the input that a plain module nee
     Args:
         model: a transformers config, a folder with config.json or the file, an `nn.Module`, or
             a size such as "7b".
-        devices: "8xH100-80GB,nvlink", "2x24GB,pcie"; default: the GPUs found here, or CPU
-            ranks.
+        devices: "8xH100-80GB,nvlink", "2x24GB,pcie", on several machines
+            "2x(8xH100-80GB,nvlink),400Gb/s"; default: the GPUs found here, or CPU ranks.
         world_size: number of ranks; default: one for each device.
         batch_size: samples of one rank's micro-batch, or several sizes to compare.
         seq_len: tokens of a sample; default: what the model takes, 2048 at most.
@@ -57,7 +57,7 @@ def plan(  # noqa: PLR0913 - the contract, and the input that a plain module nee
 
     batch_sizes = _batch_sizes(batch_size)
     cluster = here.cluster(devices, _maybe("world_size", world_size))
-    settled = choice.checked(fixed, precision)
+    settled = choice.checked(fixed, precision, cluster)
     spec, length = read.model_spec(
         model,
         batch_size=batch_sizes[0],

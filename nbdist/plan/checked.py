@@ -179,17 +179,20 @@ class Check:
         )
 
 
-def check(model: ModelSpec, options: Options, measured: Mapping[int, Measured]) -> Check:
+def check(
+    model: ModelSpec, options: Options, measured: Mapping[int, Measured], *, nodes: int = 1
+) -> Check:
     """Predict what the ranks have measured, and put both side by side.
 
     Args:
         model: of the prepared model.
         options: of the session, checked.
         measured: by rank; at least one.
+        nodes: machines that the ranks are on.
     """
     rank = max(measured, key=lambda one: measured[one].allocated_bytes or measured[one].rss_bytes)
     found = measured[rank]
-    setup = setup_of(options, len(measured), found)
+    setup = setup_of(options, len(measured), found, nodes=nodes)
     moment = predicted(model, setup, found)
     parts = together(moment.parts, found.names)
     seen = found.told_apart()
@@ -228,13 +231,14 @@ def predicted(model: ModelSpec, setup: Setup, found: Measured) -> Moment:
     return max(moments, key=lambda moment: moment.total)
 
 
-def setup_of(options: Options, world_size: int, found: Measured) -> Setup:
+def setup_of(options: Options, world_size: int, found: Measured, *, nodes: int = 1) -> Setup:
     """How the measured model is trained."""
     return memory.Setup(
         options=replace(options, accumulate=found.accumulate),
         world_size=world_size,
         optimizer=optimizer_of(found.optimizer, found.kind),
         kind=found.kind,
+        nodes=nodes,
     )
 
 

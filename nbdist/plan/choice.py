@@ -75,6 +75,17 @@ class Question:
         """Number of ranks, one for each device."""
         return self.cluster.world_size
 
+    @property
+    def hardware(self) -> strategies.Hardware:
+        """What options are checked against: GPUs that lack nothing, on these nodes."""
+        return able_hardware(self.cluster)
+
+
+def able_hardware(cluster: Cluster) -> strategies.Hardware:
+    """GPUs that lack nothing, on a cluster's nodes."""
+    ranks, nodes = cluster.world_size, cluster.nodes
+    return strategies.Hardware(kind="cuda", bf16=True, fp8=True, world_size=ranks, nodes=nodes)
+
 
 def search(question: Question) -> Plan:
     """Make all rows, take the best, and say why not the others.
@@ -83,7 +94,7 @@ def search(question: Question) -> Plan:
         PlanError: no row can be planned for this model.
     """
     rows = explored(question)
-    _check_planned(rows)
+    _check_planned(rows, question)
     best = _best(rows)
     top = max((row.tokens_per_s for row in rows if row.fits), default=0.0)
     advice = () if best else tuple(remedies.smallest_changes(question, fastest))
@@ -95,18 +106,19 @@ def search(question: Question) -> Plan:
     )
 
 
-def checked(fixed: Mapping[str, Any], precision: str) -> dict[str, Any]:
+def checked(fixed: Mapping[str, Any], precision: str, cluster: Cluster) -> dict[str, Any]:
     """Look at the options that a user fixed; returns them with canonical names.
 
     Raises:
-        OptionError: an unknown option, or a value that no backend takes.
+        OptionError: an unknown option, or a value that no backend takes on these machines.
     """
     given = {"precision": precision, **fixed}
     if given.get("offload") == "nvme":
         given["offload"] = "nvme:PATH"
-    able = _ABLE if fixed.get("fsdp_config") is None else strategies.canonical("fsdp")
+    of_fsdp = fixed.get("fsdp_config") is not None or _replicates(fixed)
+    able = strategies.canonical("fsdp") if of_fsdp else _ABLE
     asked = strategies.Options.of({"backend": able, **given})
-    settled = asked.checked(strategies.Hardware(kind="cuda", bf16=True, fp8=True))
+    settled = asked.checked(able_hardware(cluster))
     filed = [name for name in _FILED if getattr(settled, name) != getattr(asked, name)]
     return {name: getattr(settled, name) for name in (*given, *filed)}
 
@@ -119,6 +131,11 @@ _ABLE = max(
     strategies.STRATEGIES.values(), key=lambda one: (len(one.offloads), one.offload_params)
 ).name
 """The backend that can do the most: what it refuses, all refuse."""
+
+
+def _replicates(fixed: Mapping[str, Any]) -> bool:
+    """Whether replicas across nodes were asked for."""
+    return bool(fixed.get("replicate_across", "none") != "none")
 
 
 def explored(question: Question) -> list[Row]:
@@ -137,8 +154,11 @@ def _variants(question: Question) -> Iterator[Options]:
     fixed = question.fixed
     for name in _backends(fixed):
         strategy = strategies.STRATEGIES[name]
-        for offload, with_params, checkpointing in itertools.product(
-            _places(question, strategy), (False, True), (False, True)
+        for offload, with_params, checkpointing, across in itertools.product(
+            _places(question, strategy),
+            (False, True),
+            (False, True),
+            _replications(question, strategy),
         ):
             searched = {
                 "backend": name,
@@ -146,6 +166,7 @@ def _variants(question: Question) -> Iterator[Options]:
                 "offload": offload,
                 "offload_params": with_params,
                 "activation_checkpointing": checkpointing,
+                "replicate_across": across,
             }
             options = strategies.Options.of(searched | {**fixed, "backend": name})
             agrees = all(searched[key] == fixed.get(key, searched[key]) for key in _SEARCHED)
@@ -156,11 +177,15 @@ def _variants(question: Question) -> Iterator[Options]:
 
 
 def _backends(fixed: Mapping[str, Any]) -> list[str]:
-    """The backends to search; an engine's config is for its own alone."""
+    """The backends to search; an engine's config is for its own alone, as are replicas."""
     if "backend" in fixed:
         return [strategies.canonical(fixed["backend"])]
     engines = {one for one in ("fsdp", "deepspeed") if fixed.get(f"{one}_config") is not None}
-    return [name for name, one in strategies.STRATEGIES.items() if {one.engine} >= engines]
+    return [
+        name
+        for name, one in strategies.STRATEGIES.items()
+        if {one.engine} >= engines and (one.may_replicate or not _replicates(fixed))
+    ]
 
 
 def _may_keep_gathered(options: Options) -> bool:
@@ -191,6 +216,18 @@ def _places(question: Question, strategy: Strategy) -> list[str]:
     return [one for one in question.offloads if one.partition(":")[0] in strategy.offloads]
 
 
+def _replications(question: Question, strategy: Strategy) -> list[str]:
+    """Over which ranks a strategy may keep its shards in this search.
+
+    Nodes of one rank, or of different numbers of ranks, have nothing to share.
+    """
+    if "replicate_across" in question.fixed:
+        return [str(question.fixed["replicate_across"])]
+    ranks, nodes = question.world_size, question.cluster.nodes
+    several = nodes > 1 and ranks > nodes and ranks % nodes == 0
+    return ["none", "nodes"] if strategy.may_replicate and several else ["none"]
+
+
 def _makes_a_difference(strategy: Strategy, options: Options) -> bool:
     """Whether `offload_params` is a choice: FSDP offloads all or nothing, ZeRO-3 either way."""
     if not options.offload_params:
@@ -204,7 +241,7 @@ def _makes_a_difference(strategy: Strategy, options: Options) -> bool:
 
 def _rows(question: Question, options: Options, learned: Learned) -> Iterator[Row]:
     """A row for each micro-batch, explained where the backend or the model refuses."""
-    refusal, variant = _refusal(options), None
+    refusal, variant = _refusal(options, question), None
     if not refusal:
         try:
             variant = _Variant(question, options, learned)
@@ -220,13 +257,13 @@ def _rows(question: Question, options: Options, learned: Learned) -> Iterator[Ro
             yield Row(options=options, batch_size=batch_size, why=str(error))
 
 
-def _check_planned(rows: Sequence[Row]) -> None:
+def _check_planned(rows: Sequence[Row], question: Question) -> None:
     """Refuse the plan where every row that its backend allows was refused by the model.
 
     Raises:
         PlanError: what the first of them says.
     """
-    refused = [row.why for row in rows if row.cost is None and not _refusal(row.options)]
+    refused = [row.why for row in rows if row.cost is None and not _refusal(row.options, question)]
     if refused and all(row.cost is None for row in rows):
         raise PlanError(refused[0])
 
@@ -245,6 +282,7 @@ class _Variant:
             world_size=question.world_size,
             optimizer=question.optimizer,
             kind=cluster.kind,
+            nodes=cluster.nodes,
         )
         self._question, self._options = question, options
         self._compute = memory.compute_of(setup)
@@ -287,12 +325,13 @@ class _Variant:
         return replace(row, fits=not _shortage(row, self._question))
 
 
-def _refusal(options: Options) -> str:
+def _refusal(options: Options, question: Question) -> str:
     """Why a backend cannot have these options; empty where it can."""
-    if options.offload_device in options.strategy.offloads and options.fsdp_config is None:
+    plain = options.fsdp_config is None and options.replicate_across == "none"
+    if options.offload_device in options.strategy.offloads and plain:
         return ""
     try:
-        options.checked(strategies.Hardware(kind="cuda", bf16=True, fp8=True))
+        options.checked(question.hardware)
     except OptionError as error:
         return str(error)
     return ""
@@ -342,6 +381,7 @@ def _complexity(row: Row) -> tuple[int, ...]:
         options.offload_params,
         options.activation_checkpointing,
         _ORDER.index(options.backend),
+        options.replicate_across != "none",
         not options.reshard_after_forward,
     )
 
@@ -382,6 +422,7 @@ def _reason(row: Row, best: Row, question: Question) -> str:
     """Which part of a step takes the most more time than in the best row's."""
     names = {"nvlink": "NVLink", "pcie": "PCIe", "cpu": "the loopback"}
     link = names.get(question.cluster.link, question.cluster.link)
+    link = link if question.cluster.nodes == 1 else "the network between nodes"
     options = row.options
     again = options.activation_checkpointing and not best.options.activation_checkpointing
     causes = {

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbdist.plan.devices import Cluster
+    from nbdist.plan.devices import Cluster, Ring
     from nbdist.plan.memory import Setup
     from nbdist.plan.spec import MicroBatch, ModelSpec, Workload
     from nbdist.plan.speeds import Collective
@@ -132,7 +132,8 @@ class Costs:
         """Work out what no micro-batch changes: communication, optimizer, offload."""
         self._model, self._setup, self._cluster = model, setup, cluster
         shape, strategy = _Shape.of(model), setup.options.strategy
-        self._traffic = traffic = _TRAFFIC[strategy.engine, strategy.level](shape, setup)
+        tells = _replicated if setup.replicas > 1 else _TRAFFIC[strategy.engine, strategy.level]
+        self._traffic = traffic = tells(shape, setup)
         self._each = _seconds(traffic.each, setup, cluster)
         self._last = _seconds(traffic.last, setup, cluster)
         self._optimizer, self._offload = _update(shape, setup, cluster)
@@ -320,6 +321,8 @@ class _Transfer(NamedTuple):
     """Bytes of one message's full tensor, or of all if they are fewer."""
     overlaps: bool = True
     """It runs beside computing."""
+    ring: Ring = "all"
+    """Who takes part."""
 
 
 class _Traffic(NamedTuple):
@@ -373,6 +376,21 @@ def _fsdp(shape: _Shape, setup: Setup) -> _Traffic:
         last_window=0 if resharded else _BACKWARD,
         hooks=_FSDP_HOOKS[setup.options.strategy.level],
         copied=_GATHERED * gathered + _REDUCED * shape.trainable,
+    )
+
+
+def _replicated(shape: _Shape, setup: Setup) -> _Traffic:
+    """As FSDP inside each node; then nodes sum up their shards of gradients.
+
+    The network is idle while parameters are gathered, and has the whole backward.
+    """
+    usual = _fsdp(shape, setup)
+    (gather,), (reduce,) = usual.each, usual.last
+    share = reduce.size / setup.shards, reduce.message / setup.shards
+    return usual._replace(
+        each=(gather._replace(ring="node"),),
+        last=(reduce._replace(ring="node"), _Transfer("all_reduce", *share, ring="nodes")),
+        last_window=_BACKWARD,
     )
 
 
@@ -431,8 +449,9 @@ _TRAFFIC: Mapping[tuple[str, int], Callable[[_Shape, Setup], _Traffic]] = Mappin
 
 def _wire(transfers: tuple[_Transfer, ...], setup: Setup) -> float:
     """Bytes that one rank sends."""
-    share = (setup.world_size - 1) / setup.world_size
-    return share * sum(one.size * _ROUNDS[one.collective] for one in transfers)
+    ranks = {"all": setup.world_size, "node": setup.shards, "nodes": setup.replicas}
+    sent = {ring: (count - 1) / count for ring, count in ranks.items()}
+    return sum(sent[one.ring] * one.size * _ROUNDS[one.collective] for one in transfers)
 
 
 _ROUNDS: Mapping[Collective, int] = MappingProxyType(
@@ -468,7 +487,9 @@ def _seconds(transfers: tuple[_Transfer, ...], setup: Setup, cluster: Cluster) -
     """Time of collectives, one after the other."""
     if setup.world_size == 1:
         return _Waiting(0.0, 0.0)
-    times = [(one.overlaps, _transfer_s(one, cluster)) for one in transfers if one.size]
+    times = [
+        (one.overlaps, _transfer_s(one, cluster.ring(one.ring))) for one in transfers if one.size
+    ]
     beside = sum(seconds for overlaps, seconds in times if overlaps)
     return _Waiting(beside, sum(seconds for _, seconds in times) - beside)
 
@@ -513,7 +534,7 @@ def _update(shape: _Shape, setup: Setup, cluster: Cluster) -> tuple[float, float
 def _owned(shape: _Shape, setup: Setup) -> float:
     """Trainable elements whose optimizer state is on one rank."""
     sharded = "optimizer" in setup.options.strategy.shards
-    return shape.trainable / (setup.world_size if sharded else 1)
+    return shape.trainable / (setup.shards if sharded else 1)
 
 
 def _touched(shape: _Shape, setup: Setup, *, in_place: bool) -> float:
@@ -549,7 +570,7 @@ def _copied(shape: _Shape, setup: Setup) -> float:
     options, strategy = setup.options, setup.options.strategy
     steps, owned = options.accumulate, _owned(shape, setup)
     used = 2 if setup.half else shape.element
-    shard = shape.params / setup.world_size
+    shard = shape.params / setup.shards
     if strategy.engine == "fsdp":
         # FSDP copies the fp32 shard and casts on the device, before each gather.
         gathers = 2 if setup.options.reshard_after_forward else 1

@@ -1,7 +1,7 @@
-"""The devices that a plan is for: described in words, or found on this machine.
+"""The devices that a plan is for, and what is between them; those found on this machine.
 
-Pure. `parse` reads "8xH100-80GB,nvlink"; `of_machine` takes what NVML told. Speeds are those
-of `catalogue`. Memory is in bytes, speeds are in bytes/s and FLOP/s; a link's speed is of one
+Pure. `described` reads them from words; `of_machine` takes what NVML told. Speeds are those of
+`catalogue`. Memory is in bytes, speeds are in bytes/s and FLOP/s; a link's speed is of one
 direction.
 """
 
@@ -15,17 +15,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.errors import PlanError
 from nbdist.plan.catalogue import (
     CATALOGUE,
     FP32_SUSTAINED,
     GB,
     GIB,
-    TERA,
     Device,
-    Key,
-    families,
-    family,
     lookup,
 )
 
@@ -36,14 +31,14 @@ if TYPE_CHECKING:
     from nbdist.plan.known import Known
     from nbdist.plan.speeds import Collective, Disk, Links
 
-__all__ = ["CATALOGUE", "Cluster", "Device", "cpu_ranks", "of_machine", "parse"]
+__all__ = ["CATALOGUE", "Cluster", "Device", "cpu_ranks", "of_machine"]
 
 Link = Literal["nvlink", "pcie", "cpu", "none"]
 """cpu: ranks of one machine over its loopback; none: one device alone."""
+Ring = Literal["all", "node", "nodes"]
+"""Ranks of a collective: all, those of one node, or one of each node, while the others of each
+node have rings of their own."""
 
-MAX_DEVICES = 100_000
-"""More than any cluster has: a slip of the keyboard, not a question."""
-MAX_MEMORY_GB = 10_000
 NODE_SIZE = 8
 """GPUs of a node, where more are asked for than one is said to have."""
 NETWORK = 50 * GB
@@ -136,6 +131,25 @@ class Cluster:
         inside = self._inside(collective)
         return inside if self.nodes == 1 else min(inside, self.network * _LINK_SHARE)
 
+    def ring(self, which: Ring) -> Cluster:
+        """The ranks of a collective as a cluster of their own."""
+        return {"all": self, "node": self._one_node, "nodes": self._one_of_each}[which]
+
+    @cached_property
+    def _one_node(self) -> Cluster:
+        """The devices of one node, those that bind."""
+        ranks = self.ranks_per_node
+        link: Link = self.link if ranks > 1 else "none"
+        one = (self.slowest,) * ranks
+        return replace(self, devices=one, nodes=1, network=0.0, link=link, links=None)
+
+    @cached_property
+    def _one_of_each(self) -> Cluster:
+        """One device of each node, with its share of the network."""
+        one = (self.slowest,) * self.nodes
+        share = self.network / self.ranks_per_node
+        return replace(self, devices=one, link="none", network=share, links=None)
+
     def measured_s(self, collective: Collective, size: float) -> float | None:
         """Time of a collective of this size as measured here; None where it was not."""
         return None if self.links is None else self.links.seconds(collective, size)
@@ -155,8 +169,21 @@ class Cluster:
         )
 
     def place_of(self, device: Device) -> str:
-        """What decides how fast one rank computes: CPU ranks share the cores."""
-        return self.describe() if self.kind == "cpu" else device.name
+        """What decides how fast one rank computes: CPU ranks share their machine's cores."""
+        return _cpu_words(self.ranks_per_node) if self.kind == "cpu" else device.name
+
+    def on_nodes(self, nodes: int, ranks: int) -> Cluster:
+        """This one machine several times, over a network that is assumed.
+
+        Args:
+            nodes: how many machines.
+            ranks: of all of them together.
+        """
+        if nodes == 1:
+            return self
+        kept = (self.devices * nodes)[:ranks]
+        devices = kept + (self.smallest,) * (ranks - len(kept))
+        return networked(replace(self, devices=devices, nodes=nodes)).informed(self.known)
 
     def _inside(self, collective: Collective) -> float:
         """Bus bandwidth between the devices of one node."""
@@ -177,28 +204,44 @@ class Cluster:
     def describe(self) -> str:
         """Describe in a few words: "8 x H100-80GB, nvlink", "2 CPU ranks"."""
         if self.kind == "cpu":
-            return f"{self.world_size} CPU {'rank' if self.world_size == 1 else 'ranks'}"
+            ranks = _cpu_words(self.world_size)
+            return ranks if self.nodes == 1 else f"{ranks} on {self.nodes} nodes"
         kinds = Counter(device.name for device in self.devices)
         words = [" + ".join(f"{count} x {name}" for name, count in kinds.items())]
         words += [self.link] if self.link != "none" else []
-        words += [f"{self.nodes} nodes, {8 * self.network / GB:g} Gb/s"] if self.nodes > 1 else []
-        return ", ".join(words)
+        if self.nodes == 1:
+            return ", ".join(words)
+        return f"{self._in_nodes(words)}, {8 * self.network / GB:g} Gb/s"
+
+    def _in_nodes(self, words: Sequence[str]) -> str:
+        """All devices on several nodes, which are alike but where a number of ranks was asked."""
+        kinds, each = {device.name for device in self.devices}, self.ranks_per_node
+        if len(kinds) > 1 or each * self.nodes != self.world_size:
+            return f"{', '.join(words)} on {self.nodes} nodes"
+        one = f"{each} x {kinds.pop()}"
+        return f"{self.nodes} x ({', '.join([one, *words[1:]])})"
 
     def resized(self, ranks: int) -> Cluster:
         """The same with another number of ranks; more nodes where one has not so many GPUs."""
         if self.kind == "cpu":
             memory = self.host_memory_bytes
-            made = cpu_ranks(ranks, host_memory_bytes=memory, num_cpus=self.num_cpus)
-            return made.informed(self.known)
-        nodes = -(-ranks // max(self.ranks_per_node, NODE_SIZE))
+            each = -(-ranks // self.nodes)
+            made = cpu_ranks(each, host_memory_bytes=memory, num_cpus=self.num_cpus)
+            return made.on_nodes(self.nodes, ranks).informed(self.known)
+        said = self.ranks_per_node if self.nodes > 1 else max(self.ranks_per_node, NODE_SIZE)
+        nodes = -(-ranks // said)
         least = self.smallest
         kept = self.devices[:ranks] + (least,) * (ranks - self.world_size)
         link: Link = "none" if ranks == 1 else self.link
         if link == "none" and ranks > 1:
-            link = _usual_link(least, ranks)
+            link = usual_link(least, ranks)
         made = replace(self, devices=kept, link=link, nodes=nodes)
-        made = made if nodes == 1 or self.network else _networked(made)
+        made = made if nodes == 1 or self.network else networked(made)
         return made.informed(self.known)
+
+
+def _cpu_words(ranks: int) -> str:
+    return f"{ranks} CPU {'rank' if ranks == 1 else 'ranks'}"
 
 
 def _paced(device: Device, known: Known, place: str) -> Device:
@@ -208,7 +251,7 @@ def _paced(device: Device, known: Known, place: str) -> Device:
     return replace(device, pace=pace, host_link=host_link)
 
 
-def _networked(cluster: Cluster) -> Cluster:
+def networked(cluster: Cluster) -> Cluster:
     """Assume a network between nodes, and say so."""
     speed = f"{8 * NETWORK / GB:.0f} Gb/s"
     note = f"The network is not said: {speed} into each node is assumed."
@@ -229,7 +272,7 @@ _TYPICAL = (
     "B200-180GB",
 )
 """Whose speeds a GPU has that is known by its memory alone."""
-_USABLE = 0.985
+USABLE = 0.985
 """Of the memory in a name that CUDA reports, where the catalogue does not say."""
 
 _LOOPBACK = 1.5 * GB
@@ -237,69 +280,6 @@ _LOOPBACK = 1.5 * GB
 _CORE_FLOPS = 30e9
 """fp32, one core of a present server in torch's matrix products."""
 _HOST_MEMORY_BANDWIDTH = 20 * GB
-
-
-# ------------------------------------------------------------------------------ parsing
-
-_COUNTED = re.compile(r"(?:(-?[0-9.]+)\s*[x*]\s*)?(?:(-?[0-9.]+)\s*[x*]\s*)?(.*)", re.IGNORECASE)
-_MEMORY = re.compile(r"(-?[0-9.]+|nan|inf)\s*(GI?B|TI?B)", re.IGNORECASE)
-_NETWORK = re.compile(r"(?:([0-9]+)\s*[x*]\s*)?([0-9.]+)\s*(Gb|Gbps|Gb/s|Gbit/s)")
-_STORE = re.compile(r"([0-9.]+)\s*(GB|TB)\s+(host|ram|nvme)", re.IGNORECASE)
-_MAX_CHARS = 300
-_CPU = re.compile(r"(?:(-?[0-9.]+)\s*[x* ]?\s*)?cpus?", re.IGNORECASE)
-_EXAMPLES = '"8xH100-80GB,nvlink", "2x24GB,pcie", "16x8xA100-80GB,nvlink,8x200Gb" or "2xcpu"'
-
-
-def parse(text: str) -> Cluster:
-    """Read a description of devices.
-
-    "[NODESx][COUNTx]GPU[,nvlink|pcie][,NETWORK][,HOST]": the GPU by name, or by memory alone
-    ("24GB"); the network is what goes into one node ("400Gb" for one adapter, "8x400Gb" for
-    eight); "512GB host" and "2TB nvme" are of one node. "2xcpu" for CPU ranks.
-
-    Raises:
-        PlanError: not of this form, an unknown GPU, or numbers without a meaning.
-    """
-    if len(str(text)) > _MAX_CHARS or not str(text).isprintable():
-        # the expressions below take a time that grows with the square of the length
-        message = f"devices {_short(text)} are no words for devices; write them as 8xH100-80GB."
-        raise PlanError(message)
-    first, *more = (part.strip() for part in str(text).split(","))
-    if cpu := _CPU.fullmatch(first):
-        _refuse_rest(text, more)
-        return cpu_ranks(_count(cpu[1], text))
-    counted = _COUNTED.fullmatch(first)
-    assert counted is not None  # its last group takes anything  # noqa: S101
-    one, other, name = counted.groups()
-    nodes, count = (_count(one, text), _count(other, text)) if other else (1, _count(one, text))
-    if nodes * count > MAX_DEVICES:
-        message = f"devices {_short(text)} are {nodes * count} GPUs; at most {MAX_DEVICES} can be."
-        raise PlanError(message)
-    device, notes = _described(name, text)
-    cluster = Cluster(
-        devices=(device,) * (nodes * count),
-        link=_usual_link(device, nodes * count),
-        nodes=nodes,
-        notes=notes,
-    )
-    return _finished(cluster, more, text)
-
-
-def _finished(cluster: Cluster, more: Sequence[str], text: str) -> Cluster:
-    """Apply link, network and host to a cluster, and note what was assumed."""
-    for word in more:
-        if word.lower() in {"nvlink", "pcie"}:
-            cluster = replace(cluster, link=_link(word.lower(), cluster))
-        elif network := _NETWORK.fullmatch(word):
-            speed = int(network[1] or 1) * _positive(network[2], text) * GB / 8
-            cluster = replace(cluster, network=speed)
-        elif store := _STORE.fullmatch(word):
-            size = int(_positive(store[1], text) * (GB if store[2].upper() == "GB" else TERA))
-            where = "nvme_bytes" if store[3].lower() == "nvme" else "host_memory_bytes"
-            cluster = replace(cluster, **{where: size})  # type: ignore[arg-type]
-        else:
-            raise PlanError(_unknown_word(word, text))
-    return _networked(cluster) if cluster.nodes > 1 and not cluster.network else cluster
 
 
 def cpu_ranks(
@@ -334,21 +314,7 @@ def cpu_ranks(
     )
 
 
-def _described(name: str, text: str) -> tuple[Device, tuple[str, ...]]:
-    """The device of a name, or a typical one of that memory."""
-    if memory := _MEMORY.fullmatch(name.strip()):
-        size = _positive(memory[1], text) * (1000 if memory[2].upper().startswith("T") else 1)
-        if size > MAX_MEMORY_GB:
-            message = f"devices {_short(text)}: no GPU has {size:g} GB; give what one GPU has."
-            raise PlanError(message)
-        return _by_memory(size * _USABLE * GIB, f"{size:g} GB names no GPU")
-    device = lookup(name)
-    if device is None:
-        raise PlanError(_unknown_gpu(name, text))
-    return device, ()
-
-
-def _by_memory(memory: float, why: str) -> tuple[Device, tuple[str, ...]]:
+def by_memory(memory: float, why: str) -> tuple[Device, tuple[str, ...]]:
     """A GPU known by its memory alone, with the speeds of a typical one."""
     typical = min(
         (CATALOGUE[name] for name in _TYPICAL),
@@ -356,97 +322,18 @@ def _by_memory(memory: float, why: str) -> tuple[Device, tuple[str, ...]]:
     )
     device = replace(
         typical,
-        name=f"{round(memory / _USABLE / GIB)}GB",
+        name=f"{round(memory / USABLE / GIB)}GB",
         memory_bytes=int(memory),
         free_bytes=int(memory),
     )
     return device, (f"{why}: its speeds are taken to be those of {typical.name}.",)
 
 
-def _usual_link(device: Device, count: int) -> Link:
+def usual_link(device: Device, count: int) -> Link:
     """What a machine of such GPUs has between them, unless it is said."""
     if count == 1:
         return "none"
     return "nvlink" if device.switched else "pcie"
-
-
-def _link(word: str, cluster: Cluster) -> Link:
-    """The link that was asked for.
-
-    Raises:
-        PlanError: NVLink for a GPU that has none.
-    """
-    device = cluster.devices[0]
-    if word == "nvlink" and not device.nvlink:
-        message = f"{device.name} has no NVLink; use pcie."
-        raise PlanError(message)
-    if cluster.world_size == 1:
-        return "none"
-    return "nvlink" if word == "nvlink" else "pcie"
-
-
-def _count(text: str | None, whole: str) -> int:
-    """How many, 1 if it is not said."""
-    if text is None:
-        return 1
-    if not text.isdigit() or int(text) < 1:
-        message = (
-            f"devices {_short(whole)}: {text} is not a number of devices; use a whole number from "
-            f"1, as in {_EXAMPLES}."
-        )
-        raise PlanError(message)
-    return int(text)
-
-
-def _positive(text: str, whole: str) -> float:
-    """Read a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        message = f"devices {_short(whole)}: {text} is not a size; use a number above 0."
-        raise PlanError(message)
-    return value
-
-
-def _refuse_rest(text: str, more: Sequence[str]) -> None:
-    """Refuse what CPU ranks do not have."""
-    if more:
-        message = f"devices {_short(text)}: CPU ranks take no {more[0]!r}; leave it out."
-        raise PlanError(message)
-
-
-def _unknown_gpu(name: str, text: str) -> str:
-    """Say that a description names no GPU, and which names are near."""
-    from difflib import get_close_matches
-
-    wanted = Key.of(name)
-    if same := [device.name for device in family(name)]:
-        return f"no {wanted.family} with {wanted.memory} GB is known; there is {', '.join(same)}."
-    if not re.search(r"[0-9A-Z]", wanted.family):
-        return f"devices {_short(text)} name no GPU; use {_EXAMPLES}."
-    first = families()
-    near = [first[key] for key in get_close_matches(wanted.family, first, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(near)}? Or give" if near else "give"
-    return f"{_short(name.strip())} is not a known GPU; {hint} its memory, as in 2x24GB,pcie."
-
-
-def _unknown_word(word: str, text: str) -> str:
-    """Say what may stand after the GPU."""
-    from difflib import get_close_matches
-
-    near = get_close_matches(word.lower(), ("nvlink", "pcie"), n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return (
-        f"devices {_short(text)}: {word!r} is no link; {hint}after the GPU come nvlink or pcie, "
-        "a network such as 8x400Gb, and 512GB host or 2TB nvme."
-    )
-
-
-def _short(text: str, limit: int = 60) -> str:
-    """Quote a user's text, cut where it is long."""
-    return repr(text if len(text) <= limit else f"{text[:limit]}...")
 
 
 # ------------------------------------------------------------------------------ finding
@@ -496,7 +383,7 @@ def _known(gpu: Gpu) -> tuple[Device, tuple[str, ...]]:
     share = _instance(gpu.name)
     device = lookup(gpu.name, memory_bytes=gpu.memory_bytes if share == 1 else None)
     if device is None:
-        device, notes = _by_memory(gpu.memory_bytes, f"{gpu.name} is not in the catalogue")
+        device, notes = by_memory(gpu.memory_bytes, f"{gpu.name} is not in the catalogue")
     bandwidth = device.memory_bandwidth
     return replace(
         device,

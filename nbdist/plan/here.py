@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from nbdist import machine
-from nbdist.plan import devices
+from nbdist.plan import described, devices
 from nbdist.plan.devices import Cluster
 from nbdist.plan.known import Known
 
@@ -30,7 +30,7 @@ def cluster(given: str | Cluster | None, world_size: int | None) -> Cluster:
     elif given is None:
         made = found(world_size)
     else:
-        made = devices.parse(given)
+        made = described.parse(given)
     return made if world_size in {None, made.world_size} else made.resized(world_size)
 
 
@@ -39,16 +39,23 @@ def found(
     *,
     kind: Literal["cuda", "cpu"] | None = None,
     own: Collection[int] = (),
+    nodes: int = 1,
 ) -> Cluster:
     """The GPUs of this machine with what is free on each now; without any, CPU ranks.
 
     What was measured here counts before what the catalogue says.
 
     Args:
-        world_size: number of CPU ranks.
+        world_size: number of CPU ranks; on several machines of all ranks.
         kind: "cpu" for CPU ranks although there are GPUs.
         own: processes whose GPU memory counts as free: ranks that a plan would replace.
+        nodes: machines that the ranks are on; the others are taken to be like this one.
     """
+    if nodes > 1 and world_size is not None:
+        each = world_size // nodes
+        one = found(each, kind=kind, own=own)
+        one = one if one.world_size == each else one.resized(each)
+        return one.on_nodes(nodes, world_size)
     there = machine.found()
     if kind == "cpu":
         there = replace(there, gpus=(), link=None)

@@ -187,7 +187,9 @@ def learn(
     """
     if cluster.known is None or not figures:
         return []
-    said = [*_learn_links(figures, cluster), *_learn_loop(figures, spec, options, cluster)]
+    # With replicas collectives are of a node's ranks, or of one rank of each node.
+    links = _learn_links(figures, cluster) if options.replicate_across == "none" else ()
+    said = [*links, *_learn_loop(figures, spec, options, cluster)]
     if said:
         cluster.known.save()
     return said
@@ -277,6 +279,7 @@ def _factor(
         world_size=cluster.world_size,
         optimizer=optimizers.for_kind(optimizers.lookup("adamw"), cluster.kind),
         kind=cluster.kind,
+        nodes=cluster.nodes,
     )
     workload = Workload(
         batch_size=trained.samples,

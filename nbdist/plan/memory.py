@@ -49,6 +49,18 @@ class Setup:
     world_size: int
     optimizer: Optimizer
     kind: Literal["cuda", "cpu"] = "cuda"
+    nodes: int = 1
+    """Machines that the ranks are on, equally many on each."""
+
+    @property
+    def replicas(self) -> int:
+        """How often all shards are there."""
+        return 1 if self.options.replicate_across == "none" else self.nodes
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share what an engine cuts: all, or those of one node."""
+        return self.world_size // self.replicas
 
     @property
     def half(self) -> bool:

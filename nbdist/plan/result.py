@@ -77,6 +77,8 @@ class Row:
         words += ["--offload", options.offload] if options.offload != "none" else []
         words += ["--offload-params"] if options.offload_params else []
         words += ["--activation-checkpointing"] if options.activation_checkpointing else []
+        across = options.replicate_across
+        words += ["--replicate-across", across] if across != "none" else []
         words += ["--accumulate", str(options.accumulate)] if options.accumulate != 1 else []
         if options.fsdp_config:
             words += ["--fsdp-config", f"'{json.dumps(options.fsdp_config)}'"]
@@ -91,6 +93,7 @@ class Row:
             "offload_params": self.options.offload_params,
             "activation_checkpointing": self.options.activation_checkpointing,
             "reshard_after_forward": self.options.reshard_after_forward,
+            "replicate_across": self.options.replicate_across,
             "fits": self.fits,
             "device_bytes": self.device_bytes,
             "allocated_bytes": self.allocated_bytes,
@@ -125,7 +128,8 @@ class Plan:
             backend: any of its names.
             batch_size: default: the first that was planned.
             options: fields of the session's options, as offload="cpu", and
-                reshard_after_forward=False for FSDP2 that keeps parameters gathered.
+                reshard_after_forward=False for FSDP2 that keeps parameters gathered, or
+                replicate_across="nodes" for FSDP2 with shards inside each node (HSDP).
 
         Raises:
             PlanError: the plan has no such row.
@@ -135,6 +139,7 @@ class Plan:
             "offload": "none",
             "offload_params": False,
             "activation_checkpointing": False,
+            "replicate_across": "none",
             "reshard_after_forward": _resharded(name, self.question.fixed),
             **{key: value for key, value in self.question.fixed.items() if key in _DISTINCT},
             **options,
@@ -197,7 +202,7 @@ class Plan:
         return show.html(self)
 
 
-_DISTINCT = ("offload", "offload_params", "activation_checkpointing")
+_DISTINCT = ("offload", "offload_params", "activation_checkpointing", "replicate_across")
 """Options that tell rows of one backend apart."""
 
 

@@ -142,22 +142,29 @@ def _and(words: Sequence[str]) -> str:
 def _others(plan: Plan) -> Iterator[str]:
     """One line each for the best rows of the backends that were not taken."""
     rows = [row for row in briefly(plan) if row is not plan.best]
-    taken = plan.best.backend if plan.best else None
-    different = [row for row in rows if row.backend != taken]
+    taken = _kind(plan.best) if plan.best else None
+    different = [row for row in rows if _kind(row) != taken]
     for row in different[:OTHERS]:
         yield f"  {row.variant}: {row.why}"
 
 
 def briefly(plan: Plan) -> list[Row]:
-    """The rows to read first: of each backend and offload the best variant, best on top."""
-    shown: dict[tuple[str, str], Row] = {}
+    """The rows to read first: of each backend and offload the best variant, best on top.
+
+    With replicas across nodes a backend counts as another one.
+    """
+    shown: dict[tuple[tuple[str, str], str], Row] = {}
     for row in sorted(plan.rows, key=_order):
-        shown.setdefault((row.backend, row.options.offload_device), row)
+        shown.setdefault((_kind(row), row.options.offload_device), row)
     rows = sorted(shown.values(), key=_order)
     if plan.best is None:
         return rows
     same = [row for row in plan.rows if _same(row, plan.best)]
     return same + [row for row in rows if not _same(row, plan.best)]
+
+
+def _kind(row: Row) -> tuple[str, str]:
+    return row.backend, row.options.replicate_across
 
 
 def _same(row: Row, other: Row) -> bool:

@@ -171,6 +171,13 @@ class Planner:
         rows = self._rows(self._cluster, self.options, self.samples)
         return next((one.options for one in rows if not one.options.reshard_after_forward), None)
 
+    def replicated(self) -> Options | None:
+        """These options with shards inside each node alone, if that is a choice."""
+        if self.options.replicate_across != "none" or self._cluster.nodes == 1:
+            return None
+        other = replace(self.options, replicate_across="nodes")
+        return other if other.strategy.may_replicate else None
+
     def changed(self, options: Options | None = None, samples: int | None = None) -> Changed | None:
         """What other options or another micro-batch bring; None where they do not fit."""
         options, samples = options or self.options, samples or self.samples

@@ -47,6 +47,7 @@ def changes(profile: Profile, planner: Planner, kinds: AbstractSet[Kind]) -> Ite
         yield from _simplest(_backends(planner))
     if "communication" in kinds:
         yield from _switched(planner, planner.kept_gathered())
+        yield from _switched(planner, planner.replicated())
         if unhidden_unit(profile):
             yield from _units(profile, planner)
     if kinds & _LARGER:
@@ -93,7 +94,9 @@ def _backends(planner: Planner) -> Iterator[Advice]:
             continue
         if now.offload_device not in strategy.offloads:
             continue
-        other = replace(now, backend=name, fsdp_config=None, deepspeed_config=None)
+        other = replace(
+            now, backend=name, replicate_across="none", fsdp_config=None, deepspeed_config=None
+        )
         yield from (one for one in _switched(planner, other) if one.gain.low >= surely)
 
 

@@ -311,8 +311,9 @@ def _ddp_kwargs(_: Options, __: Hardware, ___: str) -> dict[str, Any]:
 
 
 def _fsdp_kwargs(options: Options, hardware: Hardware, precision: str) -> dict[str, Any]:
-    """Return the FSDP plugin."""
-    return {"fsdp_plugin": fsdp.plugin(options, hardware, precision)}
+    """Return the FSDP plugin, and over which ranks it cuts where that is not all."""
+    plugin = {"fsdp_plugin": fsdp.plugin(options, hardware, precision)}
+    return plugin | fsdp.parallelism(options, hardware)
 
 
 def _zero_kwargs(options: Options, hardware: Hardware, _: str) -> dict[str, Any]:

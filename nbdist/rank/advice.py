@@ -187,7 +187,13 @@ def _plan(watch: Watch) -> Plan:
 def _present(plan: Plan) -> Row | None:
     """The row of the session's own options."""
     own = current().options
-    names = ("backend", "offload", "offload_params", "activation_checkpointing")
+    names = (
+        "backend",
+        "offload",
+        "offload_params",
+        "activation_checkpointing",
+        "replicate_across",
+    )
     same = [
         row
         for row in plan.rows

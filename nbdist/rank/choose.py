@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import itertools
 import json
+import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -249,14 +250,20 @@ def _described(batch: Any, model: nn.Module) -> tuple[int, int, dict[str, Any]]:
 
 
 def cluster(free: Sequence[int], hardware: Hardware) -> Cluster:
-    """The devices of all ranks with what is free on each."""
-    found = machine.found()
+    """The devices of all ranks with what is free on each.
+
+    Other nodes are taken to be like rank 0's; what binds is the least that any has free.
+    """
+    found, nodes = machine.found(), hardware.nodes
+    each = len(free) // nodes
+    least = [min(free[place::each]) for place in range(each)]
     if hardware.kind == "cpu":
-        return devices.of_machine(
-            replace(found, gpus=()), cpu_ranks=len(free), host_free_bytes=sum(free)
-        )
-    usage = [machine.Usage(size) for size in free]
-    return devices.of_machine(found, usage, host_free_bytes=machine.host_free_bytes())
+        alone = replace(found, gpus=())
+        one = devices.of_machine(alone, cpu_ranks=each, host_free_bytes=sum(least))
+    else:
+        usage = [machine.Usage(size) for size in least]
+        one = devices.of_machine(found, usage, host_free_bytes=machine.host_free_bytes())
+    return one.on_nodes(nodes, len(free))
 
 
 def free_bytes(model: nn.Module | None = None) -> int:
@@ -271,7 +278,8 @@ def free_bytes(model: nn.Module | None = None) -> int:
         others = torch.cuda.memory_allocated(device) - _bytes_on(device, model) if model else 0
         return int(total - measure.state.device_before - others)
     own = psutil.Process().memory_info()
-    free = machine.host_free_bytes() // distributed.get_world_size()
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.get_world_size()))
+    free = machine.host_free_bytes() // sharing
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         free = min(free, max(0, limit - own.vms))

@@ -8,12 +8,14 @@ all ranks, and model and optimizer in two separate calls.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils import fsdp_utils
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -52,6 +54,10 @@ _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Whole parameter of a model under FSDP2 -> the shard that took its place."""
 
 
+_cuts: WeakKeyDictionary[distributed.ProcessGroup, ParallelismConfig] = WeakKeyDictionary()
+"""Group of all ranks -> how it is cut into replicas."""
+
+
 def plugin(options: Options, hardware: Hardware, precision: str) -> FullyShardedDataParallelPlugin:
     """Return Accelerate's plugin for the session's options; the units come later."""
     kwargs = options.strategy.fsdp_kwargs(options)
@@ -65,6 +71,23 @@ def plugin(options: Options, hardware: Hardware, precision: str) -> FullySharded
         made.cpu_offload = _WITHOUT_PINNING.get(type(made.cpu_offload), made.cpu_offload)
     _let_fsdp2_take_our_policy()
     return made
+
+
+def parallelism(options: Options, hardware: Hardware) -> dict[str, ParallelismConfig]:
+    """Return Accelerate's word for shards inside a node and replicas across nodes, or nothing.
+
+    Its mesh makes process groups, a collective; an engine that is built again takes those of
+    before, as long as the group of all ranks is the same.
+    """
+    sizes = options.strategy.parallelism_kwargs(options, hardware)
+    if not sizes:
+        return {}
+    everyone = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
+    # accelerate 1.15 asks for the mesh of the shards in a way that torch 2.13 warns of.
+    warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
+    if everyone not in _cuts:
+        _cuts[everyone] = ParallelismConfig(**sizes)
+    return {"parallelism_config": _cuts[everyone]}
 
 
 def _precision(options: Options, compute: torch.dtype) -> MixedPrecision | MixedPrecisionPolicy:

@@ -86,7 +86,7 @@ def _peak(one: Trained, then: Options, hardware: Hardware, world_size: int) -> M
         optimizer=watch.described,
     )
     try:
-        setup = checked.setup_of(then, world_size, micro_batch)
+        setup = checked.setup_of(then, world_size, micro_batch, nodes=hardware.nodes)
         return checked.predicted(spec, setup, micro_batch)
     except PlanError:  # an optimizer that the planner does not know
         return None

@@ -219,7 +219,9 @@ class Switch:
         with self._phase("binding"):
             self.report.bound = self._renewed.bind(self._names)
             for value in list(self._names.values()):
-                if isinstance(value, LRScheduler):  # that prepare() was not given
+                # One that prepare() was not given. isinstance() would ask the object itself, which
+                # may raise: a weakref.proxy whose object is gone does.
+                if issubclass(type(value), LRScheduler):
                     recipes.repoint(value, self._renewed.successors())
             for one in trainer.found(self._names):
                 self._renewed.bind(vars(one))

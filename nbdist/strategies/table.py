@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 OFFLOADS = ("none", "cpu", "nvme:PATH")
+REPLICATIONS = ("none", "nodes")
 ALIASES: Mapping[str, str] = MappingProxyType({"fsdp": "fsdp2"})
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
@@ -38,6 +39,8 @@ class Hardware:
     world_size: int = 1
     deepspeed: bool = True
     """DeepSpeed is installed."""
+    nodes: int = 1
+    """Machines that the ranks are on, one after the other, equally many ranks on each."""
 
     def to_json(self) -> Plain:
         """Return the fields for a message."""
@@ -65,6 +68,9 @@ class Options:
     """Micro batches in one optimizer step."""
     clip: float | None = None
     """Largest gradient norm; None clips nothing."""
+    replicate_across: str = "none"
+    """One of REPLICATIONS; nodes: each machine has all shards, so that parameters are gathered
+    inside it."""
     fsdp_config: Mapping[str, Any] | None = None
     deepspeed_config: Mapping[str, Any] | None = None
 
@@ -111,6 +117,8 @@ class Options:
         flags = ("offload_params", "activation_checkpointing", "compile")
         words += [name.replace("_", " ") for name in flags if getattr(self, name)]
         words += ["no reshard"] if not self.reshard_after_forward else []
+        across = self.replicate_across
+        words += [f"replicate across {across}"] if across != "none" else []
         words += [f"accumulate {self.accumulate}"] if self.accumulate != 1 else []
         words += [f"clip {self.clip:g}"] if self.clip is not None else []
         return ", ".join(words)
@@ -143,6 +151,7 @@ class Options:
         if options.deepspeed_config is not None:
             options = with_deepspeed_file(options, options.deepspeed_config)
         _check_offload(options)
+        _check_replication(options, hardware)
         return replace(options, precision=_precision(options, hardware))
 
 
@@ -161,6 +170,8 @@ class Strategy:
     offload_params: bool = False
     may_keep_gathered: bool = False
     """`reshard_after_forward` is worth a choice: memory against half of the gathers."""
+    may_replicate: bool = False
+    """It can keep its shards inside a node, and be replicated across nodes."""
     older: bool = False
     """Another row does the same and is to be preferred."""
 
@@ -182,6 +193,13 @@ class Strategy:
         }
         kwargs |= _FSDP_VERSION_KWARGS[self.level]
         return kwargs | dict(options.fsdp_config or {})
+
+    def parallelism_kwargs(self, options: Options, hardware: Hardware) -> Plain:
+        """Arguments of `ParallelismConfig(...)`; none where all ranks share one set of shards."""
+        if options.replicate_across == "none":
+            return {}
+        nodes = hardware.nodes
+        return {"dp_replicate_size": nodes, "dp_shard_size": hardware.world_size // nodes}
 
     def deepspeed_config(self, options: Options, hardware: Hardware) -> Plain:
         """Return a DeepSpeed config; "auto" is filled by Accelerate, the user's file wins."""
@@ -268,6 +286,7 @@ _ROWS = (
         offloads=("none", "cpu"),
         offload_params=True,
         may_keep_gathered=True,
+        may_replicate=True,
     ),
     Strategy(
         name="fsdp1",
@@ -407,6 +426,39 @@ def _check_offload(options: Options) -> None:
         raise OptionError(message)
     if options.offload_params and device == "none":
         message = "offload_params needs a place: add offload cpu (or nvme:PATH under zero3)."
+        raise OptionError(message)
+
+
+def _check_replication(options: Options, hardware: Hardware) -> None:
+    """Refuse replicas that the backend or the machines cannot have."""
+    across, name = options.replicate_across, options.strategy.name
+    ranks, nodes = hardware.world_size, hardware.nodes
+    if across not in REPLICATIONS:
+        allowed = ", ".join(REPLICATIONS)
+        message = f"replicate_across {across!r} is not known; use one of {allowed}."
+        raise OptionError(message)
+    if across == "none":
+        return
+    if not options.strategy.may_replicate:
+        able = ", ".join(row.name for row in _ROWS if row.may_replicate)
+        message = (
+            f"backend {name} cannot replicate across nodes; {able} can, and replicate_across none"
+            " leaves it out."
+        )
+        raise OptionError(message)
+    if nodes == 1:
+        message = (
+            "replicate_across nodes needs ranks on several machines and these are on one, where"
+            " all ranks share one set of shards; leave it out."
+        )
+        raise OptionError(message)
+    if ranks % nodes or ranks == nodes:
+        per_node = "one rank on each" if ranks == nodes else "not equally many on each"
+        message = (
+            f"replicate_across nodes needs the same number of ranks on each node, at least two,"
+            f" and {ranks} ranks on {nodes} nodes are {per_node}; leave it out"
+            f"{', or use ddp' if ranks == nodes else ''}."
+        )
         raise OptionError(message)
 
 

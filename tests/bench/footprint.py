@@ -46,6 +46,8 @@ class Case:
     """The cell's variable `out` holds the logits until the next step, as most cells do."""
     fsdp_config: dict[str, Any] | None = None
     deepspeed_config: dict[str, Any] | None = None
+    nodes: int = 1
+    """More than one: shards inside a node, replicas across nodes."""
     rank: int = 0
     """Which rank of the fake group to be."""
     real: bool = False
@@ -143,13 +145,16 @@ def run(case: Case) -> dict[str, int]:
     from nbdist.rank import accelerator as engines
     from nbdist.strategies import Hardware, Options
 
-    hardware = Hardware(kind="cpu", bf16=True, world_size=distributed.get_world_size())
+    hardware = Hardware(
+        kind="cpu", bf16=True, world_size=distributed.get_world_size(), nodes=case.nodes
+    )
     options = Options(
         backend=case.backend,
         precision=case.precision,
         offload=case.offload,
         activation_checkpointing=case.activation_checkpointing,
         accumulate=case.accumulate,
+        replicate_across="nodes" if case.nodes > 1 else "none",
         fsdp_config=case.fsdp_config,
         deepspeed_config=case.deepspeed_config,
     ).checked(hardware)
@@ -178,8 +183,9 @@ def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
 
     late.distributed_type  # noqa: B018 - asking builds it
     # A mesh reads its ranks out of a tensor, which a fake one does not have.
-    mesh = init_device_mesh("cpu", (case.world_size,))
-    fully_shard_module._init_default_mesh = lambda: mesh
+    if case.nodes == 1:
+        mesh = init_device_mesh("cpu", (case.world_size,))
+        fully_shard_module._init_default_mesh = lambda: mesh
     # It draws until all values are small enough, which fake ones have not.
     initialization.TORCH_INIT_FUNCTIONS["trunc_normal_"] = lambda tensor, **_: tensor
     with FakeTensorMode():

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 CASES = 32
 OLDER = 10
 """Cases of FSDP1, whose tensors are real, so that its models are small."""
+REPLICATED = 8
+"""Cases of FSDP2 with replicas across nodes."""
 PROCESSES = 2
 GIB = 2**30
 _OPTIMIZERS = {"adamw": "adamw", "fused": "adamw_fused", "loop": "adamw_loop"}
@@ -50,6 +52,8 @@ def measured(seed: int) -> Iterator[results.Row]:
     print(f"==> plan_fsdp: seed {seed}")
     newer = [draw(rng) for _ in range(CASES)]
     yield from _compared(newer, "FSDP2", "FSDPMemTracker", seed, bars=(0.5, 3))
+    replicated = [_on_nodes(draw(rng), rng) for _ in range(REPLICATED)]
+    yield from _compared(replicated, "HSDP", "FSDPMemTracker", seed, bars=(0.5, 3))
     older = [_small(draw(rng), rng) for _ in range(OLDER)]
     yield from _compared(older, "FSDP1", "tensors counted", seed, bars=(2, 5))
 
@@ -96,6 +100,12 @@ def draw(rng: random.Random) -> footprint.Case:
         attention=rng.choice(["sdpa", "sdpa", "sdpa", "eager"]),
         fsdp_config=rng.choice([None, {"reshard_after_forward": False}]),
     )
+
+
+def _on_nodes(case: footprint.Case, rng: random.Random) -> footprint.Case:
+    """The same with shards inside each of some nodes, and replicas across them."""
+    nodes, ranks = rng.choice([2, 3, 4, 16]), rng.choice([2, 3, 4, 8])
+    return replace(case, nodes=nodes, world_size=nodes * ranks)
 
 
 def _small(case: footprint.Case, rng: random.Random) -> footprint.Case:
@@ -161,11 +171,13 @@ def predicted(case: footprint.Case) -> Moment:
         offload=case.offload,
         activation_checkpointing=case.activation_checkpointing,
         accumulate=case.accumulate,
+        replicate_across="nodes" if case.nodes > 1 else "none",
         fsdp_config=case.fsdp_config,
     )
     setup = memory.Setup(
         options=options,
         world_size=case.world_size,
+        nodes=case.nodes,
         optimizer=OPTIMIZERS[_OPTIMIZERS[case.optimizer]],
         kind="cpu",
     )
@@ -203,10 +215,16 @@ def _line(case: footprint.Case, total: int, moment: Moment, error: float) -> str
     ]
     return (
         f"{config['model_type']:8} L{layers} h{hidden:<5} V{config['vocab_size']:<7} "
-        f"N{case.world_size:<3} {case.batch_size}x{case.seq_len:<5} "
+        f"N{_ranks(case):<5} {case.batch_size}x{case.seq_len:<5} "
         f"{' '.join(filter(None, flags)):37} {total / GIB:8.4f} GiB {error:+7.3f} % "
         f"{moment.name}"
     )
+
+
+def _ranks(case: footprint.Case) -> str:
+    """Number of ranks: "8", or as nodes and ranks of each "2x4"."""
+    each = case.world_size // case.nodes
+    return f"{case.nodes}x{each}" if case.nodes > 1 else f"{each}"
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ def measure() -> Iterator[Row]:
     with nbdist.Session(nproc=2, precision="no") as session:
         session.run(SETUP)
         for number in range(-1, ROUNDS):
-            off = middle(gaps(moments(session.run(STEP_CELL))))
+            off = middle(gaps(moments(session.run(STEP_CELL, output="none"))))
             before = len(session.profiles)
-            profiled = moments(session.run(STEP_CELL, profile={"steps": RECORDED}))
+            profiled = moments(session.run(STEP_CELL, output="none", profile={"steps": RECORDED}))
             begin, *_, end = newest(session, before).ranks[0].ends
             in_it = [seconds for at, seconds in at_ends(profiled) if begin < at <= end]
             # the first step after the window waits for the figures, the next one is counted
@@ -98,7 +98,7 @@ def at_ends(ends: Sequence[float]) -> list[tuple[float, float]]:
 def verdict_s(session: Session) -> float:
     """Seconds from the end of a window to the verdict, while the loop goes on."""
     before = len(session.profiles)
-    session.run(STEP_CELL, background=True, profile={"steps": RECORDED})
+    session.run(STEP_CELL, output="none", background=True, profile={"steps": RECORDED})
     ends = newest(session, before).ranks[0].ends
     seconds = time.time() - ends[-1]
     session.wait()

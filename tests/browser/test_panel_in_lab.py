@@ -54,6 +54,16 @@ def panel(notebook: Notebook) -> Panel:
     return Panel(notebook.page)
 
 
+@pytest.fixture
+def trained(notebook: Notebook, panel: Panel) -> Panel:
+    """The panel after some steps, also where a test is run without those before it."""
+    if panel.root.count() == 0:
+        notebook.run("%nbdist panel")
+        notebook.run(train(10))
+    panel.says("ready")
+    return panel
+
+
 @pytest.fixture(autouse=True)
 def nothing_wrong(notebook: Notebook) -> Iterator[None]:
     """No test leaves an error in the console, or asks anything of another machine."""
@@ -206,7 +216,8 @@ def test_a_reload_finds_the_history_and_a_second_view(notebook: Notebook, panel:
 
 
 @pytest.mark.fault("G3")
-def test_an_untrusted_copy_shows_the_static_page(notebook: Notebook, panel: Panel) -> None:
+def test_an_untrusted_copy_shows_the_static_page(notebook: Notebook, trained: Panel) -> None:
+    last = trained.step()
     notebook.save()
     stranger = json.loads(notebook.path.read_text())
     assert "widgets" not in stranger["metadata"]
@@ -214,23 +225,23 @@ def test_an_untrusted_copy_shows_the_static_page(notebook: Notebook, panel: Pane
     notebook.path.with_name("stranger.ipynb").write_text(json.dumps(stranger))
     notebook.open("stranger.ipynb")
     expect(notebook.page.get_by_text("2 CPU ranks").first).to_be_visible()
-    expect(panel.root).to_have_count(0)
+    expect(trained.root).to_have_count(0)
     notebook.open(notebook.path.name)
-    panel.reaches(109)
+    trained.reaches(last)
 
 
 @pytest.mark.fault("G1")
-def test_a_log_follows_its_rank_and_markup_is_text(notebook: Notebook, panel: Panel) -> None:
-    panel.ranks()
-    panel.root.get_by_label("log of rank 0").click()
-    lines = panel.root.locator(".nbd-log")
+def test_a_log_follows_its_rank_and_markup_is_text(notebook: Notebook, trained: Panel) -> None:
+    trained.ranks()
+    trained.root.get_by_label("log of rank 0").click()
+    lines = trained.root.locator(".nbd-log")
     for word in ("first", "second"):
         evil = f"<img src=x onerror=alert(1)></script> {word}"
         notebook.run(f"%%distribute\nprint({evil!r})")
-        expect(panel.ranks().first).to_contain_text(evil)
+        expect(trained.ranks().first).to_contain_text(evil)
         expect(lines).to_contain_text(evil)  # nobody has pressed Refresh
-    expect(panel.root.locator("img, script")).to_have_count(0)
-    panel.button("Close").click()
+    expect(trained.root.locator("img, script")).to_have_count(0)
+    trained.button("Close").click()
 
 
 def test_what_is_no_number_is_told(notebook: Notebook, panel: Panel) -> None:
@@ -240,8 +251,8 @@ def test_what_is_no_number_is_told(notebook: Notebook, panel: Panel) -> None:
 
 
 @pytest.mark.fault("G3")
-def test_a_restarted_kernel_leaves_a_panel_that_says_so(notebook: Notebook, panel: Panel) -> None:
+def test_a_restarted_kernel_leaves_a_panel_that_says_so(notebook: Notebook, trained: Panel) -> None:
     notebook.restart_kernel()
-    panel.says("the kernel is gone: run the cell again")
+    trained.says("the kernel is gone: run the cell again")
     for name in ("Stop", "Restart", "Save", "Switch", "Profile"):
-        expect(panel.button(name)).to_be_disabled()
+        expect(trained.button(name)).to_be_disabled()

@@ -281,6 +281,7 @@ def test_all_state_moves_whatever_is_trained(ranks: Session, way: str) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_masters_of_bfloat16_are_carried_in_full(ranks: Session) -> None:
     # The engines' sums differ in the last bits of bfloat16, so their losses do.
     problems, worst, *_ = matrix(ranks, "adapters", precision="bf16", targets=["fsdp2", *SOME])

@@ -243,7 +243,8 @@ def test_a_plan_is_shown_and_a_bad_line_is_one_sentence(notebook: LiveKernel) ->
 def test_help_is_complete(notebook: LiveKernel) -> None:
     reply = notebook.client.inspect("%%distribute", reply=True, timeout=10)
     text = reply["content"]["data"]["text/plain"]
-    for option in ("--backend", "--precision", "--offload-params", "--push", "--background"):
+    options = ("--backend", "--precision", "--offload-params", "--push", "--background")
+    for option in (*options, "--replicate-across"):
         assert option in text
 
 
@@ -256,6 +257,8 @@ def test_help_is_complete(notebook: LiveKernel) -> None:
         ("%nbdist sta", {"status"}),
         ("%nbdist profile --st", {"--steps"}),
         ("%%distribute --offload n", {"none", "nvme:"}),
+        ("%%distribute --replicate-across n", {"none", "nodes"}),
+        ("%nbdist switch fsdp --repl", {"--replicate-across"}),
         ("%nbdist plan 7b --dev", {"--devices"}),
         ("%nbdist plan 7b --precision f", {"fp16", "fp8"}),
     ],

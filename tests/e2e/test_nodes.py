@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-DEAD_S = 5.0
-CUT_S = 15.0
+DEAD_S = 15.0
+"""5 s is promised, and 1 s seen on a machine of our own."""
+CUT_S = 30.0
+"""The same: 15 s."""
 LEASE_S, SILENT_S = 6, 3
 """Shorter than in real sessions, where they are 20 s and 10 s."""
 TRAIN = """
@@ -396,9 +398,9 @@ def test_a_host_that_is_cut_off_ends_itself() -> None:
     assert seen["sum"] == 2.0
     assert set(seen["listening"]) <= {"10.213.0.1", "10.213.0.2", "127.0.0.1"}
     assert seen["told"].startswith("node beta (10.213.0.2) was cut off: nothing was heard of it")
-    assert seen["after_s"] < SILENT_S + 5
+    assert seen["after_s"] < SILENT_S + 10
     assert seen["left"] == 0
-    assert seen["ended_s"] < LEASE_S + 10
+    assert seen["ended_s"] < LEASE_S + 20
 
 
 # ---------------------------------------------------------------------------------------- starts

@@ -171,6 +171,7 @@ def test_activation_checkpointing_comes_and_goes(trained: Session, build: str) -
     assert goes_on(trained, build, options, seen="recomputes()") == [on for _, on in walk]
 
 
+@pytest.mark.long
 def test_compiling_comes_and_goes(trained: Session) -> None:
     trained.run(TORCHS_OWN.replace("dropout=0.1", "dropout=0.0"))
     walk = [("ddp", True), ("zero2", True), ("fsdp2", True), ("fsdp2", False)]

@@ -131,22 +131,23 @@ def test_stop_ends_what_does_not_get_on_and_the_models_train_on(
     pressed: list[float] = []
 
     def press() -> None:
-        def told() -> bool:  # between two requests of one command there is none
+        def noticed() -> bool:  # between two requests of one command there is none
             joint = session._gang.joint
             return joint is not None and bool(joint.notice)
 
-        eventually(told, within_s=120)
+        eventually(noticed, within_s=120)
         pressed.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press)
     thread.start()
     try:
-        with pytest.raises(CellInterrupted, match="was stopped"):
+        with pytest.raises(CellInterrupted, match="was stopped") as told:
             works(tmp_path)[work](session)
     finally:
         thread.join()
     assert time.monotonic() - pressed[0] < 10
+    assert "could not" not in str(told.value)
     assert session.backend == backend
     assert trains_on(session)
     assert not list(tmp_path.iterdir())

@@ -26,8 +26,7 @@ from nbdist.kernel.cell import _TAKERS, Cell
 from nbdist.kernel.metrics import Metrics
 from nbdist.panel import commands, html_profile, text
 from nbdist.panel.profiled import Profiled
-from nbdist.plan import cache, calibration
-from nbdist.plan import devices as cluster
+from nbdist.plan import cache, calibration, described
 from nbdist.plan.known import Known
 from nbdist.plan.models import closed, known
 from nbdist.plan.speeds import Disk, Links, Pace
@@ -244,7 +243,7 @@ def test_devices_in_words(examples: int) -> None:
     words = st.one_of(texts, st.lists(parts, max_size=5).map("".join))
 
     def check(text: str) -> None:
-        quietly(lambda: cluster.parse(text))
+        quietly(lambda: described.parse(text))
 
     hold(check, words, examples)
 
@@ -451,7 +450,7 @@ FIGURES = RankFigures(
 @often
 @pytest.mark.fault("G1")
 def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
-    setting = Setting(options=strategies.Options(), cluster=cluster.parse("2xcpu"))
+    setting = Setting(options=strategies.Options(), cluster=described.parse("2xcpu"))
     good = RankFigures.from_json({**FIGURES, "rank": 0})
 
     def check(told: Any) -> None:

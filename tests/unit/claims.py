@@ -13,7 +13,7 @@ import published
 from published import LLAMA_7B, LLAMA_13B, LLAMA_34B, LLAMA_70B, Setting, llama
 
 from nbdist.machine import Gpu, Machine
-from nbdist.plan import cost, devices, spec
+from nbdist.plan import cost, described, devices, spec
 from nbdist.plan.engines import gathering
 from nbdist.plan.models import closed
 from nbdist.strategies import STRATEGIES
@@ -471,7 +471,7 @@ def _twenty_nine() -> Answer:
 @claim(30, "70B in bf16 are 140 GB, which takes 4 GPUs of 96 GB", "differs", "two hold them")
 def _thirty() -> Answer:
     size = 2 * spec.params(LLAMA_70B)
-    count = -(-size // devices.parse(PRO).smallest.memory_bytes)
+    count = -(-size // described.parse(PRO).smallest.memory_bytes)
     return Answer(f"{size / GB:.0f} GB, {count} GPUs", count == 4)
 
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist.plan import devices
+from nbdist.plan import described, devices
 from nbdist.plan.models import sizes
 from nbdist.profile.figures import PARTS, Loader, Model, RankFigures, Traffic
 from nbdist.profile.result import Profile, Setting
@@ -96,7 +96,7 @@ def setting(devices_: str = "", **options: Any) -> Setting:
     """Two CPU ranks under DDP with a small model, or other devices and options."""
     chosen = {"backend": "ddp", "precision": "no", **options}
     cluster = (
-        devices.parse(devices_)
+        described.parse(devices_)
         if devices_
         else devices.cpu_ranks(2, host_memory_bytes=16 << 30, num_cpus=2)
     )

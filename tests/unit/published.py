@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist.plan import calibration, choice, cost, devices, memory, optimizers
+from nbdist.plan import calibration, choice, cost, described, devices, memory, optimizers
 from nbdist.plan.models import closed
 from nbdist.plan.spec import Workload
 from nbdist.strategies import STRATEGIES, Options
@@ -98,7 +98,7 @@ class Setting:
     @property
     def cluster(self) -> devices.Cluster:
         """The devices."""
-        return devices.parse(self.devices)
+        return described.parse(self.devices)
 
     def setup(self, *, checkpointing: bool) -> Setup:
         """The same in the planner's terms."""
@@ -442,7 +442,7 @@ class Pick:
     def _plan(self, fixed: dict[str, Any]) -> Plan:
         question = choice.Question(
             model=self.model,
-            cluster=devices.parse(self.devices),
+            cluster=described.parse(self.devices),
             batch_sizes=self.batch_sizes,
             seq_len=self.seq_len,
             precision=self.precision,

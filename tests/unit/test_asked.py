@@ -55,6 +55,14 @@ def test_an_explicit_backend_after_auto_is_compared_with_the_decision() -> None:
     assert choice(backend="ddp").differing(choice(auto=True)) == {"auto": (False, True)}
 
 
+def test_a_backend_without_replicas_leaves_them_behind() -> None:
+    replicated = {"auto": False, "backend": "fsdp", "replicate_across": "nodes"}
+    assert "replicate_across" not in changed(replicated, {"backend": "ddp"})
+    assert changed(replicated, {"clip": 1.0})["replicate_across"] == "nodes"
+    asked = changed(replicated, {"backend": "zero3", "replicate_across": "nodes"})
+    assert asked["replicate_across"] == "nodes"  # refused later, in a sentence
+
+
 def test_a_backend_by_name_ends_auto() -> None:
     assert changed({"auto": True, "clip": 1.0}, {"backend": "zero1"}) == {
         "auto": False,

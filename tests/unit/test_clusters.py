@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from nbdist import completion
 from nbdist.engines import agreement, named, there
 from nbdist.engines.base import Place, Wanted
 from nbdist.engines.ray import RayCluster, cause
@@ -117,6 +118,12 @@ def test_other_versions_are_listed_with_their_nodes() -> None:
 @pytest.mark.parametrize("on", ["ray", "ray://auto", "ray://head:10001", "ray://10.0.0.1"])
 def test_ray_is_named_in_four_ways(on: str) -> None:
     assert isinstance(named.opened(on, {"nodes": 2}), RayCluster)
+
+
+def test_what_tab_offers_is_a_place() -> None:
+    assert set(completion.VALUES["--on"]) >= {"local", "ray", "ray://auto", "slurm"}
+    for on in completion.VALUES["--on"]:
+        named.opened(on + "head" * on.endswith("//"), {})
 
 
 def test_this_machine_is_no_cluster() -> None:
@@ -234,7 +241,10 @@ def test_tasks_become_places_and_get_their_own_tickets(srun: Path) -> None:
         cluster.start(["first", "second"])
         while len(cluster.lost()) < 2:
             pass
-        assert cluster.lost() == {0: "got first", 1: "Slurm says that the node failed"}
+        assert cluster.lost() == {
+            0: "is lost: got first",
+            1: "is lost: Slurm says that the node failed",
+        }
     finally:
         cluster.close()
     assert cluster.lost() == {}
@@ -310,6 +320,13 @@ def test_a_choice_on_a_cluster_counts_nodes(where: Where) -> None:
         "devices": ((0, 1, 2, 3) * 2, (0, 1, 2, 3)),
         "nodes": (2, 1),
     }
+
+
+def test_shards_can_be_replicated_across_its_nodes(where: Where) -> None:
+    choice = chosen(where, nproc=8, backend="fsdp2", replicate_across="nodes")
+    assert choice.hardware.nodes == 2
+    with pytest.raises(OptionError, match="needs ranks on several machines"):
+        chosen(where, nproc=4, backend="fsdp2", replicate_across="nodes")
 
 
 def test_the_cluster_is_asked_once_for_the_same_wish(where: Where) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,24 @@ def test_only_a_signed_private_folder_of_an_ended_process_is_removed(tmp_path: P
     leftovers.sweep([tmp_path], grace_s=0)
     assert set(tmp_path.iterdir()) == set(kept)
     assert (kept[3] / "launcher.log").exists()
+
+
+def test_a_removal_that_is_cut_short_leaves_what_the_next_start_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = private(tmp_path, "nbdist-1-left")
+    (left / "1").mkdir()
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            owner.remove(left)
+    assert leftovers.find([tmp_path]).folders == (left,)
+    owner.remove(left)
+    assert not left.exists()
 
 
 def test_an_offloads_folder_goes_with_the_one_that_names_it(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from nbdist.panel.commands import Command, read
 from nbdist.panel.live import View
 from nbdist.panel.profiled import NOTHING, Profiled, of_profile
 from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
-from nbdist.plan import devices
+from nbdist.plan import described
 from nbdist.profile.advice import Advice
 from nbdist.profile.figures import PARTS, Loader, Memory, RankFigures, Traffic
 from nbdist.profile.gains import Gain
@@ -64,7 +64,7 @@ def figures(rank: int, *, late_s: float = 0.0, **more: Any) -> RankFigures:
 
 def profile(options: Options = DDP, **more: Any) -> Profile:
     """A profile of two ranks."""
-    setting = Setting(options=options, cluster=devices.parse("2xcpu"))
+    setting = Setting(options=options, cluster=described.parse("2xcpu"))
     return Profile.of([figures(0, **more), figures(1)], setting)
 
 

@@ -189,6 +189,62 @@ def test_the_line_to_paste_has_the_config_that_its_row_needs(eight: Plan) -> Non
     assert settled.strategy.fsdp_kwargs(settled)["reshard_after_forward"] is False
 
 
+@pytest.fixture(scope="module")
+def nodes() -> Plan:
+    return nbdist.plan("7b", devices="2x(8xH100-80GB,nvlink),400Gb/s", seq_len=2048)
+
+
+def test_several_machines_have_rows_with_replicas(nodes: Plan, eight: Plan) -> None:
+    hybrid, whole = nodes.row("fsdp", replicate_across="nodes"), nodes.row("fsdp2")
+    assert hybrid.memory["optimizer"] == 2 * whole.memory["optimizer"]
+    assert hybrid.tokens_per_s > whole.tokens_per_s
+    assert {row.backend for row in nodes.rows if "replicate" in row.variant} == {"fsdp2"}
+    assert not [row for row in eight.rows if row.options.replicate_across != "none"]
+    with pytest.raises(PlanError, match="replicate_across='nodes'; it has fsdp2"):
+        eight.row("fsdp2", replicate_across="nodes")
+
+
+def test_replicas_are_in_the_line_to_paste_and_in_what_is_shown(nodes: Plan) -> None:
+    row = nodes.row("fsdp2", replicate_across="nodes", offload="cpu")
+    line = row.command.removeprefix("%%distribute ")
+    asked = parse_argstring(magics.NbDist.distribute, line)
+    options = strategies.Options.of(magics.session_options(asked))
+    hardware = strategies.Hardware(kind="cuda", bf16=True, world_size=16, nodes=2)
+    assert options.checked(hardware) == row.options
+    for shown in (str(nodes), html(nodes)):
+        assert "fsdp2, replicate across nodes" in shown
+        assert "2 x (8 x H100-80GB, nvlink), 400 Gb/s" in shown
+    assert nodes.best is not None
+    assert nodes.best.options.replicate_across == "nodes"
+    assert "%%distribute --backend fsdp2 --replicate-across nodes" in str(nodes)
+    assert "over the network between nodes" in nodes.row("zero1").why
+    assert row.to_dict()["replicate_across"] == "nodes"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"devices": "8xH100"}, "needs ranks on several machines and these are on one"),
+        ({"devices": "4x(H100),400Gb/s"}, "4 ranks on 4 nodes are one rank on each"),
+        ({"devices": "2x(4xH100)", "world_size": 7}, "are not equally many on each"),
+        ({"devices": "2x(4xH100)", "backend": "zero3"}, "zero3 cannot replicate across nodes"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        nbdist.plan(SMALL, replicate_across="nodes", **given)
+
+
+def test_fixed_replicas_are_searched_alone() -> None:
+    fixed = {"devices": "2x(4xA100-80GB),100Gb/s", "replicate_across": "nodes"}
+    plan = nbdist.plan(SMALL, seq_len=512, **fixed)
+    assert {row.options.replicate_across for row in plan.rows} == {"nodes"}
+    assert {row.backend for row in plan.rows} == {"fsdp2"}
+    assert all(row.cost is not None for row in plan.rows)
+    apart = nbdist.plan(SMALL, seq_len=512, devices="4x(A100-80GB),100Gb/s")
+    assert {row.options.replicate_across for row in apart.rows} == {"none"}
+
+
 def test_a_fixed_fsdp_config_is_kept_and_is_for_fsdp_alone() -> None:
     config = {"fsdp_reshard_after_forward": False, "fsdp_activation_checkpointing": True}
     plan = nbdist.plan(SMALL, devices="2x24GB,pcie", seq_len=512, fsdp_config=config)

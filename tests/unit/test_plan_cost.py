@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.plan import cost, devices, memory, optimizers
+from nbdist.plan import cost, described, memory, optimizers
 from nbdist.plan.spec import Group, Instant, MicroBatch, ModelSpec, Pass, Workload
 from nbdist.strategies import STRATEGIES, Options
 
@@ -69,7 +69,7 @@ def priced(
     reshard: bool = True,
     **options: Any,
 ) -> Cost:
-    cluster = devices.parse(machine)
+    cluster = described.parse(machine)
     if not reshard:
         options["fsdp_config"] = {"reshard_after_forward": False}
     chosen = Options(backend=backend, **{"precision": "bf16", **options})
@@ -78,6 +78,7 @@ def priced(
         world_size=cluster.world_size,
         optimizer=optimizer,
         kind=cluster.kind,
+        nodes=cluster.nodes,
     )
     workload = Workload(
         seq_len=tokens,
@@ -205,8 +206,52 @@ def test_zero1_waits_for_what_fsdp_hides() -> None:
 
 def test_small_messages_are_slower_than_their_size() -> None:
     tiny = priced(SMALL, tokens=64)
-    bandwidth = devices.parse("8xA100").link_bytes_per_s("all_gather")
+    bandwidth = described.parse("8xA100").link_bytes_per_s("all_gather")
     assert tiny.communication_s > 1.5 * tiny.bytes_on_wire / bandwidth
+
+
+# --------------------------------------------------------------------------- nodes
+
+FOUR = "4x(8xH100-80GB,nvlink),400Gb/s"
+
+
+def hybrid(steps: int = 1, **given: Any) -> Cost:
+    """FSDP2 with shards inside each node."""
+    return priced(**{"machine": FOUR, "accumulate": steps, "replicate_across": "nodes"} | given)
+
+
+def test_replicas_gather_inside_a_node_and_sum_shards_across() -> None:
+    elements = BIG.layers * BIG.params
+    inside, across = 7 / 8 * (4 + 4), 2 * 3 / 4 * 4 / 8
+    assert hybrid().bytes_on_wire == pytest.approx((inside + across) * elements)
+    # fp32 shards of all eight ranks of a node cross its adapters, there and back
+    slowest = 2 * 3 / 4 * 4 * elements / (0.8 * 50e9)
+    rest = hybrid().communication_s - slowest
+    alone = priced(machine="8xH100-80GB,nvlink").communication_s
+    assert rest == pytest.approx(alone, rel=0.35)
+
+
+def test_others_pay_the_network_for_all_they_send() -> None:
+    elements = BIG.layers * BIG.params
+    for backend, per_parameter in {"ddp": 8, "fsdp2": 8, "zero1": 6}.items():
+        cost_ = priced(machine=FOUR, backend=backend)
+        ideal = 31 / 32 * per_parameter * elements / (0.8 * 50e9)
+        assert ideal < cost_.communication_s < 1.5 * ideal, backend
+
+
+def test_with_accumulation_replicas_use_the_network_once_a_step() -> None:
+    whole, replicated = priced(machine=FOUR, accumulate=8), hybrid(8)
+    assert replicated.tokens_per_s > 2 * whole.tokens_per_s
+    assert hybrid(8).communication_s < 2 * hybrid().communication_s
+    fast = "4x(8xH100-80GB,nvlink),8x800Gb/s"
+    assert hybrid(machine=fast).step_time_s == pytest.approx(
+        priced(machine=fast).step_time_s, rel=0.1
+    )
+
+
+def test_replicas_step_the_shards_of_a_node() -> None:
+    shared = priced(machine="8xH100-80GB,nvlink")
+    assert hybrid().optimizer_s == shared.optimizer_s > 3 * priced(machine=FOUR).optimizer_s
 
 
 # -------------------------------------------------------------------------- offload
@@ -280,7 +325,7 @@ def test_threshold_is_said_in_one_sentence() -> None:
 
 
 def test_a_cost_is_computed_in_microseconds() -> None:
-    cluster = devices.parse("8xA100")
+    cluster = described.parse("8xA100")
     setup = memory.Setup(
         options=Options(backend="fsdp2", precision="bf16"), world_size=8, optimizer=ADAM
     )

@@ -8,7 +8,7 @@ from nbdist import machine
 from nbdist.errors import PlanError
 from nbdist.machine import Gpu, Machine, Usage
 from nbdist.plan import catalogue, devices
-from nbdist.plan.devices import Cluster, parse
+from nbdist.plan.described import parse
 
 GIB = 1 << 30
 GB = 1e9
@@ -34,6 +34,10 @@ def gpu(name: str = "NVIDIA H100 80GB HBM3", gib: float = 79.1, uuid: str = "GPU
         ("2x3090,nvlink", 2, 1, "RTX3090-24GB", "nvlink"),
         ("16x8xA100-80GB,nvlink,400Gb", 128, 16, "A100-80GB", "nvlink"),
         ("4xRTX PRO 6000", 4, 1, "RTXPRO6000-96GB", "pcie"),
+        ("2x(8xH100-80GB,nvlink),400Gb/s", 16, 2, "H100-80GB", "nvlink"),
+        ("3 x (4xA100-40GB, pcie), 8x200Gb", 12, 3, "A100-40GB", "pcie"),
+        ("4x(RTX 4090),100Gbps", 4, 4, "RTX4090-24GB", "none"),
+        ("1x(2x4090)", 2, 1, "RTX4090-24GB", "pcie"),
     ],
 )
 def test_words_name_devices(text: str, ranks: int, nodes: int, name: str, link: str) -> None:
@@ -85,6 +89,18 @@ def test_network_is_of_a_node_and_adapters_add_up() -> None:
     assert assumed.notes == ("The network is not said: 400 Gb/s into each node is assumed.",)
 
 
+def test_a_machine_in_brackets_says_what_the_short_form_says() -> None:
+    for short, long in (
+        ("2x8xH100,nvlink,400Gb", "2x(8xH100,nvlink),400Gb/s"),
+        ("4x8xA100-80GB,pcie,8x200Gb", "4x(8xA100-80GB,pcie),8x200Gb/s"),
+        ("2x8xH100,400Gb,1TB host,2TB nvme", "2x(8xH100,1TB host),400Gb/s,2TB nvme"),
+        ("2x8x80GB", "2x(8x80GB)"),
+    ):
+        assert parse(short) == parse(long)
+    assert parse("2x(8xH100,nvlink),400Gb/s").describe() == "2 x (8 x H100-80GB, nvlink), 400 Gb/s"
+    assert parse("2x(8xH100)").notes == parse("2x8xH100").notes != ()
+
+
 def test_host_and_nvme_are_read() -> None:
     cluster = parse("8xH100,nvlink,2TB host,4TB nvme")
     assert (cluster.host_memory_bytes, cluster.nvme_bytes) == (2e12, 4e12)
@@ -124,6 +140,22 @@ def test_cpu_ranks(text: str, count: int) -> None:
         ("4xH10O", "did you mean H100-80GB"),
         ("zzz", "its memory, as in 2x24GB"),
         ("2xcpu,nvlink", "CPU ranks take no 'nvlink'"),
+        ("2x4x8xH100", "2x4x8xH100 has three numbers; write the number of machines and"),
+        ("2x8xH100,nvlink,50GB/s", "a network counts bits, as 400Gb/s"),
+        ("2x(8xH100", "the brackets hold one machine"),
+        ("(8xH100)", "its number stands before them"),
+        ("2x()", "the brackets hold one machine"),
+        ("2x(8xH100)400Gb/s", "and the network behind, as in 2x(8xH100-80GB,nvlink),400Gb/s"),
+        ("2x((8xH100))", "the brackets hold one machine"),
+        ("0x(8xH100)", "0 is not a number of devices"),
+        ("2x(2x8xH100),400Gb/s", "2x8xH100 in the brackets is more than one machine"),
+        ("2x(8xH100,400Gb/s)", "400Gb/s is between machines, so it stands behind the brackets"),
+        ("2x(8xH100),nvlink,400Gb/s", "nvlink is inside a machine, so it stands in the brackets"),
+        ("802802802xcpu", "at most 100000"),
+        ("2 nodes x 8xH100", "several machines are 2x(8xH100-80GB,nvlink),400Gb/s"),
+        ("2x(4xcpu)", "CPU ranks are planned for on one machine; write 4xcpu"),
+        ("9999x(99xH100)", "are 989901; at most 100000"),
+        ("2x(8xH10O),400Gb/s", "did you mean H100-80GB"),
     ],
 )
 @pytest.mark.fault("F6")
@@ -184,6 +216,18 @@ def test_a_network_binds_where_it_is_slower() -> None:
     assert parse("2x8xH100,8x800Gb").link_bytes_per_s("all_gather") == inside
 
 
+def test_rings_inside_and_across_nodes_share_the_network() -> None:
+    cluster = parse("4x(8xH100,nvlink),400Gb/s")
+    node, nodes = cluster.ring("node"), cluster.ring("nodes")
+    assert cluster.ring("all") is cluster
+    assert (node.world_size, node.nodes, nodes.world_size, nodes.nodes) == (8, 1, 4, 4)
+    alone = parse("8xH100")
+    assert node.link_bytes_per_s("all_gather") == alone.link_bytes_per_s("all_gather")
+    # eight rings, one for each rank of a node
+    assert nodes.link_bytes_per_s("all_reduce") == 0.8 * 50 * GB / 8
+    assert node.latency_s < nodes.latency_s == cluster.latency_s
+
+
 def test_a_bridge_joins_two() -> None:
     assert parse("2x3090,nvlink").link_bytes_per_s("all_reduce") > 40 * GB
     four = parse("4x3090,nvlink").link_bytes_per_s("all_reduce")
@@ -206,6 +250,8 @@ def test_resized_fills_nodes_and_keeps_the_device() -> None:
     assert parse("8xH100").resized(2).link == "nvlink"
     assert parse("8xH100").resized(1).link == "none"
     assert parse("H100").resized(4).link == "nvlink"
+    small = parse("2x(4xA100-80GB),400Gb/s").resized(32)
+    assert (small.nodes, small.ranks_per_node, small.network) == (8, 4, 50 * GB)
 
 
 def test_more_cpu_ranks_share_the_same_machine() -> None:
@@ -217,6 +263,28 @@ def test_more_cpu_ranks_share_the_same_machine() -> None:
 
 
 # --------------------------------------------------------------------- this machine
+
+
+def test_other_nodes_are_taken_to_be_like_this_one() -> None:
+    two = Machine((gpu(uuid="GPU-0"), gpu(uuid="GPU-1")), "NVLink", 64)
+    cluster = devices.of_machine(two, host_free_bytes=500 * GIB).on_nodes(3, 6)
+    assert (cluster.world_size, cluster.nodes, cluster.ranks_per_node) == (6, 3, 2)
+    assert cluster.describe() == "3 x (2 x NVIDIA H100 80GB HBM3, nvlink), 400 Gb/s"
+    assert "The network is not said" in cluster.notes[-1]
+    uneven = devices.of_machine(two).on_nodes(3, 5)
+    assert (uneven.world_size, uneven.nodes) == (5, 3)
+    alone = devices.of_machine(two)
+    assert alone.on_nodes(1, 2) is alone
+
+
+def test_cpu_ranks_share_the_cores_of_their_own_machine() -> None:
+    bare = Machine((), None, 8)
+    one = devices.of_machine(bare, cpu_ranks=2, host_free_bytes=16 * GIB)
+    cluster = one.on_nodes(2, 4)
+    assert cluster.describe() == "4 CPU ranks on 2 nodes"
+    assert cluster.place_of(cluster.slowest) == one.place_of(one.slowest) == "2 CPU ranks"
+    assert cluster.smallest == one.smallest
+    assert (cluster.resized(8).nodes, cluster.resized(8).ranks_per_node) == (2, 4)
 
 
 def test_found_gpus_keep_the_drivers_name_and_memory() -> None:
@@ -278,5 +346,5 @@ def test_without_a_gpu_cpu_ranks_share_the_machine() -> None:
 
 def test_nvlink_is_not_assumed_between_gpus_without_it() -> None:
     pair = Machine((gpu(uuid="GPU-0"), gpu(uuid="GPU-1")), "PCIe", 8)
-    cluster: Cluster = devices.of_machine(pair)
+    cluster = devices.of_machine(pair)
     assert cluster.link == "pcie"

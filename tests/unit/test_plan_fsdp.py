@@ -44,6 +44,9 @@ MEASURED: list[tuple[dict[str, Any], dict[str, Any], int, int]] = [
     (SMALL, {"backend": "fsdp1"}, 8, 37_769_888),
     (SMALL, {"backend": "fsdp1", "accumulate": 3}, 8, 46_127_648),
     (POSITIONS, {"backend": "fsdp1", "precision": "no"}, 16, 5_429_600),
+    (SMALL | {"num_hidden_layers": 4}, {"backend": "fsdp2", "nodes": 2}, 8, 41_502_500),
+    (SMALL, {"backend": "fsdp2", "nodes": 4, "accumulate": 2}, 8, 71_995_100),
+    (POSITIONS, {"backend": "fsdp2", "nodes": 3, "precision": "no"}, 9, 6_569_432),
 ]
 
 
@@ -131,6 +134,28 @@ def test_rows_are_padded_to_equal_shards() -> None:
     assert tail.parts["gathered"] == 2 * (8001 * 256 + 259)
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reshard": False}])
+def test_replicas_hold_what_their_node_alone_would(options: dict[str, Any]) -> None:
+    alone = _moments(SMALL, ranks=4, **options)
+    assert _moments(SMALL, ranks=12, nodes=3, **options) == alone
+
+
+def test_nodes_reduce_on_the_gpu_what_goes_to_the_host() -> None:
+    alone, replicated = (
+        [
+            one
+            for one in _moments(SMALL, ranks=4 * nodes, nodes=nodes, offload="cpu", kind="cuda")
+            if "backward" in one.name
+        ]
+        for nodes in (1, 2)
+    )
+    gone = [one.host["gradients"] for one in alone]
+    assert max(gone) > 0
+    assert [one.host["gradients"] for one in replicated] == gone
+    more = [b.parts["buffers"] - a.parts["buffers"] for a, b in zip(alone, replicated, strict=True)]
+    assert more == gone
+
+
 def _moments(config: dict[str, Any], **given: Any) -> list[Moment]:
     return _moments_of(closed.from_config(config), **given)
 
@@ -152,11 +177,14 @@ def _setup(given: dict[str, Any]) -> Setup:
     options = {key: value for key, value in given.items() if key in names}
     if not given.get("reshard", True):
         options["fsdp_config"] = {"reshard_after_forward": False}
+    nodes = given.get("nodes", 1)
+    options["replicate_across"] = "nodes" if nodes > 1 else "none"
     return Setup(
         options=Options(**({"backend": "fsdp2", "precision": "bf16"} | options)),
         world_size=given.get("ranks", 8),
         optimizer=OPTIMIZERS[given.get("optimizer", "adamw")],
-        kind="cpu",
+        kind=given.get("kind", "cpu"),
+        nodes=nodes,
     )
 
 

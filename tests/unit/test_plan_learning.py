@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import nbdist
-from nbdist.plan import cache, cost, devices, here, learning, memory, optimizers
+from nbdist.plan import cache, cost, described, here, learning, memory, optimizers
 from nbdist.plan.calibration import Learned
 from nbdist.plan.known import Known
 from nbdist.plan.models import closed
@@ -44,7 +44,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ranks(words: str = "2xcpu") -> Cluster:
-    return devices.parse(words).informed(Known(HOST))
+    return described.parse(words).informed(Known(HOST))
 
 
 def predicted(cluster: Cluster, options: Options = OPTIONS) -> cost.Cost:
@@ -135,7 +135,7 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
 
 
 def test_devices_in_words_learn_nothing() -> None:
-    words = devices.parse("2xcpu")
+    words = described.parse("2xcpu")
     assert learning.learn(profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words) == []
 
 

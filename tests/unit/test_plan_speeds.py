@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.plan import cache, cost, devices, learning
+from nbdist.plan import cache, cost, described, devices, learning
 from nbdist.plan import known as kept
 from nbdist.plan.known import ENTRIES, Known
 from nbdist.plan.speeds import LOOP_SHARE, Disk, Links, Loop, Pace, slowest_curves
@@ -100,14 +100,14 @@ def test_it_counts_for_this_machine_these_ranks_and_this_torch_alone(
     assert ranks(file, host="Another Processor, 2 cores").links is None
     assert ranks(file, count=4).resized(2).links is not None
     assert ranks(file).resized(4).links is None
-    assert devices.parse("2xcpu").links is None
-    assert devices.parse("2xcpu").slowest.pace is None
+    assert described.parse("2xcpu").links is None
+    assert described.parse("2xcpu").slowest.pace is None
     monkeypatch.setattr(kept, "_torch", lambda: "9.0")
     assert ranks(file).links is None
 
 
 def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path) -> None:
-    words = devices.parse("2xH100")
+    words = described.parse("2xH100")
     gpu = {"device": "H100-80GB", "copies": {"to_device_pinned": 30e9}}
     found = words.informed(Known(HOST, file))
     measured = rank(**gpu, products={"fp32": 5e13, "bf16": 6e14}, memory=2e12)
@@ -116,7 +116,7 @@ def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path
     assert after.slowest.reached("fp8") > after.slowest.reached("bf16")
     assert after.slowest.host_link == 30e9
     assert after.resized(4).slowest.pace is not None, "one GPU computes as before among more"
-    assert devices.parse("2xH100") == words
+    assert described.parse("2xH100") == words
     assert words.slowest.reached("bf16") == pytest.approx(989.4e12 * 0.52)
 
 
@@ -157,7 +157,7 @@ def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
     loop = Loop(flops=3e10, memory=2e9, model="llama", day=cache.today())
     assert before.pace is not None
     looped = replace(before, pace=replace(before.pace, loops={"fp32": loop}))
-    for one in (before, looped, devices.parse("2xcpu").slowest):
+    for one in (before, looped, described.parse("2xcpu").slowest):
         assert one.faster(2).reached("no") == pytest.approx(2 * one.reached("no"))
         assert one.faster(2).memory_reached("no") == pytest.approx(2 * one.memory_reached("no"))
 

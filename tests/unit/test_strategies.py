@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CPU = Hardware(kind="cpu", world_size=2)
 AMPERE = Hardware(kind="cuda", bf16=True, world_size=4)
+NODES = Hardware(kind="cpu", world_size=8, nodes=4)
 TURING = Hardware(kind="cuda", world_size=4)
 
 
@@ -40,6 +41,16 @@ def test_options_and_hardware_survive_a_message() -> None:
     options = Options(backend="zero3", clip=0.5, deepspeed_config={"a": {"b": 1}})
     assert Options.from_json(json.loads(json.dumps(options.to_json()))) == options
     assert Hardware.from_json(json.loads(json.dumps(AMPERE.to_json()))) == AMPERE
+
+
+def test_replicas_are_said_in_accelerates_words() -> None:
+    hybrid = Options(backend="fsdp", replicate_across="nodes").checked(NODES)
+    sizes = {"dp_replicate_size": 4, "dp_shard_size": 2}
+    assert hybrid.strategy.parallelism_kwargs(hybrid, NODES) == sizes
+    assert hybrid.describe() == "fsdp2, replicate across nodes"
+    whole = Options(backend="fsdp").checked(NODES)
+    assert whole.strategy.parallelism_kwargs(whole, NODES) == {}
+    assert Hardware.from_json(json.loads(json.dumps(NODES.to_json()))) == NODES
 
 
 @pytest.mark.parametrize(("hardware", "precision"), [(CPU, "no"), (AMPERE, "bf16"), (TURING, "no")])
@@ -75,6 +86,20 @@ def test_precision_defaults_to_what_the_hardware_is_best_at(
             marks=pytest.mark.fault("A11"),
         ),
         ({"fsdp_config": {}}, CPU, "it is for fsdp2, fsdp1"),
+        ({"backend": "fsdp", "replicate_across": "racks"}, NODES, "use one of none, nodes"),
+        ({"backend": "fsdp", "replicate_across": "nodes"}, CPU, "and these are on one"),
+        ({"backend": "fsdp1", "replicate_across": "nodes"}, NODES, "fsdp2 can"),
+        ({"replicate_across": "nodes"}, NODES, "backend ddp cannot replicate across nodes"),
+        (
+            {"backend": "fsdp", "replicate_across": "nodes"},
+            Hardware(world_size=5, nodes=2),
+            "5 ranks on 2 nodes are not equally many on each; leave it out.",
+        ),
+        (
+            {"backend": "fsdp", "replicate_across": "nodes"},
+            Hardware(world_size=2, nodes=2),
+            "2 ranks on 2 nodes are one rank on each; leave it out, or use ddp.",
+        ),
         ({"backend": "fsdp", "deepspeed_config": {}}, CPU, "it is for zero1, zero2, zero3"),
     ],
 )

@@ -8,7 +8,9 @@ that one. What no unit takes is the root's and stays whole as well.
 A unit is gathered into one buffer and copied out of it, so that it is there twice all through
 its forward; in backward the next unit's buffer is there beside a unit. Gradients are reduced
 in a buffer of the reduce type, which lives until the next unit reduces. While gradients
-accumulate they stay whole, in the reduce type, on every rank.
+accumulate they stay whole, in the reduce type, on every rank. With replicas across nodes a rank's
+share is one of its node's ranks; nodes reduce the shares of gradients in place, and torch keeps
+them to the end of the backward, also where they have gone to the host by then.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 def ground(model: ModelSpec, setup: Setup) -> Ground:
     """The model as FSDP2 shards it: by rows of each parameter."""
-    widths, ranks = Widths.of(model, setup), setup.world_size
+    widths, ranks = Widths.of(model, setup), setup.shards
     units = [
         unit(
             group,
@@ -73,7 +75,8 @@ def _place(base: Ground, step: Step, micro: Micro) -> Place:
         return Place(gathered + left, whole, shards)
     if base.tied and step.group != base.tail:
         whole += base.units[base.tail].gradients
-    return Place(gathered + _ahead(base, step), whole, shards, _in_flight(base, step, micro))
+    buffers = _in_flight(base, step, micro) + _left_behind(base, shards)
+    return Place(gathered + _ahead(base, step), whole, shards, buffers)
 
 
 def _before(base: Ground, step: Step, micro: Micro) -> Place:
@@ -88,7 +91,7 @@ def _fetching(base: Ground, over: Unit) -> int:
     if base.setup.kind == "cpu" or not base.offload:
         return 0
     arrived = base.widths.stored * over.largest_shard
-    return max(0, arrived + over.whole // base.setup.world_size - over.whole)
+    return max(0, arrived + over.whole // base.setup.shards - over.whole)
 
 
 def _gradients(base: Ground, step: Step, micro: Micro) -> tuple[int, int]:
@@ -113,7 +116,7 @@ def _reduction(base: Ground, step: Step, micro: Micro) -> Place:
     whole, shards = _gradients(base, step, micro)
     buffers = 0
     if micro in {"only", "last"}:
-        buffers = over.reduced + over.reduced_shard
+        buffers = over.reduced + over.reduced_shard + _left_behind(base, shards)
     if micro == "first":
         # One after the other becomes one of the reduce type.
         whole += over.largest + over.accumulated
@@ -121,6 +124,12 @@ def _reduction(base: Ground, step: Step, micro: Micro) -> Place:
         whole += over.gradients
     gathered = _resident(base, step) - over.whole + _ahead(base, step)
     return Place(gathered, whole, shards, buffers)
+
+
+def _left_behind(base: Ground, shards: int) -> int:
+    """Gradient shards that have gone to the host and that nodes have reduced on the GPU."""
+    stays = base.setup.replicas > 1 and base.offload and base.setup.kind == "cuda"
+    return shards * base.widths.reduce // base.widths.stored if stays else 0
 
 
 # -- which units are whole -------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """FSDP2: each parameter is a DTensor, cut in blocks of rows.
 
+The mesh has one axis, or two: shards inside a node, replicas across nodes. What replicas hold is
+equal, bit by bit, for they began equal and reduce their gradients together; each owns an even part.
+
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`:
 `torch.chunk` of dimension 0, the last ranks with fewer rows or none.
 """
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nbdist.errors import SwitchError
 from nbdist.state.layouts.layout import Layout, Place, bare, check_world
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.optim import Optimizer
+
+_CUTS = ((Shard(0),), (Replicate(), Shard(0)))
+"""Placements by mesh axis: over all ranks, or inside a node and repeated across nodes."""
 
 
 class Fsdp2(Layout):
@@ -58,10 +64,11 @@ class Fsdp2(Layout):
         """Find this rank's rows of a parameter."""
         _check_cut(name, parameter)
         mesh, shape = parameter.device_mesh, tuple(parameter.shape)
+        cut = mesh.ndim - 1  # the axis of the shards
         with torch.no_grad():
             local = parameter.to_local().detach()
-        rows = -(-shape[0] // mesh.size())
-        first = min(shape[0], mesh.get_local_rank() * rows)
+        rows = -(-shape[0] // mesh.size(cut))
+        first = min(shape[0], mesh.get_local_rank(cut) * rows)
         here = min(shape[0], first + rows) - first
         if local.shape != (here, *shape[1:]) or not local.is_contiguous():
             self._refuse_version("DTensor", f"rows {first} to {first + here} of {name} here")
@@ -70,6 +77,8 @@ class Fsdp2(Layout):
             shape=shape,
             weight=local.view(-1),
             start=first * math.prod(shape[1:]),
+            copy=mesh.get_local_rank(0) if cut else 0,
+            copies=mesh.size(0) if cut else 1,
             stepped=self.if_stepped(parameter),
         )
 
@@ -85,13 +94,14 @@ class Fsdp2(Layout):
 
 
 def _check_cut(name: str, parameter: DTensor) -> None:
-    """Refuse a mesh of several axes and a cut along another dimension."""
+    """Refuse a mesh of more axes and a cut along another dimension."""
     mesh = parameter.device_mesh
-    if mesh.ndim != 1 or tuple(parameter.placements) != (Shard(0),):
+    if tuple(parameter.placements) not in _CUTS:
         cut = ", ".join(map(str, parameter.placements))
         message = (
             f"{name} is laid out as ({cut}) over {mesh.ndim} mesh axes; nbdist moves the state of"
-            " FSDP2 models whose parameters are all cut along dimension 0 over one axis."
+            " FSDP2 models whose parameters are all cut along dimension 0 over the last axis, and"
+            " repeated over one axis before it at most."
         )
         raise SwitchError(message)
     check_world(mesh.size(), "FSDP2")

@@ -50,6 +50,10 @@ class Place:
     start: int = 0
     whole: bool = False
     """Every rank has all of it."""
+    copy: int = 0
+    """Which of the copies of these elements this is."""
+    copies: int = 1
+    """Ranks that have these same elements, where not every rank has all."""
     stepped: torch.Tensor | None = None
     """What an optimizer steps and has state for; None where none does."""
     offset: int = 0
@@ -251,9 +255,10 @@ class Layout(ABC):
         start, stop = place.start, place.stop
         if place.whole:
             tensor = self._flat(tensor, keep=not owned)
-            if owned:
-                start, stop = even(stop, wires.rank(), wires.size())
-                tensor = tensor[start:stop]
+        if owned:
+            low, high = even(stop - start, *_which_copy(place))
+            tensor = tensor[low:high]
+            start, stop = start + low, start + high
         pieces = (Piece(start, stop, tensor.detach()),) if start < stop else ()
         return Shard(shape=place.shape, dtype=tensor.dtype, pieces=pieces)
 
@@ -274,6 +279,11 @@ class Layout(ABC):
             f" take it to another engine; install {self.library} {_TESTED[self.library]}."
         )
         raise SwitchError(message)
+
+
+def _which_copy(place: Place) -> tuple[int, int]:
+    """Number and count of the copies of a place; each of their ranks owns an even part."""
+    return (wires.rank(), wires.size()) if place.whole else (place.copy, place.copies)
 
 
 def even(numel: int, rank: int, world_size: int) -> tuple[int, int]:
