@@ -319,15 +319,16 @@ class RayCluster:
             range(len(told)), key=lambda i: (told[i]["address"] != self.reach, told[i]["address"])
         )
         self._actors, told = [actors[i] for i in order], [told[i] for i in order]
+        names = self._names([(one["host"], one["address"]) for one in told])
         return [
             Place(
-                name=one["host"],
+                name=name,
                 address=one["address"],
                 ranks=spread.each,
                 gpus=tuple(one["gpus"][: spread.each]) if spread.kind == "cuda" else (),
                 versions=one["versions"],
             )
-            for one in told
+            for name, one in zip(names, told, strict=True)
         ]
 
     def _bring_folder(self, spread: Spread, progress: Callable[[str], None]) -> None:
