@@ -72,7 +72,7 @@ class Seat:
 def seats(placement: Placement, found: machine.Machine | None = None) -> list[Seat]:
     """The devices of a session; a CPU rank counts as one, with its share of the host's memory."""
     if placement.devices is None:
-        share = host_bytes() // placement.nproc
+        share = None if placement.away else host_bytes() // placement.nproc
         return [Seat(f"CPU rank {rank}", (rank,), "", share) for rank in range(placement.nproc)]
     known = {gpu.uuid: gpu for gpu in (found or machine.found()).gpus}
     return [

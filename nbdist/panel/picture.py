@@ -31,7 +31,7 @@ from nbdist.panel.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from nbdist import wire
     from nbdist.kernel.cell import Cell
@@ -238,7 +238,7 @@ def _ranks(session: Session) -> list[RankView]:
             RankView(
                 rank=rank,
                 pid=member["pid"] if member else None,
-                device=member["device"] if member else "",
+                device=_device(member) if member else "",
                 state=state,
                 line=words.cut(plain(clean(log.last_line())), MAX_LINE_CHARS) if log else "",
                 written=log.written if log else 0,
@@ -246,6 +246,11 @@ def _ranks(session: Session) -> list[RankView]:
             )
         )
     return views
+
+
+def _device(member: Mapping[str, Any]) -> str:
+    """Of a rank, with its node where there are several: ranks are numbered node by node."""
+    return f"{member['node']} {member['device']}".lstrip()
 
 
 def _where(answer: wire.WhereReply) -> str:

@@ -20,6 +20,7 @@ import zmq
 
 from nbdist import CellError, CellInterrupted, RankDied, Session, StartError
 from nbdist.engines.remote import RemoteEngine
+from nbdist.panel.live import View
 from tests.conftest import eventually
 from tests.two_nodes import Here, Hosts
 
@@ -170,6 +171,8 @@ def test_fifty_megabytes_go_there_and_back(session: Session) -> None:
 def test_status_names_the_nodes(session: Session) -> None:
     status = session.status()
     assert [one["node"] for one in status["ranks"]] == ["alpha", "alpha", "beta"]
+    drawn = View(session).draw()["ranks"]
+    assert [one["device"] for one in drawn] == ["alpha cpu", "alpha cpu", "beta cpu"]
     assert [one["name"] for one in status["launchers"]] == [
         "the launcher on alpha",
         "the launcher on beta",
