@@ -173,9 +173,14 @@ def test_a_process_is_ours_by_the_kernel_in_its_environment(
     garbled = sleeping(NBDIST_KERNEL=f"{decoy.pid}")
     of_ended = sleeping(NBDIST_KERNEL=ENDED.to_json())
     try:
-        found = {stray.pid for stray in leftovers.find([tmp_path]).processes}
-        # a session that starts elsewhere on this machine may have been quicker
-        assert of_ended.pid in found or of_ended.wait(5) == -signal.SIGKILL
+        found: set[int] = set()
+
+        def seen() -> bool:
+            found.update(stray.pid for stray in leftovers.find([tmp_path]).processes)
+            # a session that starts elsewhere on this machine may have been quicker
+            return of_ended.pid in found or of_ended.poll() == -signal.SIGKILL
+
+        eventually(seen, within_s=5)  # a new process has no environment for a moment
         assert not found & {of_living.pid, garbled.pid, decoy.pid}
         leftovers.sweep([tmp_path], grace_s=0)
         eventually(lambda: of_ended.poll() == -9, within_s=5)
