@@ -246,7 +246,7 @@ def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) ->
         assert folders() == before
         found += one(trained, "train(1)")
     trained.run("bomb.phase = 'death'")
-    with pytest.raises(SwitchError, match=r"ended.*goes on under 2 CPU ranks"):
+    with pytest.raises(SwitchError, match=r"(?s)ended.*goes on under 2 CPU ranks"):
         trained.switch("fsdp2", nproc=4)
     assert folders() == before
     found += one(trained, "batches = iter(loader); train(1)")
