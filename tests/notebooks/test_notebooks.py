@@ -165,7 +165,8 @@ def test_make_it_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # what this learns is of a busy machine
     notebook = executed("07_make_it_faster.ipynb")
     assert "input-bound" in text(notebook, "first")
-    assert "num_workers=2" in text(notebook, "first")
+    # how many depends on how fast this machine computes beside its loader
+    assert re.search(r"1\. num_workers=\d+: about", text(notebook, "first"))
     assert "predicted" in text(notebook, "workers")  # beside what was measured
     assert "text/html" in mimes(notebook, "plain")
     assert "image/png" in mimes(notebook, "plot")
