@@ -173,6 +173,36 @@ def connected(
     return socket
 
 
+class Alarm:
+    """Wakes a thread that polls sockets of a context, from any other thread."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Make both ends."""
+        self.socket = context.socket(zmq.PAIR)
+        """To be polled."""
+        self.socket.bind(WAKE)
+        self._ringing = context.socket(zmq.PAIR)
+        self._ringing.connect(WAKE)
+        self._lock = threading.Lock()
+
+    def ring(self) -> None:
+        """Wake the thread."""
+        with self._lock, contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):
+            # suppressed: that thread is closing its sockets and needs no waking
+            self._ringing.send(b"", zmq.DONTWAIT)
+
+    def silence(self) -> None:
+        """Forget how often it was rung; on the thread that was woken."""
+        with contextlib.suppress(zmq.Again):  # the queue of wake-ups is empty: wanted
+            while True:
+                self.socket.recv(zmq.DONTWAIT)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.socket.close(0)
+        self._ringing.close(0)
+
+
 class Sockets(Channels):
     """Channels to ranks on this machine."""
 
@@ -186,11 +216,7 @@ class Sockets(Channels):
             for rank, connection in enumerate(connections)
             for channel in CHANNELS
         }
-        self._woken = self._context.socket(zmq.PAIR)
-        self._woken.bind(WAKE)
-        self._wake = self._context.socket(zmq.PAIR)
-        self._wake.connect(WAKE)
-        self._wake_lock = threading.Lock()
+        self._alarm = Alarm(self._context)
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
@@ -200,9 +226,7 @@ class Sockets(Channels):
 
     def wake(self) -> None:
         """Make the reader thread send what is queued and call `Reader.idle`."""
-        with self._wake_lock, contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):
-            # suppressed: the reader thread is closing its sockets and needs no waking
-            self._wake.send(b"", zmq.DONTWAIT)
+        self._alarm.ring()
 
     def close(self) -> None:
         """End the reader thread and close every socket."""
@@ -214,27 +238,23 @@ class Sockets(Channels):
     def _serve(self) -> None:
         poller = zmq.Poller()
         places = {socket: place for place, socket in self._sockets.items()}
-        for socket in (*places, self._woken):
+        for socket in (*places, self._alarm.socket):
             poller.register(socket, zmq.POLLIN)
         timeout, idle_due = 0, time.monotonic()
         while not self._closing:
             ready = dict(poller.poll(timeout))
-            if self._woken in ready:
-                self._drain_wakes()
+            if self._alarm.socket in ready:
+                self._alarm.silence()
             self._send_queued()
             for socket in ready.keys() & places.keys():
                 self._read(socket, *places[socket])
-            if not ready or time.monotonic() >= idle_due or self._woken in ready:
+            if not ready or time.monotonic() >= idle_due or self._alarm.socket in ready:
                 timeout = BUSY_POLL_MS if self._idle() else QUIET_POLL_MS
                 idle_due = time.monotonic() + timeout / 1000
-        for socket in (*places, self._woken, self._wake):
+        for socket in places:
             socket.close(0)
+        self._alarm.close()
         self._context.term()
-
-    def _drain_wakes(self) -> None:
-        with contextlib.suppress(zmq.Again):  # the queue of wake-ups is empty: wanted
-            while True:
-                self._woken.recv(zmq.DONTWAIT)
 
     def _send_queued(self) -> None:
         while self._outbox:

@@ -18,6 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from nbdist import wire_nodes
+from nbdist.engines.channel import Alarm
 from nbdist.errors import StartError
 from nbdist.wire_nodes import AT_ONCE, BEAT_S, CUT_OFF_S
 
@@ -63,11 +64,7 @@ class Hub:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._socket = self._listening(reach)
-        self._woken = self._context.socket(zmq.PAIR)
-        self._woken.bind("inproc://wake")
-        self._wake = self._context.socket(zmq.PAIR)
-        self._wake.connect("inproc://wake")
-        self._lock = threading.Lock()
+        self._alarm = Alarm(self._context)
         self._closing = False
         self._beat_due = 0.0
         self._thread = threading.Thread(target=self._serve, name="nbdist-hub", daemon=True)
@@ -118,9 +115,7 @@ class Hub:
         """Have what is queued sent."""
         if threading.current_thread() is self._thread:
             return  # it looks before it waits again
-        with self._lock, contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):
-            # suppressed: the thread is closing its sockets
-            self._wake.send(b"", zmq.DONTWAIT)
+        self._alarm.ring()
 
     def close(self) -> None:
         """Send what is queued, then end all connections."""
@@ -133,22 +128,22 @@ class Hub:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._socket, self._zap, self._woken):
+        for socket in (self._socket, self._zap, self._alarm.socket):
             poller.register(socket, zmq.POLLIN)
         while not self._closing:
             self._send_queued()
             ready = dict(poller.poll(0 if self._outbox else int(BEAT_S * 500)))
             if self._zap in ready:
                 self._judge()
-            if self._woken in ready:
-                self._drain_wakes()
+            if self._alarm.socket in ready:
+                self._alarm.silence()
             if self._socket in ready:
                 self._read()
             self._beat()
         self._send_queued()
         self._socket.close(int(CLOSE_S * 100))  # what was said last gets half a second
-        for socket in (self._zap, self._woken, self._wake):
-            socket.close(0)
+        self._zap.close(0)
+        self._alarm.close()
         self._context.term()
 
     def _judge(self) -> None:
@@ -158,11 +153,6 @@ class Hub:
         code, text = (b"400", b"not let in") if index is None else (b"200", b"OK")
         user = b"" if index is None else b"%d" % index
         self._zap.send_multipart([version, request, code, text, user, b""])
-
-    def _drain_wakes(self) -> None:
-        with contextlib.suppress(zmq.Again):  # the queue of wake-ups is empty: wanted
-            while True:
-                self._woken.recv(zmq.DONTWAIT)
 
     def _read(self) -> None:
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
