@@ -7,7 +7,9 @@ number of frames of bytes that it does not look into.
     Line      both ways      a line of the link between kernel and launcher, as in `wire`
     Launch    hub -> agent   start ranks: the line, the key of their messages
     Cut       hub -> agent   let go of the ranks' sockets
-    Frames    both ways      a message between the kernel and some ranks, signed
+    Frames    hub -> agent   a message of the kernel to some ranks, signed
+    Bundle    agent -> hub   what ranks have said, signed (`engines/bundle.py`)
+    Taken     hub -> agent   the kernel has read it
     Stored    both ways      a request of a rank to the store of the process groups; its answer
     States    agent -> hub   processes that are stopped or gone
     Ask       hub -> agent   files, stacks, the log: answered once, or in parts
@@ -22,7 +24,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 BEAT_S = 1.0
 LEASE_S = 20.0
@@ -33,6 +35,9 @@ CHUNK_BYTES = 1 << 20
 """Of a file, in one message."""
 AT_ONCE = 256
 """Messages that are read from one socket before others get their turn: a rank may flood."""
+AHEAD = 2
+"""Bundles of what ranks say that are on their way; while the kernel has not read them, what the
+ranks say next is brought together."""
 WINDOW = 16
 """Chunks of one file that are on their way at once."""
 
@@ -113,10 +118,24 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """A message to some ranks of a node, or one that they have all sent."""
+    """A message to some ranks of a node."""
 
     ranks: tuple[int, ...]
     channel: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What ranks of a node have said."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A bundle was read."""
+
     generation: int
 
 
@@ -179,9 +198,9 @@ class Bye:
     why: str
 
 
-Message = Hello | Line | Launch | Cut | Frames | Stored | States | Ask | Answer | Beat | End | Bye
-_MESSAGES = (Hello, Line, Launch, Cut, Frames, Stored, States, Ask, Answer, Beat, End, Bye)
-_TYPES = {cls.__name__: cls for cls in _MESSAGES}
+_OfRanks = Frames | Bundle | Taken | Stored | States
+Message = Hello | Line | Launch | Cut | _OfRanks | Ask | Answer | Beat | End | Bye
+_TYPES = {cls.__name__: cls for cls in get_args(Message)}
 
 
 def pack(message: Message, *frames: bytes) -> list[bytes]:

@@ -44,8 +44,8 @@ WAKE = "inproc://wake"
 class Reader(Protocol):
     """Who gets what the ranks send; called on the reader thread."""
 
-    def receive(self, rank: int, channel: Channel, message: Message) -> None:
-        """Take one message."""
+    def receive(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
+        """Take one message that these have sent."""
 
     def idle(self) -> bool:
         """Do what is due; True asks to be called again soon."""
@@ -141,9 +141,8 @@ class Channels(ABC):
                 log.exception("the session could not be looked at")
         return busy
 
-    def _take(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
-        """Pass on what some ranks have sent; whatever came, the next is read after it."""
-        message = self._signer.opened(frames)
+    def _take(self, ranks: Sequence[int], channel: Channel, message: Message | None) -> None:
+        """Pass on what ranks have sent, None where it is not signed; the next is read after it."""
         if message is None:
             if not self._refusal_told:
                 self._refusal_told = True
@@ -151,12 +150,11 @@ class Channels(ABC):
                     "rank %d, %s: a message that is not signed was dropped", ranks[0], channel
                 )
             return
-        for rank in ranks:
-            try:
-                self._reader.receive(rank, channel, message)
-            except Exception:
-                # a cell can write what it likes to its own kernel's sockets
-                log.exception("rank %d, %s: a message that nobody can read", rank, channel)
+        try:
+            self._reader.receive(ranks, channel, message)
+        except Exception:
+            # a cell can write what it likes to its own kernel's sockets
+            log.exception("rank %d, %s: a message that nobody can read", ranks[0], channel)
 
 
 def connected(
@@ -264,4 +262,5 @@ class Sockets(Channels):
     def _read(self, socket: zmq.Socket[bytes], rank: int, channel: Channel) -> None:
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
             while True:
-                self._take((rank,), channel, socket.recv_multipart(zmq.DONTWAIT))
+                frames = socket.recv_multipart(zmq.DONTWAIT)
+                self._take((rank,), channel, self._signer.opened(frames))

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import logging
 import secrets
 import shutil
 import sys
@@ -22,6 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nbdist import wire, wire_nodes
+from nbdist.engines import bundle
 from nbdist.engines.channel import BUSY_POLL_MS, QUIET_POLL_MS, Channels
 from nbdist.engines.fleet import GONE, Left, Process
 from nbdist.engines.hub import CLOSE_S, Hub
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from nbdist.engines.base import Cluster, Kind, Place, Wanted
     from nbdist.engines.channel import Channel, Reader
     from nbdist.engines.fleet import Member
+
+log = logging.getLogger(__name__)
 
 HELLO_S = 120.0
 """For the agents to be there once the cluster has started them."""
@@ -63,14 +67,17 @@ class Relay(Channels):
         """Begin to read."""
         super().__init__(key, reader)
         self._nodes = nodes
-        self._inbox: SimpleQueue[tuple[Sequence[int], Channel, list[bytes]] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[int, list[bytes]] | None] = SimpleQueue()
+        self._key = key
+        self._read: dict[int, int] = {}
+        """Number of the last bundle of each node."""
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
 
-    def put(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
-        """Take what came; on the hub's thread."""
-        self._inbox.put((ranks, channel, frames))
+    def put(self, index: int, frames: list[bytes]) -> None:
+        """Take a bundle of a node; on the hub's thread."""
+        self._inbox.put((index, frames))
 
     def wake(self) -> None:
         """Send what is queued and have `Reader.idle` called."""
@@ -96,10 +103,31 @@ class Relay(Channels):
                 item = self._inbox.get(timeout=max(timeout_s, 0.001))
                 woken = item is None
                 if item is not None:
-                    self._take(*item)
+                    self._open(*item)
             if woken or time.monotonic() >= due:
                 timeout_s = (BUSY_POLL_MS if self._idle() else QUIET_POLL_MS) / 1000
                 due = time.monotonic() + timeout_s
+
+    def _open(self, index: int, frames: list[bytes]) -> None:
+        """Read a bundle of a node; whatever came, the next is read after it."""
+        try:
+            number, said = bundle.unpacked(frames, self._key, self._read.get(index, 0))
+        except (ValueError, LookupError, TypeError) as error:
+            log.warning("node %d: %s was dropped", index, error)
+            return
+        self._read[index] = number
+        theirs = self._nodes.ranks_of(index)
+        for ranks, channel, parts in said:
+            if not ranks or not theirs.issuperset(ranks):
+                log.warning("node %d: a message of other nodes' ranks was dropped", index)
+                continue
+            try:
+                message = bundle.read(parts) if parts else None
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                log.exception("rank %d, %s: a message that nobody can read", ranks[0], channel)
+                continue
+            self._take(ranks, channel, message)
+        self._nodes.taken(index)
 
 
 class Nodes:
@@ -532,6 +560,14 @@ class Nodes:
             message = wire_nodes.Frames(tuple(theirs), channel, self._generation)
             self.hub.post(index, message, *frames)
 
+    def ranks_of(self, index: int) -> frozenset[int]:
+        """Ranks of a node."""
+        return frozenset(rank for place, ranks in self._shares if place == index for rank in ranks)
+
+    def taken(self, index: int) -> None:
+        """Tell a node that a bundle of its ranks was read."""
+        self.hub.send(index, wire_nodes.Taken(self._generation))
+
     def let_go(self, relay: Relay) -> None:
         """Pass on no more frames."""
         if self._relay is relay:
@@ -544,11 +580,10 @@ class Nodes:
 
     def _take(self, index: int, message: wire_nodes.Message, frames: list[bytes]) -> None:
         match message:
-            case wire_nodes.Frames(generation=self._generation, ranks=ranks, channel=channel):
+            case wire_nodes.Bundle(generation=self._generation):
                 relay = self._relay
-                theirs = ranks and all(self._node_of.get(rank) == index for rank in ranks)
-                if relay is not None and theirs:
-                    relay.put(ranks, channel, frames)  # type: ignore[arg-type]
+                if relay is not None:
+                    relay.put(index, frames)
             case wire_nodes.Line(text=text):
                 line = wire.from_line(text.encode())
                 self._events.put(lambda: self._hear(index, line))

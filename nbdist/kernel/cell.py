@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nbdist import payload, wire
+from nbdist import ranks as rank_names
 from nbdist.errors import CellError, RankDied
 from nbdist.kernel import tracebacks
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from nbdist.kernel.render import Renderer
     from nbdist.kernel.screen import Screen
 
-    Taker = Callable[["Cell", int, Message], None]
+    Taker = Callable[["Cell", Sequence[int], Message], None]
 
 IDLE_DEADLINE_S = 2.0
 """After a rank's reply its output may still be on the way; its `idle` ends the wait, or this
@@ -120,19 +121,19 @@ class Cell:
         self.finished = threading.Event()
         self._on_send = on_send
         self._on_done = on_done
-        self._inbox: SimpleQueue[tuple[Taker, int, Message] | RankDied] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Taker, Sequence[int], Message] | RankDied] = SimpleQueue()
         self._lock = threading.Lock()
         self._told: frozenset[int] = frozenset()
         """Ranks whose errors were shown while others ran."""
         self._heard_at = time.monotonic()
 
-    def deliver(self, rank: int, channel: Channel, message: Message) -> None:
-        """Take a message; called on the reader thread."""
+    def deliver(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
+        """Take a message that these have sent; called on the reader thread."""
         take = _TAKERS.get((channel, message["header"]["msg_type"]))
         if take is None:
             return
         self._heard_at = time.monotonic()
-        self._inbox.put((take, rank, message))
+        self._inbox.put((take, ranks, message))
 
     def die(self, death: RankDied) -> None:
         """End the cell because its ranks are gone."""
@@ -140,11 +141,11 @@ class Cell:
 
     def tell(self, line: str) -> None:
         """Show a line of the session's below the cell; from any thread."""
-        self._inbox.put((Cell.take_notice, -1, {"lines": [line]}))
+        self._inbox.put((Cell.take_notice, (), {"lines": [line]}))
 
     def show(self, bundle: dict[str, str]) -> None:
         """Display something of the session's below the cell; from any thread."""
-        self._inbox.put((Cell.take_shown, -1, {"bundle": bundle}))
+        self._inbox.put((Cell.take_shown, (), {"bundle": bundle}))
 
     def detach(self, screen: Screen) -> None:
         """Let the reader thread show what comes from now on, on `screen`."""
@@ -285,18 +286,20 @@ class Cell:
         if time.time() - min(error.at for error in failed) > PROMPT_ERROR_S:
             self.show_errors()
 
-    def _take(self, item: tuple[Taker, int, Message] | RankDied) -> None:
+    def _take(self, item: tuple[Taker, Sequence[int], Message] | RankDied) -> None:
         if isinstance(item, RankDied):
             self.death = item
             return
-        take, rank, message = item
+        take, ranks, message = item
+        now = time.monotonic()
         try:
-            if rank in self.states:  # else it is the session's own line
-                self.states[rank].heard_at = time.monotonic()
-            take(self, rank, message)
+            for rank in ranks:
+                self.states[rank].heard_at = now
+            take(self, ranks, message)
         except Exception as error:  # noqa: BLE001 - a cell may send anything; the rest is to be read
             kind, why = message["header"]["msg_type"], f"{type(error).__name__}: {error}"
-            self.renderer.note([f"rank {rank}: a message ({kind}) that cannot be taken: {why}"])
+            who = rank_names.words(ranks)
+            self.renderer.note([f"{who}: a message ({kind}) that cannot be taken: {why}"])
 
     def take_reply(self, rank: int, message: Message) -> None:
         """A rank has ended the cell."""
@@ -305,7 +308,7 @@ class Cell:
         state.status = content["status"]
         for page in content.get("payload", []):
             if page.get("source") == "page":  # `len?`: a front end would open its pager
-                self.renderer.stream(rank, "stdout", page["data"].get("text/plain", "") + "\n")
+                self.renderer.stream((rank,), "stdout", page["data"].get("text/plain", "") + "\n")
         if state.status == "error" and state.error is None:
             state.error = _rank_error(rank, message)
 
@@ -326,11 +329,12 @@ class Cell:
         if message["content"]["execution_state"] == "idle":
             self.states[rank].idle = True
 
-    def take_stream(self, rank: int, message: Message) -> None:
-        """Text that a rank printed."""
+    def take_stream(self, ranks: Sequence[int], message: Message) -> None:
+        """Text that ranks printed."""
         content = message["content"]
-        self.states[rank].keep({"output_type": "stream", **content})
-        self.renderer.stream(rank, content["name"], content["text"])
+        for rank in ranks:
+            self.states[rank].keep({"output_type": "stream", **content})
+        self.renderer.stream(ranks, content["name"], content["text"])
 
     def take_display(self, rank: int, message: Message) -> None:
         """A display of a rank, or the change of one."""
@@ -386,11 +390,11 @@ class Cell:
         if self._told and len(self.advice) == 1:
             self.renderer.note(self.advice_lines())
 
-    def take_notice(self, _rank: int, message: Message) -> None:
+    def take_notice(self, _ranks: Sequence[int], message: Message) -> None:
         """A line of the session's own."""
         self.renderer.note(message["lines"])
 
-    def take_shown(self, _rank: int, message: Message) -> None:
+    def take_shown(self, _ranks: Sequence[int], message: Message) -> None:
         """A display of the session's own."""
         self.renderer.show(message["bundle"])
 
@@ -400,20 +404,30 @@ class Cell:
         self._on_send(rank, content["name"], content["path"])
 
 
+def _each(take: Callable[[Cell, int, Message], None]) -> Taker:
+    """Take a message of several ranks one rank after the other."""
+
+    def take_each(cell: Cell, ranks: Sequence[int], message: Message) -> None:
+        for rank in ranks:
+            take(cell, rank, message)
+
+    return take_each
+
+
 _TAKERS: dict[tuple[str, str], Taker] = {
-    ("shell", "execute_reply"): Cell.take_reply,
-    ("iopub", "status"): Cell.take_status,
+    ("shell", "execute_reply"): _each(Cell.take_reply),
+    ("iopub", "status"): _each(Cell.take_status),
     ("iopub", "stream"): Cell.take_stream,
-    ("iopub", "display_data"): Cell.take_display,
-    ("iopub", "update_display_data"): Cell.take_display,
-    ("iopub", "execute_result"): Cell.take_result,
-    ("iopub", "error"): Cell.take_error,
-    ("iopub", "clear_output"): Cell.take_clear,
-    ("iopub", "comm_open"): Cell.take_comm,
-    ("iopub", "comm_msg"): Cell.take_comm,
-    ("iopub", "comm_close"): Cell.take_comm,
-    ("iopub", wire.SEND): Cell.take_send,
-    ("iopub", wire.ADVICE): Cell.take_advice,
+    ("iopub", "display_data"): _each(Cell.take_display),
+    ("iopub", "update_display_data"): _each(Cell.take_display),
+    ("iopub", "execute_result"): _each(Cell.take_result),
+    ("iopub", "error"): _each(Cell.take_error),
+    ("iopub", "clear_output"): _each(Cell.take_clear),
+    ("iopub", "comm_open"): _each(Cell.take_comm),
+    ("iopub", "comm_msg"): _each(Cell.take_comm),
+    ("iopub", "comm_close"): _each(Cell.take_comm),
+    ("iopub", wire.SEND): _each(Cell.take_send),
+    ("iopub", wire.ADVICE): _each(Cell.take_advice),
 }
 
 

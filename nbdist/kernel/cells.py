@@ -67,8 +67,9 @@ class Cells:
         for one in old:
             self._gang.forget(set(one.requests.values()))
         note = wire.CellNote(count=cell.count)
+        content = wire.execute(cell.code)
         request = self._gang.post(
-            cell.ranks, "shell", "execute_request", wire.execute(cell.code), cell.deliver, note=note
+            cell.ranks, "shell", "execute_request", content, cell.deliver, note=note, together=True
         )
         cell.requests.update(dict.fromkeys(cell.ranks, request))
         self._gang.wake()

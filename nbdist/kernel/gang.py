@@ -267,10 +267,12 @@ class Gang:
         route: Any = None,
         *,
         note: wire.CellNote | None = None,
+        together: bool = False,
     ) -> str:
         """Queue one request to ranks; `wake()` sends it.
 
-        `route(rank, channel, message)` gets the answers of all.
+        `route(rank, channel, message)` gets the answers of all; with `together`
+        `route(ranks, channel, message)`, where ranks have answered the same.
 
         Returns:
             Its id, for `forget`.
@@ -279,7 +281,7 @@ class Gang:
             raise _not_started()
         request = secrets.token_hex(16)
         if route is not None:
-            self._routes[request] = route
+            self._routes[request] = route if together else _each(route)
         metadata = {wire.NOTE: note} if note else None
         self._channels.send(ranks, channel, kind, content, metadata=metadata, message_id=request)
         return request
@@ -398,20 +400,22 @@ class Gang:
 
     # -- what arrives, on the reader thread or the link's thread
 
-    def receive(self, rank: int, channel: Channel, message: Message) -> None:
-        """Route one message of a rank."""
+    def receive(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
+        """Route one message that these have sent."""
         if channel == "iopub" and not self._up:
-            # any output shows that the rank is heard; its welcome alone was missed now and then
-            self.signs.put(rank)
+            # any output shows that a rank is heard; its welcome alone was missed now and then
+            for rank in ranks:
+                self.signs.put(rank)
         if message["header"]["msg_type"] == "iopub_welcome":
             return
         if message["header"]["msg_type"] == wire.PHASE:
             self._heard = time.monotonic()
         route = self._routes.get(message["parent_header"].get("msg_id", ""))
         if message["header"]["msg_type"] in wire.OF_SESSION or route is None:
-            self._on_message(rank, message)
+            for rank in ranks:
+                self._on_message(rank, message)
         else:
-            route(rank, channel, message)
+            route(ranks, channel, message)
 
     def idle(self) -> bool:
         """Look whether the ranks live, then let the session do what is due."""
@@ -488,6 +492,16 @@ class Gang:
     def left(self) -> Left:
         """What the ranks of this start have left in their folder."""
         return Left() if self._fleet is None else self._fleet.left()
+
+
+def _each(route: Callable[[int, Channel, Message], None]) -> Any:
+    """Route a message of several ranks for one rank after the other."""
+
+    def route_each(ranks: Sequence[int], channel: Channel, message: Message) -> None:
+        for rank in ranks:
+            route(rank, channel, message)
+
+    return route_each
 
 
 def _not_started() -> SessionError:

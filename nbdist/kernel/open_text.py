@@ -162,7 +162,12 @@ class Typist:
 
     def __init__(self) -> None:
         self.block: Block | None = None
-        self._style = ""
+        self.style = ""
+        """In which the next line begins."""
+
+    def between_lines(self, text: str) -> bool:
+        """Whether nothing is open, and nothing will be after this text."""
+        return self.block is None and text.endswith("\n") and not _DRAWS.search(text)
 
     def feed(self, text: str, *, now: float) -> list[str]:
         """Take text; lines that are complete, each with its colours closed."""
@@ -179,14 +184,14 @@ class Typist:
         if block is None:
             return []
         block.closed = True
-        self._style = block.style
+        self.style = block.style
         return [] if block.shown else block.lines()
 
     def _ordinary(self, text: str, now: float) -> list[str]:
         *lines, rest = text.split("\n")
         done = [self._finished(line) for line in lines]
         if rest:
-            self.block = Block(began=now, style=self._style)
+            self.block = Block(began=now, style=self.style)
             self.block.put(rest)
         return done
 
@@ -197,7 +202,7 @@ class Typist:
             done.append(self._finished(segment))
             return done
         if self.block is None:
-            self.block = Block(began=now, style=self._style)
+            self.block = Block(began=now, style=self.style)
         self.block.put(segment.removesuffix("\r") if ended else segment)
         if ended:
             self.block.newline(now)
@@ -212,7 +217,7 @@ class Typist:
         line = line.removesuffix("\r")
         if len(line) > MAX_LINE + _NOTE_CHARS:
             line = line[:MAX_LINE] + cut_note(len(line))
-        line, self._style = contained(line, self._style)
+        line, self.style = contained(line, self.style)
         return line
 
 

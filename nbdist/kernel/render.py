@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from nbdist.kernel import tracebacks
 from nbdist.kernel.ansi import clean, rank_label
-from nbdist.kernel.flood import DISPLAY_LINES, Budget, Dropped, Gate
+from nbdist.kernel.flood import DISPLAY_LINES, Budget, Dropped, Gap, Gate
 from nbdist.kernel.open_text import MAX_LINE
 from nbdist.kernel.ranklog import RankLog
 from nbdist.kernel.relay import Relay
@@ -83,19 +83,21 @@ class Renderer:
     def screen(self, screen: Screen) -> None:
         self._screen = self._lane.screen = self._relay.screen = screen
 
-    def stream(self, rank: int, name: StreamName, text: str) -> None:
-        """Take text that a rank printed."""
-        self.logs[rank].append(text, name=name)
-        if rank not in self._dropped or not text:
-            return
+    def stream(self, ranks: Sequence[int], name: StreamName, text: str) -> None:
+        """Take text that each of these printed."""
         now = self._clock()
-        if (rank, name) in self._skipping:
-            text = self._end_of_dropped_line(rank, name, text)
-        lines = text.count("\n")
-        if lines:
-            self._lines(rank, name, text, lines, now)
-        elif text:
-            self._open_text(rank, name, text, now)
+        alike: dict[str, list[int]] = {}
+        for rank in ranks:
+            self.logs[rank].append(text, name=name)
+            if rank in self._dropped:
+                skips = (rank, name) in self._skipping
+                rest = self._end_of_dropped_line(rank, name, text) if skips else text
+                alike.setdefault(rest, []).append(rank)
+        for rest, few in alike.items():
+            if lines := rest.count("\n"):
+                self._lines(few, name, rest, lines, now)
+            elif rest:
+                self._open_text(few, name, rest, now)
 
     def display(
         self,
@@ -121,7 +123,7 @@ class Renderer:
         if not runs[0][0]:
             self._dropped[rank].add_display(chars)
             return
-        self._end_gap(rank, now)
+        self._end_gaps((rank,), now)
         self._lane.display(rank, bundle, metadata, display_id=own_id, now=now)
 
     def result(self, rank: int, bundle: Bundle, metadata: Bundle) -> None:
@@ -188,9 +190,8 @@ class Renderer:
     def tick(self) -> None:
         """Show what is due; call it every 50-100 ms and after each batch of messages."""
         now = self._clock()
-        for rank, dropped in self._dropped.items():
-            if dropped and self._gate.quiet(rank, now):
-                self._end_flood(rank, now)
+        dropped = [rank for rank, dropped in self._dropped.items() if dropped]
+        self._end_floods([rank for rank in dropped if self._gate.quiet(rank, now)], now)
         self._show_bars(now, final=False)
         self._relay.flush()
         self._lane.tick(now)
@@ -202,30 +203,36 @@ class Renderer:
     def close(self) -> None:
         """Show everything that is held and say what was not shown."""
         now = self._clock()
-        for rank, dropped in self._dropped.items():
-            if dropped:
-                self._end_flood(rank, now)
+        self._end_floods([rank for rank, dropped in self._dropped.items() if dropped], now)
         self._show_bars(now, final=True)
         self._relay.flush()
         self._lane.close(now)
         self._send_updates(now, final=True)
         self._screen.flush()
 
-    def _lines(self, rank: int, name: StreamName, text: str, lines: int, now: float) -> None:
+    def _lines(
+        self, ranks: Sequence[int], name: StreamName, text: str, lines: int, now: float
+    ) -> None:
         """Show and drop lines as the gate says."""
-        self._bars.pop((rank, name), None)
         cost = min(len(text), lines * MAX_LINE)
-        for shown, count, piece in _pieces(text, self._gate.admit(rank, lines, cost, now=now)):
-            if shown:
-                self._end_gap(rank, now)
-                self._lane.text(rank, name, piece, now)
-            else:
-                self._drop(rank, name, piece, count, now)
+        alike: dict[tuple[tuple[bool, int], ...], list[int]] = {}
+        for rank in ranks:
+            self._bars.pop((rank, name), None)
+            runs = tuple(self._gate.admit(rank, lines, cost, now=now))
+            alike.setdefault(runs, []).append(rank)
+        for runs, few in alike.items():
+            for shown, count, piece in _pieces(text, runs):
+                if shown:
+                    self._end_gaps(few, now)
+                    self._lane.text(few, name, piece, now)
+                else:
+                    for rank in few:
+                        self._drop(rank, name, piece, count, now)
 
     def _drop(self, rank: int, name: StreamName, text: str, lines: int, now: float) -> None:
         if self._lane.midline(rank, name):
             end = text.find("\n") + 1
-            self._lane.text(rank, name, text[:end], now)
+            self._lane.text((rank,), name, text[:end], now)
             text, lines = text[end:], lines - 1
         if not text:
             return
@@ -242,41 +249,55 @@ class Renderer:
         self._skipping.discard((rank, name))
         return text[end:]
 
-    def _open_text(self, rank: int, name: StreamName, text: str, now: float) -> None:
+    def _open_text(self, ranks: Sequence[int], name: StreamName, text: str, now: float) -> None:
         """Text without a newline: half a line, or a bar that overwrites itself."""
         if "\r" in text and len(text) > _LONG_BAR:
             text = "\r" + text.rstrip("\r").rpartition("\r")[2]
-        if not self._lane.charges_open_text or self._gate.admit_chars(
-            rank, min(len(text), MAX_LINE), now=now
-        ):
-            self._bars.pop((rank, name), None)
-            self._end_gap(rank, now)
-            self._lane.text(rank, name, text, now)
-        elif "\r" in text:
-            self._bars[rank, name] = text
-        else:
-            self._drop(rank, name, text, 0, now)
+        shown = []
+        for rank in ranks:
+            if not self._lane.charges_open_text or self._gate.admit_chars(
+                rank, min(len(text), MAX_LINE), now=now
+            ):
+                self._bars.pop((rank, name), None)
+                shown.append(rank)
+            elif "\r" in text:
+                self._bars[rank, name] = text
+            else:
+                self._drop(rank, name, text, 0, now)
+        if shown:
+            self._end_gaps(shown, now)
+            self._lane.text(shown, name, text, now)
 
     def _show_bars(self, now: float, *, final: bool) -> None:
         """Show the last state of bars that moved too fast."""
         for (rank, name), text in list(self._bars.items()):
             if final or self._gate.admit_chars(rank, len(text), now=now):
                 del self._bars[rank, name]
-                self._lane.text(rank, name, text, now)
+                self._lane.text((rank,), name, text, now)
 
-    def _end_gap(self, rank: int, now: float) -> None:
+    def _end_gaps(self, ranks: Sequence[int], now: float) -> None:
         """Say what was dropped before something is shown again."""
-        if self._dropped[rank]:
-            self._lane.gap(rank, self._dropped[rank].counted(), now)
+        alike: dict[Gap, list[int]] = {}
+        for rank in ranks:
+            if self._dropped[rank]:
+                alike.setdefault(self._dropped[rank].counted(), []).append(rank)
+        for gap, few in alike.items():
+            self._lane.gap(few, gap, now)
 
-    def _end_flood(self, rank: int, now: float) -> None:
+    def _end_floods(self, ranks: Sequence[int], now: float) -> None:
         """Say what was dropped, and show the last lines of it."""
-        gap, tail = self._dropped[rank].taken()
-        if gap.lines or gap.displays or gap.chars:
-            self._lane.gap(rank, gap, now)
-        for name, text in tail:
-            self._lane.text(rank, _stream_name(name), text, now)
-        self._skipping = {(owner, name) for owner, name in self._skipping if owner != rank}
+        alike: dict[tuple[Gap, tuple[tuple[str, str], ...]], list[int]] = {}
+        for rank in ranks:
+            gap, last = self._dropped[rank].taken()
+            alike.setdefault((gap, tuple(last)), []).append(rank)
+        for (gap, tail), few in alike.items():
+            if gap.lines or gap.displays or gap.chars:
+                self._lane.gap(few, gap, now)
+            for name, text in tail:
+                self._lane.text(few, _stream_name(name), text, now)
+        if ranks:
+            ended = frozenset(ranks)
+            self._skipping = {one for one in self._skipping if one[0] not in ended}
 
     def _send_updates(self, now: float, *, final: bool = False) -> None:
         """Send the last state of each changed display, at most every _UPDATE_S."""
@@ -296,7 +317,7 @@ def _writers(ranks: Sequence[int], show: Show) -> list[int]:
     return [] if isinstance(show, str) else [rank for rank in ranks if rank in show]
 
 
-def _pieces(text: str, runs: list[tuple[bool, int]]) -> Iterator[tuple[bool, int, str]]:
+def _pieces(text: str, runs: Sequence[tuple[bool, int]]) -> Iterator[tuple[bool, int, str]]:
     """Cut text into the runs; what follows the last newline goes with the last run."""
     start = 0
     for index, (shown, count) in enumerate(runs):

@@ -6,6 +6,7 @@ Complete lines and displays go through `Merge`; open lines stand in live regions
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -70,10 +71,25 @@ class Several:
         self._text: list[str] = []
         self._text_name: StreamName = "stdout"
 
-    def text(self, rank: int, name: StreamName, text: str, now: float) -> None:
-        """Take a piece of a stream."""
-        typist = self._typists.setdefault((rank, name), Typist())
-        self._put_lines(rank, name, typist.feed(clean(shortened(text)), now=now), now)
+    def text(self, ranks: Sequence[int], name: StreamName, text: str, now: float) -> None:
+        """Take a piece of a stream that all of these have written."""
+        text = clean(shortened(text))
+        alike: dict[str, tuple[Typist, list[str], list[int]]] = {}
+        """By the style in which a whole line begins, all that it takes to know what it gives."""
+        for rank in ranks:
+            typist = self._typists.setdefault((rank, name), Typist())
+            if not typist.between_lines(text):
+                self._put_lines((rank,), name, typist.feed(text, now=now), now)
+            elif typist.style in alike:
+                first, _, others = alike[typist.style]
+                others.append(rank)
+            else:
+                begun = typist.style
+                alike[begun] = typist, typist.feed(text, now=now), [rank]
+        for first, lines, few in alike.values():
+            for rank in few:
+                self._typists[rank, name].style = first.style
+            self._put_lines(few, name, lines, now)
 
     def display(
         self, rank: int, bundle: Bundle, metadata: Bundle, *, display_id: str | None, now: float
@@ -83,7 +99,7 @@ class Several:
         if not bundle:
             return
         if display_id is None and bundle.keys() <= _PLAIN_MIMES:
-            self._put_lines(rank, "stdout", _contained_lines(bundle.get("text/plain", "")), now)
+            self._put_lines((rank,), "stdout", _contained_lines(bundle.get("text/plain", "")), now)
             return
         key: Hashable = display_id
         if display_id is None:
@@ -93,16 +109,16 @@ class Several:
         alone = display_id is not None or _WIDGET in bundle  # each rank's own: no twin to wait for
         hold_s = self._hold_s if alone else _DISPLAY_HOLD_S
         content = _Show(bundle, metadata, display_id)
-        self._merge.put(rank, Item(("show", key), "", now, hold_s, content))
+        self._merge.put((rank,), [Item(("show", key), "", now, hold_s, content)])
 
-    def gap(self, rank: int, gap: Gap, now: float) -> None:
+    def gap(self, ranks: Sequence[int], gap: Gap, now: float) -> None:
         """Take a piece that is not shown."""
-        self._put(rank, gap, "", gap, now)
+        self._merge.put(ranks, [Item(gap, "", now, self._hold_s, gap)])
 
     def clear(self, rank: int, *, wait: bool, now: float) -> None:
         """Take a rank's wish to clear; it is done where all ranks have it."""
         self._end_half_lines(rank, now)
-        self._merge.put(rank, Item(("clear",), "", now, _CLEAR_HOLD_S, _Clear(wait)))
+        self._merge.put((rank,), [Item(("clear",), "", now, _CLEAR_HOLD_S, _Clear(wait))])
 
     def midline(self, rank: int, name: StreamName) -> bool:
         """Whether the stream stands in an unfinished line."""
@@ -123,45 +139,45 @@ class Several:
     def close(self, now: float) -> None:
         """Show everything that is held."""
         for (rank, name), typist in self._typists.items():
-            self._put_lines(rank, name, typist.close(), now)
+            self._put_lines((rank,), name, typist.close(), now)
         self._emit(now, final=True)
         self._draw(now, final=True)
 
-    def _put(self, rank: int, key: Hashable, lane: str, content: _Content, now: float) -> None:
-        self._merge.put(rank, Item(key, lane, now, self._hold_s, content))
-
-    def _put_lines(self, rank: int, name: StreamName, lines: list[str], now: float) -> None:
-        for line in lines:
-            self._put(rank, (name, line), name, _Line(name, line), now)
+    def _put_lines(
+        self, ranks: Sequence[int], name: StreamName, lines: list[str], now: float
+    ) -> None:
+        hold_s = self._hold_s
+        items: list[Item[_Content]] = [
+            Item((name, one), name, now, hold_s, _Line(name, one)) for one in lines
+        ]
+        self._merge.put(ranks, items)
 
     def _end_half_lines(self, rank: int, now: float) -> None:
         """What comes next stands below a line that has no newline yet."""
         for name in ("stdout", "stderr"):
             typist = self._typists.get((rank, name))
             if typist and typist.block and not typist.block.drawn:
-                self._put_lines(rank, name, typist.close(), now)
+                self._put_lines((rank,), name, typist.close(), now)
 
     def _settle(self, now: float) -> None:
         """Close bars that ended with a newline and were not taken up again."""
         for (rank, name), typist in self._typists.items():
             since = typist.block.fresh_at if typist.block else None
             if since is not None and now - since >= _SETTLE_S:
-                self._put_lines(rank, name, typist.close(), now)
+                self._put_lines((rank,), name, typist.close(), now)
 
     def _emit(self, now: float, *, final: bool) -> None:
         for ranks, content in self._merge.leave(now, final=final):
             if isinstance(content, _Line):
-                self._line(content.name, f"[{rank_label(ranks)}] {content.text}\n")
+                self._line(content.name, f"[{_label(ranks)}] {content.text}\n")
             elif isinstance(content, Gap):
-                label = f"[{rank_label(ranks)}] "
-                self._line("stderr", f"{label}{content.sentence(ranks[0])}\n")
+                self._line("stderr", f"[{_label(ranks)}] {content.sentence(ranks[0])}\n")
             elif isinstance(content, _Show):
                 self._show(ranks, content)
             else:
                 self._clear_for(ranks, content)
             self._serial += 1
-            for rank in ranks:
-                self._wrote[rank] = self._serial
+            self._wrote.update(dict.fromkeys(ranks, self._serial))
         self._write_text()
 
     def _line(self, name: StreamName, text: str) -> None:
@@ -176,7 +192,7 @@ class Several:
             self._text.clear()
 
     def _show(self, ranks: tuple[int, ...], show: _Show) -> None:
-        self._line("stdout", f"[{rank_label(ranks)}]\n")
+        self._line("stdout", f"[{_label(ranks)}]\n")
         self._write_text()
         self.screen.display(show.bundle, show.metadata, display_id=show.display_id)
         self._held_ids.discard(show.display_id or "")
@@ -214,6 +230,10 @@ class Several:
             region.draw(self.screen, now=now, final=final or not region.live)
         last = self._regions[-1:]
         self._regions = [region for region in self._regions[:-1] if region.live] + last
+
+
+_label = functools.lru_cache(maxsize=64)(rank_label)
+"""The same ranks write line after line."""
 
 
 def _contained_lines(text: str) -> list[str]:

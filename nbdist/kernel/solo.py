@@ -11,6 +11,8 @@ from nbdist.kernel.ansi import clean
 from nbdist.kernel.open_text import cut_note, shortened
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nbdist.kernel.flood import Gap
     from nbdist.kernel.screen import Bundle, Screen, StreamName
 
@@ -28,7 +30,7 @@ class Solo:
         self._midline = False
         self._dirty = False
 
-    def text(self, _rank: int, name: StreamName, text: str, _now: float) -> None:
+    def text(self, _ranks: Sequence[int], name: StreamName, text: str, _now: float) -> None:
         """Print a piece of a stream."""
         body = clean(shortened(text))
         if len(body) > MAX_OPEN and body.rfind("\n") < len(body) - MAX_OPEN:
@@ -48,12 +50,12 @@ class Solo:
         self._midline = False
         self._dirty = True
 
-    def gap(self, rank: int, gap: Gap, _now: float) -> None:
+    def gap(self, ranks: Sequence[int], gap: Gap, _now: float) -> None:
         """Say what is not shown."""
         start = "\n" if self._midline else ""
         self._midline = False
         self._dirty = True
-        self.screen.write("stderr", f"{start}{gap.sentence(rank)}\n")
+        self.screen.write("stderr", f"{start}{gap.sentence(ranks[0])}\n")
 
     def clear(self, _rank: int, *, wait: bool, now: float) -> None:
         """Clear the cell's output, where there is any since the last time."""

@@ -25,7 +25,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from nbdist import __version__, wire, wire_nodes
-from nbdist.engines import processes
+from nbdist.engines import bundle, processes
+from nbdist.engines.bundle import Said
 from nbdist.engines.channel import CHANNELS, connected, write_connections
 from nbdist.engines.environment import scrubbed
 from nbdist.engines.fleet import GONE
@@ -34,7 +35,7 @@ from nbdist.engines.local import LAUNCHER, Launcher
 from nbdist.errors import StartError
 from nbdist.node.files import Files
 from nbdist.node.together import Together
-from nbdist.wire_nodes import AT_ONCE, BEAT_S
+from nbdist.wire_nodes import AHEAD, AT_ONCE, BEAT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +92,12 @@ class Agent:
         self._sockets: dict[zmq.Socket[bytes], tuple[int, Channel]] = {}
         self._places: dict[tuple[int, str], zmq.Socket[bytes]] = {}
         self._together: dict[Channel, Together] = {}
+        self._key = b""
+        """That signs what ranks say."""
+        self._bundles = self._ahead = 0
+        """How many were sent since the ranks were started, and how many of them wait to be read."""
+        self._refused: set[tuple[int, Channel]] = set()
+        """Who has sent what is not signed."""
         self._store: zmq.Socket[bytes] | None = None
         self._pids: dict[int, int] = {}
         self._states: dict[str, str] = {}
@@ -204,7 +211,7 @@ class Agent:
 
     def _patience_ms(self) -> int:
         """How long nothing has to be done if nothing comes."""
-        dues = [one.due for one in self._together.values()]
+        dues = [one.due for one in self._together.values() if self._ahead < AHEAD]
         left_s = min((due for due in dues if due is not None), default=math.inf) - time.monotonic()
         return math.ceil(max(0.0, min(BEAT_S / 2, left_s)) * 1000)
 
@@ -243,6 +250,8 @@ class Agent:
                     self._store.send_multipart([ident, b"", *reply])
             case wire_nodes.Ask():
                 self._answer(message, frames)
+            case wire_nodes.Taken(generation=self._generation):
+                self._ahead -= 1
             case wire_nodes.Cut():
                 self._cut()
             case wire_nodes.End():
@@ -307,7 +316,8 @@ class Agent:
                 self._sockets[one], self._places[place] = place, one
                 self._poller.register(one, zmq.POLLIN)
         ranks = range(launch.first, launch.first + launch.ranks_here)
-        self._together = {channel: Together(ranks, key.encode()) for channel in CHANNELS}
+        self._key, self._bundles, self._ahead = key.encode(), 0, 0
+        self._together = {channel: Together(ranks, self._key) for channel in CHANNELS}
         self._store = self._context.socket(zmq.ROUTER)
         self._store.linger = 0
         self._store.set_hwm(0)
@@ -347,13 +357,25 @@ class Agent:
         together, now = self._together[channel], time.monotonic()
         with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
             for _ in range(AT_ONCE):
-                together.put(rank, one.recv_multipart(zmq.DONTWAIT), now)
+                if not together.put(rank, one.recv_multipart(zmq.DONTWAIT), now):
+                    self._refused.add((rank, channel))
 
     def _pass_on(self, now: float) -> None:
-        """Send on what ranks have said; equal words of several at once."""
-        for channel, together in self._together.items():
-            for ranks, frames in together.leave(now):
-                self._say(wire_nodes.Frames(ranks, channel, self._generation), *frames)
+        """Send on what ranks have said, unless the kernel has enough to read."""
+        if self._ahead >= AHEAD:
+            return
+        said = [
+            Said(ranks, channel, parts)
+            for channel, together in self._together.items()
+            for ranks, parts in together.leave(now)
+        ]
+        said += [Said((rank,), channel, []) for rank, channel in self._refused]
+        self._refused.clear()
+        if said:
+            self._bundles += 1
+            self._ahead += 1
+            frames = bundle.packed(said, self._key, self._bundles)
+            self._say(wire_nodes.Bundle(self._generation), *frames)
 
     def _read_store(self, store: zmq.Socket[bytes]) -> None:
         """Pass on the requests of ranks; what is none was sent by code of a cell."""

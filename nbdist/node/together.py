@@ -1,7 +1,8 @@
-"""Messages of a node's ranks on their way to the kernel: equal ones travel as one.
+"""What a node's ranks say on its way to the kernel: what they say alike travels once.
 
-Runs in the agent. The kernel checks the signature of the message that travels, the agent those
-of the equal ones that it stands for. Each rank's messages keep their order on each channel.
+Runs in the agent, which checks every signature: what is passed on is a rank's. Text is compared
+by lines, however each rank's messages cut it; other messages as wholes. Each rank's order on
+each channel is kept.
 """
 
 from __future__ import annotations
@@ -9,48 +10,97 @@ from __future__ import annotations
 import functools
 import hmac
 import json
+import math
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from jupyter_client.session import DELIM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 HOLD_S = 0.03
-"""How long a message waits for ranks that may still say the same."""
+"""How long something waits for ranks that may still say the same."""
+BUNDLE_BYTES = 4 << 20
+"""So much leaves at once, and one message more."""
+FLOOD_CHARS = 1 << 18
+"""Text of one rank beyond this leaves without a look for others' lines in it."""
 KEPT_REQUESTS = 1024
 KEPT_SIGNATURES = 1 << 16
 _PARTS = 4
 """Of a message: header, parent, metadata, content; buffers follow."""
+_Kind = tuple[bytes, str]
+"""Of text: what it answers, and the stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """What a message is compared by, and what shows that it is a rank's."""
+@dataclass(slots=True, eq=False)
+class _Whole:
+    """A message that is compared as a whole."""
 
-    key: tuple[object, ...]
-    request: str
-    signature: bytes
+    head: tuple[object, ...]
+    """Equal for equal messages."""
     parts: list[bytes]
+    request: str
+    at: float
 
 
-@dataclass(slots=True)
-class _Group:
-    """A message and the ranks that have sent it."""
+@dataclass(slots=True, eq=False)
+class _Text:
+    """What a rank has written to a stream and has not left yet."""
 
-    number: int
-    """Of its channel, from 1."""
-    key: tuple[object, ...] | None
-    """None: nothing can be equal to it."""
-    turn: int
-    """The how manieth message it is of the first of them, since a request came."""
+    kind: _Kind
+    begin: list[bytes]
+    """Header, parent and metadata of the first message."""
+    request: str
+    text: str = ""
+    _ends: deque[tuple[int, float]] = field(default_factory=deque)
+    """Where each piece ends, and when it came."""
+    _gone: int = 0
+
+    @property
+    def head(self) -> tuple[object, ...]:
+        """Equal for texts that begin with the same line, or are the same open one."""
+        return self.kind, self.text[: self.text.find("\n") + 1] or self.text
+
+    @property
+    def at(self) -> float:
+        """When its beginning came."""
+        return self._ends[0][1]
+
+    @property
+    def open(self) -> bool:
+        """Whether its line may go on."""
+        return "\n" not in self.text
+
+    def add(self, text: str, at: float) -> None:
+        """Take more of it."""
+        self.text += text
+        self._ends.append((self._gone + len(self.text), at))
+
+    def cut(self, length: int) -> None:
+        """Let its beginning go."""
+        self.text = self.text[length:]
+        self._gone += length
+        while self._ends and self._ends[0][0] <= self._gone:
+            self._ends.popleft()
+
+
+@dataclass(slots=True, eq=False)
+class _Leaving:
+    """What some ranks have said alike."""
+
     ranks: list[int]
-    frames: list[bytes]
-    awaited: Sequence[int]
-    """Ranks that may send it."""
-    until: float
+    parts: list[bytes]
+    kind: _Kind | None = None
+    text: list[str] = field(default_factory=list)
+
+    def whole(self) -> tuple[tuple[int, ...], list[bytes]]:
+        """The ranks and the message."""
+        if self.kind is None:
+            return tuple(self.ranks), self.parts
+        content = {"name": self.kind[1], "text": "".join(self.text)}
+        return tuple(self.ranks), [*self.parts, json.dumps(content).encode()]
 
 
 class Together:
@@ -66,105 +116,195 @@ class Together:
         self._ranks, self._key = tuple(ranks), key
         self._asked: dict[str, tuple[int, ...]] = {}
         """Ranks by request, the newest last."""
-        self._groups: deque[_Group] = deque()
-        self._by_key: dict[tuple[object, ...], deque[_Group]] = {}
-        """Those that are held, the oldest first."""
-        self._last = dict.fromkeys(self._ranks, 0)
-        """Number of each rank's newest message."""
-        self._said = dict.fromkeys(self._ranks, 0)
-        """How many messages of each rank have come since a request went to it."""
-        self._count = 0
-        self._joined: set[bytes] = set()
-        """Signatures that stand behind another one: the kernel does not see them."""
-        self._order: deque[bytes] = deque()
+        self._queues: dict[int, deque[_Whole | _Text]] = {rank: deque() for rank in self._ranks}
+        self._came = dict.fromkeys(self._ranks, 0)
+        """How much each rank has said since a request went to it, in lines and other messages."""
+        self._left = dict.fromkeys(self._ranks, 0)
+        """How much of that has left."""
+        self._seen: dict[bytes, None] = {}
+        """Signatures, the oldest first: what was recorded and is sent again is not taken."""
 
     def asked(self, ranks: Sequence[int], frames: list[bytes]) -> None:
         """Note who gets a request: they may answer the same."""
-        read = _read(frames)
-        if read is None:
+        try:
+            request = json.loads(frames[frames.index(DELIM) + 2])["msg_id"]
+        except (ValueError, LookupError, TypeError):
             return
-        self._asked[json.loads(read.parts[0])["msg_id"]] = tuple(ranks)
-        self._said.update(dict.fromkeys(ranks, 0))
+        self._asked[request] = tuple(ranks)
+        for rank in ranks:
+            self._came[rank] -= self._left[rank]
+            self._left[rank] = 0
         if len(self._asked) > KEPT_REQUESTS:
             del self._asked[next(iter(self._asked))]
 
-    def put(self, rank: int, frames: list[bytes], now: float) -> None:
-        """Take a message of a rank."""
-        read = _read(frames) if len(self._ranks) > 1 else None
-        if read is not None and read.signature in self._joined:
-            return  # recorded and sent again: the kernel would not know
-        self._said[rank] += 1
-        if read is not None and self._joins(rank, read):
-            return
-        self._count += 1
-        self._last[rank] = self._count
-        awaited = () if read is None else self._asked.get(read.request, self._ranks)
-        key = None if read is None else read.key
-        group = _Group(self._count, key, self._said[rank], [rank], frames, awaited, now + HOLD_S)
-        self._groups.append(group)
-        if key is not None:
-            self._by_key.setdefault(key, deque()).append(group)
+    def put(self, rank: int, frames: list[bytes], now: float) -> bool:
+        """Take a message of a rank; False where it is not signed, or came before."""
+        parts = self._checked(frames)
+        if parts is None:
+            return False
+        queue = self._queues[rank]
+        try:
+            kind, request = str(json.loads(parts[0])["msg_type"]), _request(parts[1])
+            content = json.loads(parts[3]) if kind == "stream" else None
+            text = None if content is None else (str(content["name"]), str(content["text"]))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            # the kernel says what it thinks of it
+            queue.append(_Whole((object(),), parts, "", now))
+            self._came[rank] += 1
+            return True
+        if text is None:
+            # replies have in their metadata when they began, which nobody reads
+            metadata = b"" if kind.endswith("_reply") else parts[2]
+            queue.append(_Whole((kind, parts[1], metadata, *parts[3:]), parts, request, now))
+            self._came[rank] += 1
+        elif text[1]:
+            self._put_text(queue, (parts[1], text[0]), text[1], parts, request, now)
+            self._came[rank] += text[1].count("\n")
+        return True
 
-    def leave(self, now: float) -> Iterator[tuple[tuple[int, ...], list[bytes]]]:
-        """Messages that wait for nobody, with their ranks, in their order."""
-        while self._groups and self._may_leave(self._groups[0], now):
-            group = self._groups.popleft()
-            if group.key is not None:
-                equal = self._by_key[group.key]
-                equal.popleft()
-                if not equal:
-                    del self._by_key[group.key]
-            yield tuple(sorted(group.ranks)), group.frames
+    def leave(self, now: float) -> list[tuple[tuple[int, ...], list[bytes]]]:
+        """What waits for nobody, with its ranks, in its order."""
+        leaving: list[_Leaving] = []
+        last: dict[int, _Leaving] = {}
+        size = 0
+        while size < BUNDLE_BYTES and (ready := list(self._ready(now))):
+            alone = len(ready) == 1 == sum(map(bool, self._queues.values()))
+            for ranks in ready:
+                size += self._let_go(ranks, leaving, last, alone=alone)
+        return [one.whole() for one in leaving]
 
     @property
     def due(self) -> float | None:
         """When the next one leaves at the latest; None: nothing is held."""
-        return self._groups[0].until if self._groups else None
+        heads = (queue[0].at for queue in self._queues.values() if queue)
+        return min((at + HOLD_S for at in heads), default=None)
 
-    def _joins(self, rank: int, read: _Read) -> bool:
-        """Whether an equal message waits that may stand for this one."""
-        held = self._by_key.get(read.key, ())
-        group = next((one for one in held if one.number > self._last[rank]), None)
-        if group is None:
-            return False
-        if not hmac.compare_digest(read.signature, self._signature(read.parts)):
-            return False  # the kernel refuses it
-        group.ranks.append(rank)
-        self._last[rank] = group.number
-        self._remember(read.signature)
-        return True
+    def _checked(self, frames: list[bytes]) -> list[bytes] | None:
+        """The parts of a message whose signature is good and new."""
+        try:
+            at = frames.index(DELIM) + 1
+            signature, header, parent, metadata, content, *buffers = frames[at:]
+        except ValueError:
+            return None
+        parts = [header, parent, metadata, content]
+        made = hmac.digest(self._key, b"".join(parts), "sha256").hex().encode()
+        if not hmac.compare_digest(signature, made) or signature in self._seen:
+            return None
+        self._seen[signature] = None
+        if len(self._seen) > KEPT_SIGNATURES:
+            del self._seen[next(iter(self._seen))]
+        return parts + buffers
 
-    def _remember(self, signature: bytes) -> None:
-        self._joined.add(signature)
-        self._order.append(signature)
-        if len(self._order) > KEPT_SIGNATURES:
-            self._joined.discard(self._order.popleft())
+    @staticmethod
+    def _put_text(
+        queue: deque[_Whole | _Text],
+        kind: _Kind,
+        text: str,
+        parts: list[bytes],
+        request: str,
+        now: float,
+    ) -> None:
+        """Append text to what the rank has written to this stream before, if that still waits."""
+        last = queue[-1] if queue else None
+        if not isinstance(last, _Text) or last.kind != kind or len(last.text) > FLOOD_CHARS:
+            last = _Text(kind, parts[:3], request)
+            queue.append(last)
+        last.add(text, now)
 
-    def _may_leave(self, group: _Group, now: float) -> bool:
-        """Whether its time is up, or each rank has said the same, or something else in its turn."""
-        return now >= group.until or all(
-            self._last[rank] >= group.number or self._said[rank] >= group.turn
-            for rank in group.awaited
-        )
+    def _ready(self, now: float) -> Iterator[list[int]]:
+        """Ranks whose next words are the same and wait for nobody."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for rank, queue in self._queues.items():
+            if queue:
+                alike.setdefault(queue[0].head, []).append(rank)
+        least: dict[str, float] = {}
+        """By request how much the rank has said that has said least and of which nothing waits."""
+        for ranks in alike.values():
+            items = [self._queues[rank][0] for rank in ranks]
+            request = items[0].request
+            if request not in least:
+                awaited = self._asked.get(request, self._ranks)
+                silent = (self._came[rank] for rank in awaited if not self._queues[rank])
+                least[request] = min(silent, default=math.inf)
+            settled = not any(self._may_go_on(rank) for rank in ranks)
+            turn = min(self._left[rank] for rank in ranks)
+            due = now >= min(item.at for item in items) + HOLD_S
+            if due or (settled and least[request] > turn):
+                yield ranks
 
-    def _signature(self, parts: list[bytes]) -> bytes:
-        return hmac.digest(self._key, b"".join(parts[:_PARTS]), "sha256").hex().encode()
+    def _may_go_on(self, rank: int) -> bool:
+        """Whether the line that a rank has begun may still get its end."""
+        queue = self._queues[rank]
+        return len(queue) == 1 and isinstance(queue[0], _Text) and queue[0].open
+
+    def _let_go(
+        self, ranks: list[int], leaving: list[_Leaving], last: dict[int, _Leaving], *, alone: bool
+    ) -> int:
+        """Take what these ranks have said alike; returns its size.
+
+        Args:
+            ranks: the first words of all are the same.
+            leaving: where it goes.
+            last: of `leaving` the last one of each rank.
+            alone: nobody else has said anything that waits.
+        """
+        first = self._queues[ranks[0]][0]
+        if isinstance(first, _Whole):
+            for rank in ranks:
+                self._queues[rank].popleft()
+                self._left[rank] += 1
+            leaving.append(_Leaving(ranks, first.parts))
+            last.update(dict.fromkeys(ranks, leaving[-1]))
+            return sum(map(len, first.parts))
+        text = self._common(ranks, first, alone=alone)
+        self._cut(ranks, text)
+        one = last.get(ranks[0])
+        follows = one is not None and one.kind == first.kind and one.ranks == ranks
+        if one is None or not follows or any(last.get(rank) is not one for rank in ranks):
+            one = _Leaving(ranks, first.begin, first.kind)
+            leaving.append(one)
+            last.update(dict.fromkeys(ranks, one))
+        one.text.append(text)
+        return len(text)
+
+    def _common(self, ranks: list[int], first: _Text, *, alone: bool) -> str:
+        """The lines with which the text of all these begins."""
+        if alone or (len(ranks) == 1 and len(first.text) > FLOOD_CHARS):
+            return first.text
+        if len(ranks) == 1:
+            return first.text[: first.text.find("\n") + 1] or first.text  # the next may be a twin
+        texts = (item.text for rank in ranks if isinstance(item := self._queues[rank][0], _Text))
+        shared = _shared(texts)
+        return shared[: shared.rfind("\n") + 1] or shared
+
+    def _cut(self, ranks: Iterable[int], text: str) -> None:
+        """Let the beginning of these ranks' text go."""
+        lines = text.count("\n")
+        for rank in ranks:
+            queue = self._queues[rank]
+            item = queue[0]
+            self._left[rank] += lines
+            if isinstance(item, _Text):
+                item.cut(len(text))
+                if not item.text:
+                    queue.popleft()
 
 
-def _read(frames: list[bytes]) -> _Read | None:
-    """Take a message apart; None where it is none."""
-    try:
-        at = frames.index(DELIM) + 1
-        signature, header, parent, metadata, *rest = frames[at:]
-        kind = json.loads(header)["msg_type"]
-        request = _request(parent)
-    except (ValueError, LookupError, TypeError):
-        return None  # the kernel says what it thinks of it
-    if not rest:
-        return None
-    # replies have in their metadata when they began, which nobody reads
-    key: tuple[Any, ...] = (kind, parent, b"" if kind.endswith("_reply") else metadata, *rest)
-    return _Read(key, request, signature, [header, parent, metadata, *rest])
+def _shared(texts: Iterable[str]) -> str:
+    """What all texts begin with."""
+    texts = iter(texts)
+    shared = next(texts)
+    for text in texts:
+        if not text.startswith(shared):
+            low, high = 0, min(len(shared), len(text))
+            while low < high:
+                middle = (low + high + 1) // 2
+                if text.startswith(shared[:middle]):
+                    low = middle
+                else:
+                    high = middle - 1
+            shared = shared[:low]
+    return shared
 
 
 @functools.lru_cache(maxsize=64)

@@ -124,10 +124,10 @@ def profiler(request: pytest.FixtureRequest) -> Iterator[Profiler]:
     heard: dict[str, dict[int, Any]] = {}
     usual = Gang.receive
 
-    def receive(gang: Gang, rank: int, channel: Any, message: Any) -> None:
+    def receive(gang: Gang, ranks: Any, channel: Any, message: Any) -> None:
         if message["header"]["msg_type"] == wire.PROFILED:
-            heard.setdefault(message["content"]["id"], {})[rank] = message["content"]
-        usual(gang, rank, channel, message)
+            heard.setdefault(message["content"]["id"], {})[ranks[0]] = message["content"]
+        usual(gang, ranks, channel, message)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gang, "receive", receive)

@@ -18,7 +18,7 @@ from nbdist.signed import Signer as Ours
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from nbdist import Session
@@ -197,10 +197,10 @@ class Seen:
         self.messages: list[tuple[int, str, Any]] = []
         self.looks = 0
 
-    def receive(self, rank: int, channel: Channel, message: Message) -> None:
+    def receive(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
         if message["content"].get("fail"):
             raise KeyError(message["msg_id"])
-        self.messages.append((rank, channel, message["content"]))
+        self.messages += [(rank, channel, message["content"]) for rank in ranks]
 
     def idle(self) -> bool:
         self.looks += 1

@@ -383,7 +383,7 @@ def test_contents_of_messages_of_a_rank(kind: str, examples: int) -> None:
         cell = Cell((0, 1), Mock(), on_send=lambda *_: None, on_done=lambda _: None)
         header = {"msg_type": kind, "date": datetime.now(tz=UTC)}
         message = {"header": header, "content": content, "metadata": {}, "buffers": []}
-        cell.deliver(0, channel, message)  # type: ignore[arg-type]
+        cell.deliver((0,), channel, message)  # type: ignore[arg-type]
         cell.pump(0.0)
 
     hold(check, mutated(CONTENTS[kind]), examples)

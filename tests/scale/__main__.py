@@ -44,16 +44,16 @@ class Many(Here):
 
 
 class Opened:
-    """Counts the messages that the kernel opens."""
+    """Counts the messages that the kernel reads."""
 
     def __init__(self) -> None:
         """Count from now on."""
         self.number = 0
         whole = Channels._take
 
-        def take(channels: Channels, ranks: Any, channel: Channel, frames: list[bytes]) -> None:
+        def take(channels: Channels, ranks: Any, channel: Channel, message: Any) -> None:
             self.number += 1
-            whole(channels, ranks, channel, frames)
+            whole(channels, ranks, channel, message)
 
         Channels._take = take  # type: ignore[method-assign]
 

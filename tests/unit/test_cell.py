@@ -28,7 +28,7 @@ def fail(cell: Cell, rank: int) -> None:
     """An error of long ago."""
     error = message("error", ename="MemoryError", evalue="", traceback=["MemoryError"])
     error["header"]["date"] = datetime(2020, 1, 1, tzinfo=UTC)
-    cell.deliver(rank, "iopub", error)
+    cell.deliver((rank,), "iopub", error)
 
 
 def test_an_error_is_told_early_only_while_another_rank_runs_on() -> None:
@@ -44,7 +44,7 @@ def test_ranks_that_all_failed_are_told_of_once_at_the_end() -> None:
     for rank in (0, 1):
         fail(cell, rank)
         advice = wire.Advice(lines=["out of memory"], held_bytes=rank)
-        cell.deliver(rank, "iopub", message(wire.ADVICE, **advice))
+        cell.deliver((rank,), "iopub", message(wire.ADVICE, **advice))
     cell.pump(0.0)
     cell.pump(0.0)
     assert cell.pending == (0, 1), "they look for what would fit"
@@ -59,7 +59,7 @@ def end_of(cell: Cell, ename: str, evalue: str) -> None:
     """Rank 0 fails, rank 1 dies."""
     error = message("error", ename=ename, evalue=evalue, traceback=[f"{ename}: {evalue}"])
     error["header"]["date"] = datetime.now(UTC)
-    cell.deliver(0, "iopub", error)
+    cell.deliver((0,), "iopub", error)
     cell.die(RankDied("rank 1 ended"))
     cell.pump(0.0)
     assert cell.finished.is_set()
@@ -90,11 +90,11 @@ def test_a_line_of_the_session_stands_below_the_cell() -> None:
 
 
 def reply(cell: Cell, rank: int) -> None:
-    cell.deliver(rank, "shell", message("execute_reply", status="ok"))
+    cell.deliver((rank,), "shell", message("execute_reply", status="ok"))
 
 
 def line(cell: Cell, rank: int, text: str) -> None:
-    cell.deliver(rank, "iopub", message("stream", name="stdout", text=text))
+    cell.deliver((rank,), "iopub", message("stream", name="stdout", text=text))
 
 
 def test_output_that_is_long_on_its_way_after_the_reply_belongs_to_the_cell(
@@ -117,7 +117,7 @@ def test_output_that_is_long_on_its_way_after_the_reply_belongs_to_the_cell(
 def test_all_late_output_is_shown_at_once() -> None:
     cell, renderer = cell_of(0)
     reply(cell, 0)
-    cell.deliver(0, "iopub", message("status", execution_state="idle"))
+    cell.deliver((0,), "iopub", message("status", execution_state="idle"))
     cell.pump(0.0)
     assert cell.finished.is_set()
     for number in range(100):

@@ -30,7 +30,8 @@ class Ranks:
         if self._words and self.now % 100 == 0:
             self._words -= 1
             header = {"msg_type": wire.PHASE}
-            self._asked.receive(0, "iopub", {"header": header, "parent_header": {}, "content": {}})
+            message = {"header": header, "parent_header": {}, "content": {}}
+            self._asked.receive((0,), "iopub", message)
         raise Empty
 
 

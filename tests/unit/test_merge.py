@@ -9,7 +9,7 @@ def filled(queues: dict[int, str], at: float = 0.0) -> Merge[str]:
     merge: Merge[str] = Merge(list(queues))
     for rank, letters in queues.items():
         for letter in letters:
-            merge.put(rank, Item(letter, "stdout", at, 0.15, letter))
+            merge.put((rank,), [Item(letter, "stdout", at, 0.15, letter)])
     return merge
 
 
@@ -39,9 +39,9 @@ def test_three_ranks_with_extras_align() -> None:
 
 def test_no_other_item_passes_a_barrier() -> None:
     merge: Merge[str] = Merge([0, 1])
-    merge.put(0, Item("figure", "", 0.0, 0.15, "figure"))
-    merge.put(0, Item("line", "stderr", 0.0, 0.15, "line"))
-    merge.put(1, Item("line", "stderr", 0.0, 0.15, "line"))
+    merge.put((0,), [Item("figure", "", 0.0, 0.15, "figure")])
+    merge.put((0,), [Item("line", "stderr", 0.0, 0.15, "line")])
+    merge.put((1,), [Item("line", "stderr", 0.0, 0.15, "line")])
     assert list(merge.leave(1.0)) == [((0,), "figure"), ((0, 1), "line")]
 
 

@@ -32,7 +32,7 @@ class Cell:
         )
 
     def out(self, rank: int, text: str, name: Any = "stdout") -> None:
-        self.renderer.stream(rank, name, text)
+        self.renderer.stream((rank,), name, text)
 
     def err(self, rank: int, text: str) -> None:
         self.out(rank, text, "stderr")

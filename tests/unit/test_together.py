@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import random
 
+import pytest
+from jupyter_client.session import DELIM
+
+from nbdist.engines import bundle
 from nbdist.node.together import HOLD_S, Together
 from nbdist.signed import Signer
 
@@ -22,18 +26,23 @@ class Node:
         self.now = 0.0
 
     def says(self, rank: int, text: str, key: bytes = KEY) -> list[bytes]:
+        """Have a rank print."""
+        return self.sends(rank, "stream", {"name": "stdout", "text": text}, key)
+
+    def sends(self, rank: int, kind: str, content: object, key: bytes = KEY) -> list[bytes]:
+        """Have a rank send a message."""
         signer = Signer(key=key)
-        told = signer.msg("stream", {"name": "stdout", "text": text}, parent=self.request)
+        told = signer.msg(kind, content, parent=self.request)
         frames: list[bytes] = signer.serialize(told, ident=b"topic of %d" % rank)
-        self.together.put(rank, frames, self.now)
+        self.taken = self.together.put(rank, frames, self.now)
         return frames
 
     def leave(self) -> list[tuple[tuple[int, ...], str]]:
-        """Ranks and text of what leaves now; "" for what the kernel refuses."""
+        """Ranks and text of what leaves now; of what is no text its kind."""
         found = []
-        for ranks, frames in self.together.leave(self.now):
-            message = self.kernel.opened(frames)
-            found.append((ranks, message["content"]["text"] if message else ""))
+        for ranks, parts in self.together.leave(self.now):
+            message = bundle.read(parts)
+            found.append((ranks, message["content"].get("text", message["msg_type"])))
         return found
 
 
@@ -45,60 +54,125 @@ def node() -> Node:
 def test_equal_messages_leave_once_and_at_once(node: Node) -> None:
     for rank in RANKS:
         assert node.leave() == []
-        node.says(rank, "hello")
-    assert node.leave() == [((4, 5, 6, 7), "hello")]
+        node.says(rank, "hello\n")
+    assert node.leave() == [((4, 5, 6, 7), "hello\n")]
     assert node.together.due is None
 
 
 def test_different_messages_wait_for_nobody_who_has_spoken(node: Node) -> None:
     for rank in RANKS:
-        node.says(rank, f"I am {rank}")
-    assert node.leave() == [((rank,), f"I am {rank}") for rank in RANKS]
+        node.says(rank, f"I am {rank}\n")
+    assert node.leave() == [((rank,), f"I am {rank}\n") for rank in RANKS]
+
+
+def test_who_has_said_less_than_the_others_waits_for_none_of_them(node: Node) -> None:
+    for rank in (4, 5, 6):
+        node.says(rank, "a\nb\n")
+    node.now = HOLD_S
+    assert node.leave() == [((4, 5, 6), "a\nb\n")]
+    node.says(7, "a\n")
+    assert node.leave() == [((7,), "a\n")]
+
+
+def test_lines_are_compared_however_they_were_cut(node: Node) -> None:
+    text = "".join(f"line {one}\n" for one in range(10))
+    for rank in RANKS:
+        for begin in range(0, len(text), rank):
+            node.says(rank, text[begin : begin + rank])
+    assert node.leave() == [((4, 5, 6, 7), text)]
+
+
+def test_what_is_alike_again_after_a_difference_is_said_once(node: Node) -> None:
+    for rank in RANKS:
+        node.says(rank, f"epoch 1\nrank {rank}\nepoch 2\n")
+    assert node.leave() == [
+        (tuple(RANKS), "epoch 1\n"),
+        *(((rank,), f"rank {rank}\n") for rank in RANKS),
+        (tuple(RANKS), "epoch 2\n"),
+    ]
+
+
+def test_a_line_that_may_go_on_waits_for_its_end(node: Node) -> None:
+    for rank in RANKS:
+        node.says(rank, f"{rank}%")
+    assert node.leave() == []
+    node.says(4, " and more\n")
+    node.sends(5, "status", {"execution_state": "idle"})
+    assert node.leave() == [((4,), "4% and more\n"), ((5,), "5%")]
+    node.now = HOLD_S
+    assert node.leave() == [((5,), "status"), ((6,), "6%"), ((7,), "7%")]
 
 
 def test_a_silent_rank_is_waited_for_briefly(node: Node) -> None:
     for rank in (4, 5, 6):
-        node.says(rank, "hello")
+        node.says(rank, "hello\n")
     assert node.leave() == []
     node.now = node.together.due or 0.0
     assert node.now == HOLD_S
-    assert node.leave() == [((4, 5, 6), "hello")]
+    assert node.leave() == [((4, 5, 6), "hello\n")]
 
 
-def test_each_rank_keeps_its_order(node: Node) -> None:
-    for text in ("a", "b"):
-        node.says(4, text)
-    for text in ("b", "a"):
-        node.says(5, text)
-    node.now = HOLD_S
-    assert node.leave() == [((4,), "a"), ((4, 5), "b"), ((5,), "a")]
+def test_nothing_passes_what_its_rank_said_before(node: Node) -> None:
+    for rank in RANKS:
+        node.says(rank, "a\n")
+        node.sends(rank, "display_data", {"data": {}})
+        node.says(rank, "b\n")
+    assert [text for _, text in node.leave()] == ["a\n", "display_data", "b\n"]
+
+
+def test_what_any_ranks_say_leaves_whole_and_in_order(node: Node) -> None:
+    rng = random.Random(5)  # noqa: S311 - a test's own dice
+    for _ in range(100):
+        said, left = (dict.fromkeys(RANKS, "") for _ in range(2))
+        for _ in range(20):
+            rank = rng.choice(RANKS)
+            text = "".join(rng.choice(["a", "b\n", "c\n"]) for _ in range(rng.randrange(5)))
+            node.says(rank, text)
+            said[rank] += text
+            node.now += rng.choice([0.0, HOLD_S / 3])
+            for ranks, leaves in node.leave():
+                for one in ranks:
+                    left[one] += leaves
+        node.now += HOLD_S
+        for ranks, leaves in node.leave():
+            for one in ranks:
+                left[one] += leaves
+        assert left == said
 
 
 def test_a_rank_that_says_it_twice_has_said_it_twice(node: Node) -> None:
     for rank in RANKS:
-        node.says(rank, "again")
-        node.says(rank, "again")
-    assert node.leave() == [((4, 5, 6, 7), "again")] * 2
+        node.sends(rank, "display_data", {"data": {}})
+        node.sends(rank, "display_data", {"data": {}})
+    assert node.leave() == [((4, 5, 6, 7), "display_data")] * 2
 
 
 def test_what_is_signed_with_another_key_joins_nothing(node: Node) -> None:
     node.says(4, "hello")
     node.says(5, "hello", key=b"o" * 64)
+    assert not node.taken
     node.now = HOLD_S
-    assert node.leave() == [((4,), "hello"), ((5,), "")]
+    assert node.leave() == [((4,), "hello")]
 
 
-def test_a_message_that_stood_behind_another_is_not_taken_again(node: Node) -> None:
+def test_a_message_is_not_taken_twice(node: Node) -> None:
     node.says(4, "hello")
     recorded = node.says(5, "hello")
     node.now = HOLD_S
     assert node.leave() == [((4, 5), "hello")]
-    node.together.put(6, recorded, node.now)
-    node.now += HOLD_S
-    assert node.leave() == []
+    assert not node.together.put(6, recorded, node.now)
 
 
 @pytest.mark.parametrize("frames", [[], [b""], [b"<IDS|MSG>"], [b"<IDS|MSG>", *[b"{"] * 5]])
-def test_what_is_no_message_is_passed_on(node: Node, frames: list[bytes]) -> None:
-    node.together.put(4, frames, node.now)
-    assert list(node.together.leave(node.now)) == [((4,), frames)]
+def test_what_is_no_message_is_refused(node: Node, frames: list[bytes]) -> None:
+    assert not node.together.put(4, frames, node.now)
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"name": "stdout"}', '"text"'])
+def test_what_is_signed_and_nobody_can_read_is_passed_on(node: Node, content: str) -> None:
+    signer = Signer(key=KEY)
+    _, _, *parts = signer.serialize(signer.msg("stream", {}, parent=node.request))
+    parts[-1] = content.encode()
+    assert node.together.put(4, [DELIM, signer.sign(parts), *parts], node.now)
+    node.now = HOLD_S
+    assert node.together.leave(node.now) == [((4,), parts)]
