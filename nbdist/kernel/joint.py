@@ -195,7 +195,7 @@ class _Ladder(Ladder):
         """Whether nothing moves: of ranks in step some may wait for one that works."""
         answers = self._whereabouts.now()
         found = [answers[rank]["standing"] for rank in self.cell.running if rank in answers]
-        still = all(one["idle"] and one["still_s"] > STILL_S for one in found)
+        still = all(one["idle"] and one["still_s"] >= STILL_S for one in found)
         return still and len(found) == len(self.cell.running)
 
     def _words(self, now: float) -> str:

@@ -23,6 +23,9 @@ IDLE_SHARE = 0.1
 """A main thread that computes for less of the time waits for something."""
 SHORTEST_S = 0.1
 """Between two looks that say something about it."""
+STEP_S = 0.5
+"""Times are told in these steps: ranks that wait at one place then answer the same, which an agent
+passes on once."""
 
 
 class Standing:
@@ -53,7 +56,7 @@ class Standing:
         return wire.Standing(
             waits_for=waiting.words if waiting else "",
             missing=list(waiting.missing) if waiting else [],
-            still_s=round(now - (waiting.since if waiting else self._since), 1),
+            still_s=(now - (waiting.since if waiting else self._since)) // STEP_S * STEP_S,
             idle=self._idle,
             counts=counts,
             midway=training.midway(),

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from nbdist.engines.channel import Channel
 
 CELLS = 21
-FLOOD_LINES, EACH = 100, 10
+PRINTING = {
+    "flood": "flood(100, 10)",
+    "apart": "apart(100, 10)",
+    "long": "flood(1000, 50)",
+    "reports": "reports(10)",
+}
 MB = 1e6
 
 
@@ -83,12 +88,14 @@ def measured(nodes: int, ranks: int, *, cells: int = CELLS) -> dict[str, float]:
         took = [timed(lambda: session.run("pass")) for _ in range(cells)]
         found["cell_ms"] = statistics.median(took) * 1000
         found["cell_messages"] = (opened.number - before) / cells
-        for how in ("flood", "apart"):
-            before, text = opened.number, io.StringIO()
+        for how, cell in PRINTING.items():
+            before, text, used = opened.number, io.StringIO(), time.process_time()
             with contextlib.redirect_stdout(text):
-                found[f"{how}_s"] = timed(lambda: session.run(f"{how}({FLOOD_LINES}, {EACH})"))  # noqa: B023
+                found[f"{how}_s"] = timed(lambda: session.run(cell))  # noqa: B023
+            found[f"{how}_cpu_s"] = time.process_time() - used
             found[f"{how}_messages"] = opened.number - before
             found[f"{how}_shown_lines"] = text.getvalue().count("\n")
+        assert len(session.metrics.by_rank("loss")) == nodes * ranks
         before = opened.number
         found["stop_s"] = stopped(session)
         found["stop_messages"] = opened.number - before

@@ -3,8 +3,9 @@
     python -m tests.scale.ranks LINK_FD RUN_DIR
 
 Stands where `nbdist.launcher` does. Cells are "pass", which ends at once, "wait()", which
-does with Stop, "flood(LINES, EACH)", which prints, EACH lines in a message, and
-"apart(LINES, EACH)", which cuts them differently on each rank.
+does with Stop, "flood(LINES, EACH)", which prints, EACH lines in a message,
+"apart(LINES, EACH)", which cuts them differently on each rank, and "reports(ROWS)", which sends
+as many rows of report(), one in a message.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Rank:
             standing = wire.Standing(
                 waits_for="",
                 missing=[],
-                still_s=time.monotonic() % 1000,
+                still_s=time.monotonic() // 0.5 * 0.5,
                 idle=self.running is not None,
                 counts={"0": 3},
                 midway="",
@@ -115,6 +116,10 @@ class Rank:
                 return
             case ["flood" | "apart" as how, lines, each]:
                 self.print(asked, int(lines), int(each), shift=self.rank if how == "apart" else 0)
+            case ["reports", rows]:
+                for step in range(int(rows)):
+                    row = {"step": step, "time": time.time(), "loss": self.rank / 3 + step}
+                    self.tell(wire.REPORT, {"rows": [row]}, asked["header"])
         self.end(asked, {"status": "ok", "execution_count": 1, "user_expressions": {}})
 
     def print(self, asked: dict[str, Any], lines: int, each: int, *, shift: int) -> None:

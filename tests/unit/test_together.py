@@ -98,9 +98,9 @@ def test_a_line_that_may_go_on_waits_for_its_end(node: Node) -> None:
     assert node.leave() == []
     node.says(4, " and more\n")
     node.sends(5, "status", {"execution_state": "idle"})
-    assert node.leave() == [((4,), "4% and more\n"), ((5,), "5%")]
+    assert node.leave() == [((4,), "4% and more\n"), ((5,), "5%"), ((5,), "status")]
     node.now = HOLD_S
-    assert node.leave() == [((5,), "status"), ((6,), "6%"), ((7,), "7%")]
+    assert node.leave() == [((6,), "6%"), ((7,), "7%")]
 
 
 def test_a_silent_rank_is_waited_for_briefly(node: Node) -> None:
