@@ -20,7 +20,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist.engines import agreement, there
+from nbdist.engines import agreement, slurm_nodes, there
 from nbdist.engines.base import Place, Wanted
 from nbdist.engines.spread import Spread, counted, filled
 from nbdist.errors import OptionError, StartError
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 TASKS_S = 90.0
 """For the tasks to say what their nodes are, once Slurm runs them."""
 CLOSE_S = there.END_S + 2.0
-COMMAND_S = 10.0
 READ_S = 1.0
 """For the last words of a process that has ended to be read."""
 POLL_S = 0.5
@@ -119,8 +118,29 @@ class SlurmCluster:
         return Spread(kind, count, each or (nproc // count if nproc else 1))
 
     def left(self, kind: Kind, each: int, nodes: int) -> int:  # noqa: ARG002 - as Ray's
-        """So many nodes as before: Slurm brings a failed job's successor into its queue."""
-        return nodes
+        """How many nodes, at most as many as before, the allocation has or Slurm gives jobs."""
+        there, silent = self._there()
+        return min(len(there - silent), nodes) if there else nodes
+
+    def _there(self) -> tuple[set[str], set[str]]:
+        """Names of the nodes that Slurm knows, and those of our last ones that do not answer."""
+        known = slurm_nodes.usable(job=self._allocation, partition=self._given.get("partition", ""))
+        ours = {place.name for place in self._places}
+        return known, {name for name in ours if not slurm_nodes.answers(name)}
+
+    def _avoided(self, nodes: int, progress: Callable[[str], None]) -> list[str]:
+        """Nodes to keep away from: ours that do not answer. They are waited for where needed."""
+        began = time.monotonic()
+        while self._places:
+            known, silent = self._there()
+            if not silent & known or len(known - silent) >= nodes:
+                return sorted(silent)
+            progress(
+                f"waiting for {' and '.join(sorted(silent & known))}, whose slurmd does not answer"
+                f" ({time.monotonic() - began:.0f} s); Stop ends the waiting"
+            )
+            time.sleep(ASK_QUEUE_S)
+        return []
 
     @property
     def reach(self) -> str:
@@ -137,8 +157,9 @@ class SlurmCluster:
             wanted.nproc, wanted.nodes, 0 if wanted.kind == "cpu" else wanted.gpus_per_node
         )
         self.close()
+        avoided = self._avoided(spread.nodes, progress)
         try:
-            self._srun = Srun(self._command(spread), self._environ())
+            self._srun = Srun(self._command(spread, avoided), self._environ())
             self._places = self._number(spread, self._srun, progress)
             agreement.check(there.versions(), self._places)
         except BaseException:
@@ -146,7 +167,7 @@ class SlurmCluster:
             raise
         return self._places
 
-    def _command(self, spread: Spread) -> list[str]:
+    def _command(self, spread: Spread, avoided: Sequence[str] = ()) -> list[str]:
         """The line that starts the tasks; it has no secret."""
         srun = shutil.which("srun")
         if srun is None:
@@ -164,6 +185,7 @@ class SlurmCluster:
             "mpi": "none",
             "kill-on-bad-exit": 0,  # the other nodes are ended by us, who say why
             "wait": 0,
+            "exclude": ",".join(avoided) or None,
             **self._given,
         }
         words = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -223,7 +245,9 @@ class SlurmCluster:
     def _refused(self, words: str) -> str:
         """Slurm's words, and what there is."""
         only = [f"--partition={self._given['partition']}"] if "partition" in self._given else []
-        listed = _run("sinfo", "--noheader", "--format", "%P: %D nodes, %c CPUs, %G, %l", *only)
+        listed = slurm_nodes.run(
+            "sinfo", "--noheader", "--format", "%P: %D nodes, %c CPUs, %G, %l", *only
+        )
         has = "; ".join(line.replace(", (null)", "") for line in listed.splitlines())
         return f"Slurm does not give the nodes: {words}. It has {has or 'no such partition'}."
 
@@ -336,7 +360,7 @@ class Srun:
             if self._process.stdin is not None:
                 self._process.stdin.close()
         if self.job and not self._heard:
-            _run("scancel", self.job)  # it still waits in the queue
+            slurm_nodes.run("scancel", self.job)  # it still waits in the queue
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -401,7 +425,7 @@ class Queue:
             return False
         if now - self._asked_at >= ASK_QUEUE_S:
             self._asked_at = now
-            state, _, self.reason = _run(
+            state, _, self.reason = slurm_nodes.run(
                 "squeue", "--noheader", "--jobs", self._srun.job, "--format", "%T|%r"
             ).partition("|")
             self._waits = state in {"PENDING", "CONFIGURING"}
@@ -430,14 +454,3 @@ def tasks_ended(line: str) -> dict[int, str]:
         first, _, last = part.partition("-")
         tasks += range(int(first), int(last or first) + 1)
     return dict.fromkeys(tasks, f"Slurm says that its task ended: {found[3].strip()}")
-
-
-def _run(*command: str) -> str:
-    """What a command of Slurm answers; "" where it fails: then nothing is known."""
-    try:
-        done = subprocess.run(  # noqa: S603 - Slurm's own commands
-            command, capture_output=True, text=True, timeout=COMMAND_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()

@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -17,7 +17,7 @@ import psutil
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun")
@@ -93,6 +93,45 @@ class Slurm:
         command = ["srun", "--nodes=2", "--exclusive", "sleep", "1000"]
         return subprocess.Popen(command, env={**os.environ, **self.environ})
 
+    @contextmanager
+    def allocation(self) -> Iterator[dict[str, str]]:
+        """A job of both nodes that outlives one of them; the environment inside."""
+        self.call("salloc", "--nodes=2", "--no-shell", "--quiet", "--no-kill")
+        (job,) = self.jobs()
+        try:
+            yield {"SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "2", **self.environ}
+        finally:
+            self.call("scancel", job)
+
+    def update(self, node: str, state: str) -> None:
+        """Tell Slurm what becomes of a node: down, resume."""
+        self.call("scontrol", "update", f"nodename={node}", f"state={state}", "reason=test")
+
+    def kill(self, node: str) -> None:
+        """Let a node die: its slurmd, and everything that its tasks run."""
+        self._end(self.folder / f"{node}.pid", signal.SIGKILL)
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("SLURMD_NODENAME") == node:
+                    process.kill()
+
+    @contextmanager
+    def dead(self, node: str) -> Iterator[None]:
+        """A node that dies in here, and is there again afterwards."""
+        try:
+            yield
+        finally:
+            self.call("slurmd", "-N", node)
+            self.update(node, "down")  # ends what it was thought to be still running
+            self.revive(node)
+
+    def revive(self, node: str) -> None:
+        """Have a node take jobs that Slurm was told is down."""
+        with suppress(AssertionError):  # its slurmd has registered in between
+            self.update(node, "resume")
+        state = ("sinfo", "--noheader", "--nodes", node, "--format", "%T")
+        eventually(lambda: "down" not in self.call(*state), within_s=30)
+
     def __enter__(self) -> Self:
         """Start the daemons."""
         folder, host = self.folder, socket.gethostname().split(".")[0]
@@ -125,10 +164,10 @@ class Slurm:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @staticmethod
-    def _end(pid_file: Path) -> None:
+    def _end(pid_file: Path, how: signal.Signals = signal.SIGTERM) -> None:
         with suppress(psutil.Error, OSError, ValueError):
             process = psutil.Process(int(pid_file.read_text()))
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(how)
             with suppress(psutil.TimeoutExpired):
                 process.wait(10)
                 return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import pytest
 from nbdist.engines import leftovers
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
+from tests.nodes.cells import SUM, dies, refused, values_come_and_go
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,21 +23,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(300)]
 
 CELL = "%%distribute --on slurm --nodes 2 -n 2 --time 30\n"
-SUM = """
-import torch.distributed as dist
-total = torch.ones(1) * (rank + 1)
-dist.all_reduce(total)
-print("sum", total.item(), "of", world_size)
-"""
-FOREVER = """
-import time
-import torch.distributed as dist
-print("loops")
-while True:
-    dist.all_reduce(torch.ones(1))
-    time.sleep(0.01)
-"""
-DEATH_S = 5.0
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +55,7 @@ def readable(process: psutil.Process) -> list[str]:
 
 
 def test_values_come_and_go(login: LiveKernel) -> None:
-    login.run("given = list(range(5))")
-    shown = login.run(CELL.strip() + " --push given --pull taken\ntaken = sum(given) + rank\n")
-    assert shown.status == "ok", shown.text
-    assert login.run("print('taken', taken)").text.strip() == "taken 10"
+    values_come_and_go(login, CELL)
 
 
 def test_a_full_cluster_is_waited_for_and_stop_leaves_the_queue(
@@ -97,17 +79,51 @@ def test_a_full_cluster_is_waited_for_and_stop_leaves_the_queue(
 
 
 def test_a_cancelled_job_is_a_death_with_slurms_words(login: LiveKernel, slurm: Slurm) -> None:
-    cell = login.send(CELL + FOREVER)
-    login.collect(cell, until="loops")
-    began = time.monotonic()
-    slurm.call("scancel", *slurm.jobs())
-    shown = login.collect(cell)
-    assert time.monotonic() - began < DEATH_S
-    assert shown.error["ename"] == "RankDied"
+    assert login.run(CELL + SUM).status == "ok"
+    shown = dies(login, lambda: slurm.call("scancel", *slurm.jobs()))
     assert "node" in shown.text
     shown = login.run("%nbdist restart")
     assert shown.status == "ok", shown.text
     assert "sum 3.0 of 2" in login.run(CELL + SUM).text
+
+
+def test_a_restart_goes_on_with_the_nodes_that_answer(login: LiveKernel, slurm: Slurm) -> None:
+    assert login.run(CELL + SUM).status == "ok"
+    with slurm.dead("nodeb"):
+        assert "nodeb" in dies(login, lambda: slurm.kill("nodeb")).text
+        shown = login.run("%nbdist restart")
+        assert shown.status == "ok", shown.text
+        assert "1 of 2 nodes are left" in shown.text
+        assert "sum 1.0 of 1" in login.run("%%distribute\n" + SUM).text
+
+
+def test_a_restart_can_wait_for_the_node(login: LiveKernel, slurm: Slurm) -> None:
+    assert login.run(CELL + SUM).status == "ok"
+    with slurm.dead("nodeb"):
+        dies(login, lambda: slurm.kill("nodeb"))
+        cell = login.send("%nbdist restart --wait")
+        login.collect(cell, until="waiting for nodeb, whose slurmd does not answer")
+    shown = login.collect(cell)
+    assert shown.status == "ok", shown.text
+    assert "sum 3.0 of 2" in login.run("%%distribute\n" + SUM).text
+
+
+def test_inside_an_allocation_a_restart_goes_on_with_what_is_left_of_it(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    with slurm.allocation() as inside, LiveKernel(tmp_path, **inside) as kernel:
+        kernel.run("%load_ext nbdist")
+        assert "sum 3.0 of 2" in kernel.run("%%distribute --on slurm\n" + SUM).text
+        try:
+            shown = dies(kernel, lambda: slurm.update("nodeb", "down"))
+            assert "nodeb" in shown.text
+            shown = kernel.run("%nbdist restart")
+            assert "1 of 2 nodes are left" in shown.text, shown.text
+            assert "sum 1.0 of 1" in kernel.run("%%distribute\n" + SUM).text
+            assert slurm.jobs() == [inside["SLURM_JOB_ID"]]
+        finally:
+            slurm.revive("nodeb")
+        kernel.run("%nbdist stop")
 
 
 @pytest.mark.parametrize(
@@ -125,28 +141,20 @@ def test_a_cancelled_job_is_a_death_with_slurms_words(login: LiveKernel, slurm: 
 def test_what_cannot_be_is_one_sentence(
     login: LiveKernel, slurm: Slurm, options: str, words: str
 ) -> None:
-    login.run("%nbdist stop")
-    shown = login.run(f"%%distribute {options}\n1\n")
-    assert shown.status == "error"
-    assert words in shown.text
-    assert "Traceback" not in shown.text
+    assert words in refused(login, options)
     eventually(lambda: not slurm.jobs(), within_s=10)
 
 
 def test_inside_an_allocation_its_nodes_are_used(slurm: Slurm, tmp_path: Path) -> None:
-    slurm.call("salloc", "--nodes=2", "--no-shell", "--quiet")
-    (job,) = slurm.jobs()
-    inside = {"SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "2", **slurm.environ}
-    with LiveKernel(tmp_path, **inside) as kernel:
+    with slurm.allocation() as inside, LiveKernel(tmp_path, **inside) as kernel:
+        job = inside["SLURM_JOB_ID"]
         kernel.run("%load_ext nbdist")
         shown = kernel.run("%%distribute --on slurm\n" + SUM)
         assert "sum 3.0 of 2" in shown.text
         assert slurm.jobs() == [job]
         kernel.run("%nbdist stop")
-        refused = kernel.run("%%distribute --on slurm --partition short\n1\n")
-        assert f"inside Slurm's job {job}" in refused.text
-    assert slurm.jobs() == [job]
-    slurm.call("scancel", job)
+        assert f"inside Slurm's job {job}" in refused(kernel, "--on slurm --partition short")
+        assert slurm.jobs() == [job]
 
 
 def test_other_versions_are_listed_before_anything_starts(slurm: Slurm, tmp_path: Path) -> None:
