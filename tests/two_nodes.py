@@ -111,8 +111,14 @@ class Hosts:
 
     addresses: ClassVar = {"alpha": "10.213.0.1", "beta": "10.213.0.2"}
 
-    def __init__(self, prefix: str | None = None) -> None:
-        """Make nothing yet; a prefix names those that somebody else has made."""
+    def __init__(self, prefix: str | None = None, *, slow: Sequence[float] = ()) -> None:
+        """Make nothing yet.
+
+        Args:
+            prefix: names those that somebody else has made.
+            slow: delay in seconds, share of packets that are lost, bytes a second of the link.
+        """
+        self._slow, self._link = slow, None
         self.prefix = f"nbd{os.getpid()}" if prefix is None else prefix
         self.spaces = {name: f"{self.prefix}{name[0]}" for name in self.addresses}
 
@@ -121,31 +127,41 @@ class Hosts:
         try:
             for name in self.spaces:
                 _ip("netns", "add", self.spaces[name])
-            one, other = self.spaces.values()
-            _ip(
-                "link",
-                "add",
-                "cable",
-                "netns",
-                one,
-                "type",
-                "veth",
-                "peer",
-                "cable",
-                "netns",
-                other,
-            )
-            for name, space in self.spaces.items():
-                _ip("-n", space, "addr", "add", f"{self.addresses[name]}/24", "dev", "cable")
-                for device in ("lo", "cable"):
-                    _ip("-n", space, "link", "set", device, "up")
+                _ip("-n", self.spaces[name], "link", "set", "lo", "up")
+            if self._slow:
+                self._connect_slowly()
+            else:
+                self._connect()
         except BaseException:
             self.__exit__()
             raise
         return self
 
+    def _connect(self) -> None:
+        """Lay a cable."""
+        one, other = self.spaces.values()
+        ends = ["cable", "netns", one, "type", "veth", "peer", "cable", "netns", other]
+        _ip("link", "add", *ends)
+        for name, space in self.spaces.items():
+            _ip("-n", space, "addr", "add", f"{self.addresses[name]}/24", "dev", "cable")
+            _ip("-n", space, "link", "set", "cable", "up")
+
+    def _connect_slowly(self) -> None:
+        """Have a process carry the packets."""
+        ends = [f"{self.spaces[name]}={address}" for name, address in self.addresses.items()]
+        self._link = subprocess.Popen(
+            [sys.executable, "-m", "tests.slow_link", *map(str, self._slow), *ends],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._link.stdout is not None
+        if not self._link.stdout.readline():
+            raise OSError("no TUN devices can be made")
+
     def __exit__(self, *_: object) -> None:
         """Remove them."""
+        if self._link is not None:
+            self._link.communicate()
         for space in self.spaces.values():
             with contextlib.suppress(OSError):  # it was not made
                 _ip("netns", "del", space)

@@ -406,6 +406,28 @@ def test_a_host_that_is_cut_off_ends_itself() -> None:
     assert seen["ended_s"] < LEASE_S + 20
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make network namespaces")
+@pytest.mark.timeout(300)
+def test_a_link_that_is_slow_and_loses_packets_is_no_death() -> None:
+    hosts = Hosts(slow=(0.1, 0.05, 1_000_000))
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hosts)
+        except OSError as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        command = [*hosts.inside("alpha"), sys.executable, "-m", "tests.doubles.over_slow_link"]
+        shown = subprocess.run([*command, hosts.prefix], capture_output=True, text=True, check=True)
+    seen = json.loads(shown.stdout.splitlines()[-1])
+    assert len(seen["weights"]) == 2
+    assert len(set(seen["weights"])) == 1
+    assert seen["reported"] == 5
+    assert seen["taken"] == [True, True]
+    assert seen["after"] == [0, 1]
+    assert seen["state"] == "ready"
+    assert seen["restarts"] == 0
+    assert seen["stopped_at_s"] < seen["values_at_s"] + 2.0 + CUT_S
+
+
 # ---------------------------------------------------------------------------------------- starts
 
 
