@@ -66,6 +66,7 @@ class Merge(Generic[T]):
         self._all = tuple(sorted(ranks))
         whole: _Strand[T] = _Strand(frozenset(ranks))
         self._strands = [whole]
+        """In the order of their first ranks."""
         self._of = dict.fromkeys(ranks, whole)
         self._owners: Counter[Hashable] = Counter()
         """How many ranks have an item of this key."""
@@ -109,6 +110,7 @@ class Merge(Generic[T]):
                 self._strands.append(part)
                 self._of.update(dict.fromkeys(part.ranks, part))
                 found.append(part)
+        self._strands.sort(key=lambda strand: strand.first)
         return found
 
     def _unite(self) -> None:
@@ -117,6 +119,7 @@ class Merge(Generic[T]):
         if len(empty) > 1:
             united: _Strand[T] = _Strand(frozenset().union(*(one.ranks for one in empty)))
             self._strands = [united, *(strand for strand in self._strands if strand.queue)]
+            self._strands.sort(key=lambda strand: strand.first)
             self._of.update(dict.fromkeys(united.ranks, united))
 
     def _next(self, now: float, *, final: bool) -> tuple[_Strand[T], dict[_Strand[T], int]] | None:
@@ -134,12 +137,12 @@ class Merge(Generic[T]):
         return None
 
     def _follows(self, before: Item[T], strand: _Strand[T]) -> bool:
-        """Whether a strand's head came together with the one before it and nobody has a twin."""
+        """Whether a strand's head came with the one before it, alike, and nobody has a twin."""
         if not strand.queue:
             return False
         item = strand.queue[0]
-        alone = self._owners[item.key] == len(strand.ranks)
-        return alone and (item.at, item.hold_s) == (before.at, before.hold_s)
+        alike = (item.at, item.hold_s, item.lane) == (before.at, before.hold_s, before.lane)
+        return alike and self._owners[item.key] == len(strand.ranks)
 
     def _heads(self) -> list[_Strand[T]]:
         """Strands that hold something: the older head first, together by rank."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
-    """Two hosts with Ray."""
+    """Three hosts, two of them with Ray."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed: `make nodes` installs it")
     if os.geteuid() != 0:

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a link between them, and Ray in each."""
+"""Hosts on one machine: network namespaces on a switch, and Ray in them."""
 
 from __future__ import annotations
 
@@ -60,6 +60,12 @@ class Host:
                     found.add(process)
         return found
 
+    def kill(self, words: str = "") -> None:
+        """Kill what has these words in its command line."""
+        for process in self.processes(words):
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+
     def ours(self) -> set[psutil.Process]:
         """What a cluster has started for nbdist: agent, launcher, ranks.
 
@@ -77,31 +83,33 @@ class Host:
 
 @dataclass
 class Hosts:
-    """Both, and the cluster on them. A context manager."""
+    """All of them, and the cluster on the first two. A context manager."""
 
-    here: Host
-    """The notebook's."""
-    there: Host
+    all: list[Host]
+    switch: str
+    """Namespace of what connects them."""
     folder: Path
     """Private, with Ray's token and its own folders."""
     environ: dict[str, str] = field(default_factory=dict)
     """With which Ray and its users run."""
 
     @classmethod
-    def made(cls) -> Self:
+    def made(cls, count: int = 3) -> Self:
         """Make the namespaces; raises AssertionError where that is not possible."""
         stem = f"nbd{os.getpid() % 10000}"
-        one, two = Host(f"{stem}a", f"{NETWORK}.1"), Host(f"{stem}b", f"{NETWORK}.2")
+        made = [Host(f"{stem}{chr(ord('a') + n)}", f"{NETWORK}.{n + 1}") for n in range(count)]
         # short: Ray puts sockets below it, whose paths may have 107 characters
         folder = Path(tempfile.mkdtemp(prefix="nbr", dir="/tmp"))
-        hosts = cls(one, two, folder)
-        for host in (one, two):
+        hosts = cls(made, f"{stem}s", folder)
+        within = ("ip", "-n", hosts.switch, "link")
+        call("ip", "netns", "add", hosts.switch)
+        call(*within, "add", "switch", "type", "bridge")
+        call(*within, "set", "switch", "up")
+        for host in made:
             call("ip", "netns", "add", host.name)
-        call(
-            *("ip", "link", "add", one.name, "netns", one.name, "type", "veth"),
-            *("peer", "name", two.name, "netns", two.name),
-        )
-        for host in (one, two):
+            ends = (host.name, "netns", host.name, "type", "veth", "peer", "name", host.name)
+            call("ip", "link", "add", *ends, "netns", hosts.switch)
+            call(*within, "set", host.name, "master", "switch", "up")
             call("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", host.name)
             call("ip", "-n", host.name, "link", "set", "lo", "up")
             host.link("up")
@@ -116,6 +124,25 @@ class Hosts:
             "RAY_worker_niceness": "0",
         }
         return hosts
+
+    @property
+    def here(self) -> Host:
+        """The notebook's."""
+        return self.all[0]
+
+    @property
+    def there(self) -> Host:
+        """The other one of the cluster, as a rule."""
+        return self.all[1]
+
+    @property
+    def third(self) -> Host:
+        """One more: a test that needs it starts Ray there."""
+        return self.all[2]
+
+    def ours(self) -> set[psutil.Process]:
+        """As of each host."""
+        return set().union(*(host.ours() for host in self.all))
 
     def start_ray(self, host: Host, *, hidden: Path | None = None, **environ: str) -> None:
         """Start its node of the cluster.
@@ -146,17 +173,16 @@ class Hosts:
         )
 
     def __enter__(self) -> Self:
-        """Start Ray on both."""
+        """Start Ray on two."""
         self.start_ray(self.here)
         self.start_ray(self.there)
         return self
 
     def __exit__(self, *_: object) -> None:
         """End what still runs in them, and the hosts."""
-        for host in (self.here, self.there):
-            for process in host.processes():
-                with suppress(psutil.Error):
-                    process.send_signal(signal.SIGKILL)
+        for host in self.all:
+            host.kill()
             eventually(lambda host=host: not host.processes(), within_s=20)
             call("ip", "netns", "delete", host.name)
+        call("ip", "netns", "delete", self.switch)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -22,4 +22,4 @@ def test_more_machines(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     more_machines.passes(tmp_path, within=hosts.here.within)
-    eventually(lambda: not hosts.here.ours() | hosts.there.ours(), within_s=30)
+    eventually(lambda: not hosts.ours(), within_s=30)

@@ -6,6 +6,7 @@ The tests of one module share the cluster, and later ones meet what earlier ones
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -16,6 +17,16 @@ import pytest
 from nbdist.engines import leftovers
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
+from tests.nodes.cells import (
+    CUT_OFF_S,
+    DEATH_S,
+    SUM,
+    TRAIN,
+    dies,
+    refused,
+    stops,
+    values_come_and_go,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,48 +38,35 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]
 
 CELL = "%%distribute --on ray --nodes 2 -n 2\n"
-SUM = """
-import os
-import torch.distributed as dist
-total = torch.ones(1) * (rank + 1)
-dist.all_reduce(total)
-print("sum", total.item(), "of", world_size, "over", os.environ["GLOO_SOCKET_IFNAME"])
-"""
-TRAIN = """
+RAYLET = "raylet/raylet"
+OWN_END_S = 30.0
+WIDE = """
 torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.AdamW(model.parameters())
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 model, optimizer = accelerator.prepare(model, optimizer)
-def step():
-    loss = model(torch.ones(8, 4)).square().mean()
+first = next(iter(model.parameters()))
+if world_size == 4:
+    print(first.device_mesh.mesh_dim_names, first.device_mesh.mesh.tolist())
+    print("half", round(first.to_local().sum().item(), 6))
+for step in range(4):
+    loss = model(torch.ones(4, 8)).square().mean()
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
-print("loss", round(step(), 4))
+    print("loss", round(loss.item(), 5))
 """
-FOREVER = """
-import time
-import torch.distributed as dist
-print("loops")
-while True:
-    dist.all_reduce(torch.ones(1))
-    time.sleep(0.01)
-"""
-DEATH_S = 5.0
-CUT_OFF_S = 15.0
-OWN_END_S = 30.0
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays(notebook: LiveKernel, hosts: Hosts) -> Iterator[None]:
     """A stopped session leaves nothing on either host."""
     hosts.there.link("up")
-    if not hosts.there.processes("raylet/raylet"):
+    if not hosts.there.processes(RAYLET):
         hosts.start_ray(hosts.there)
     yield
     notebook.run("%nbdist stop")
-    eventually(lambda: not hosts.here.ours() | hosts.there.ours(), within_s=OWN_END_S)
+    eventually(lambda: not hosts.ours(), within_s=OWN_END_S)
 
 
 def test_a_cell_runs_on_two_hosts(notebook: LiveKernel, hosts: Hosts) -> None:
@@ -102,35 +100,33 @@ def test_no_secret_is_in_a_command_line_or_an_environment(
 
 
 def test_values_come_and_go(notebook: LiveKernel) -> None:
-    notebook.run("given = list(range(5))")
-    shown = notebook.run(CELL.strip() + " --push given --pull taken\ntaken = sum(given)\n")
-    assert shown.status == "ok", shown.text
-    assert notebook.run("print('taken', taken)").text.strip() == "taken 10"
+    values_come_and_go(notebook, CELL)
 
 
 def test_an_error_and_stop_leave_the_ranks_alive(notebook: LiveKernel) -> None:
     shown = notebook.run(CELL + "1 / rank\n")
     assert "ZeroDivisionError" in shown.text
-    cell = notebook.send("%%distribute\n" + FOREVER)
-    notebook.collect(cell, until="loops")
-    notebook.manager.interrupt_kernel()
-    stopped = notebook.collect(cell)
-    assert stopped.error["ename"] == "CellInterrupted"
+    assert stops(notebook).error["ename"] == "CellInterrupted"
     assert "sum 3.0 of 2" in notebook.run("%%distribute\n" + SUM).text
 
 
-def die(notebook: LiveKernel, hosts: Hosts, how: str) -> tuple[Shown, float]:
-    """Let the other host die under a cell; what the cell shows, and after how many seconds."""
-    cell = notebook.send("%%distribute\n" + FOREVER)
-    notebook.collect(cell, until="loops")
-    began = time.monotonic()
-    if how == "link":
-        hosts.there.link("down")
-    else:
-        (victim,) = hosts.there.processes(how)
-        victim.send_signal(signal.SIGKILL)
-    shown = notebook.collect(cell)
-    return shown, time.monotonic() - began
+def test_weights_are_sharded_in_a_host_and_replicated_across(notebook: LiveKernel) -> None:
+    cell = "%%distribute --on ray --nodes 2 -n 4 --backend fsdp --replicate-across nodes\n"
+    shown = notebook.run(cell + WIDE)
+    assert shown.status == "ok", shown.text
+    assert "4 CPU ranks on 2 nodes" in shown.text
+    assert "[0-3] ('dp_replicate', 'dp_shard_cp') [[0, 1], [2, 3]]" in shown.text
+    for replica in ("[0,2] half", "[1,3] half"):
+        assert replica in shown.text
+    sharded = losses(shown)
+    notebook.run("%nbdist stop")
+    assert losses(notebook.run(CELL + WIDE)) == sharded
+
+
+def losses(shown: Shown) -> list[float]:
+    """Of each step, as all ranks have printed them."""
+    assert shown.status == "ok", shown.text
+    return [float(found) for found in re.findall(r"\[0-\d\] loss (\S+)", shown.text)]
 
 
 @pytest.mark.parametrize("how", ["ray::Node", "nbdist.node.held"])
@@ -138,11 +134,8 @@ def test_a_killed_process_of_a_node_is_a_death_and_new_ranks_start(
     notebook: LiveKernel, hosts: Hosts, how: str
 ) -> None:
     assert notebook.run(CELL + SUM).status == "ok"
-    ranks = hosts.here.ours() | hosts.there.ours()
-    shown, seconds = die(notebook, hosts, how)
-    assert shown.error["ename"] == "RankDied"
-    assert hosts.there.address in shown.text
-    assert seconds < DEATH_S
+    ranks = hosts.ours()
+    assert hosts.there.address in dies(notebook, lambda: hosts.there.kill(how)).text
     eventually(lambda: not any(p.is_running() for p in ranks), within_s=DEATH_S)
     again = notebook.run("%nbdist restart")
     assert again.status == "ok", again.text
@@ -157,10 +150,7 @@ def test_training_goes_on_from_a_checkpoint_on_the_nodes_that_are_left(
     saved = notebook.run("%nbdist save base --wait --overwrite")
     assert saved.status == "ok", saved.text
     then = notebook.run("%%distribute\nprint('loss', round(step(), 4))\n").text
-    shown, seconds = die(notebook, hosts, "raylet/raylet")
-    assert shown.error["ename"] == "RankDied"
-    assert hosts.there.address in shown.text
-    assert seconds < DEATH_S
+    assert hosts.there.address in dies(notebook, lambda: hosts.there.kill(RAYLET)).text
     again = notebook.run("%nbdist restart")
     assert again.status == "ok", again.text
     assert "1 of 2 nodes are left" in again.text
@@ -170,9 +160,25 @@ def test_training_goes_on_from_a_checkpoint_on_the_nodes_that_are_left(
     assert f"{then.strip().removeprefix('[0-1] ')} 1" in last
 
 
+def test_of_three_hosts_two_go_on(notebook: LiveKernel, hosts: Hosts) -> None:
+    hosts.start_ray(hosts.third)
+    try:
+        shown = notebook.run("%%distribute --on ray --nodes 3 -n 3\n" + SUM)
+        assert "sum 6.0 of 3" in shown.text
+        assert all(host.ours() for host in hosts.all)
+        shown = dies(notebook, lambda: hosts.third.link("down"), within_s=CUT_OFF_S)
+        assert hosts.third.address in shown.text
+        again = notebook.run("%nbdist restart")
+        assert "2 of 3 nodes are left" in again.text, again.text
+        assert "sum 3.0 of 2" in notebook.run("%%distribute\n" + SUM).text
+        eventually(lambda: not hosts.third.ours(), within_s=OWN_END_S)
+    finally:
+        hosts.third.kill()
+
+
 def test_a_restart_can_wait_for_another_node(notebook: LiveKernel, hosts: Hosts) -> None:
     assert notebook.run(CELL + SUM).status == "ok"
-    die(notebook, hosts, "raylet/raylet")
+    dies(notebook, lambda: hosts.there.kill(RAYLET))
     cell = notebook.send("%nbdist restart --wait")
     notebook.collect(cell, until="waiting for 2 nodes")
     hosts.start_ray(hosts.there)
@@ -186,10 +192,8 @@ def test_a_host_that_is_cut_off_is_told_and_ends_itself(notebook: LiveKernel, ho
     there = hosts.there.ours()
     assert there
     began = time.monotonic()
-    shown, seconds = die(notebook, hosts, "link")
-    assert shown.error["ename"] == "RankDied"
+    shown = dies(notebook, lambda: hosts.there.link("down"), within_s=CUT_OFF_S)
     assert hosts.there.address in shown.text
-    assert seconds < CUT_OFF_S
     left_s = OWN_END_S - (time.monotonic() - began)
     eventually(lambda: not any(alive(process) for process in there), within_s=left_s)
     assert not hosts.there.ours()
@@ -206,7 +210,7 @@ def alive(process: psutil.Process) -> bool:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--on ray --nodes 3 -n 3", "not enough for 3 ranks on 3 nodes"),
+        ("--on ray --nodes 4 -n 4", "not enough for 4 ranks on 4 nodes"),
         ("--on ray --gpus-per-node 1 -n 1", "has 0 GPUs"),
         ("--on ray://10.213.0.1:1 -n 2", "Nobody answers at 10.213.0.1:1"),
         ("--on ray -n 2 --nodes 2 --interface none0", "no interface 'none0'"),
@@ -217,12 +221,8 @@ def alive(process: psutil.Process) -> bool:
 def test_what_cannot_be_is_one_sentence(
     notebook: LiveKernel, hosts: Hosts, options: str, words: str
 ) -> None:
-    notebook.run("%nbdist stop")
-    shown = notebook.run(f"%%distribute {options}\n1\n")
-    assert shown.status == "error"
-    assert words in shown.text
-    assert "Traceback" not in shown.text
-    assert not hosts.here.ours() | hosts.there.ours()
+    assert words in refused(notebook, options)
+    assert not hosts.ours()
 
 
 def test_a_notebook_outside_of_the_cluster_uses_rays_client(hosts: Hosts, tmp_path: Path) -> None:
@@ -251,13 +251,12 @@ def test_a_killed_kernel_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
         kernel.run("%load_ext nbdist")
         assert "sum 3.0 of 2" in kernel.run(CELL + SUM).text
         kernel.manager.signal_kernel(signal.SIGKILL)
-        eventually(lambda: not hosts.here.ours() | hosts.there.ours(), within_s=OWN_END_S)
+        eventually(lambda: not hosts.ours(), within_s=OWN_END_S)
         leftovers.sweep(grace_s=1)  # as the next start does: the kernel's own folders
 
 
 def test_a_folder_that_nodes_do_not_share_is_brought_there(hosts: Hosts, tmp_path: Path) -> None:
-    for raylet in hosts.there.processes("raylet/raylet"):
-        raylet.kill()
+    hosts.there.kill(RAYLET)
     hosts.start_ray(hosts.there, hidden=tmp_path)
     folder = tmp_path / "work"
     folder.mkdir()
@@ -272,8 +271,7 @@ def test_a_folder_that_nodes_do_not_share_is_brought_there(hosts: Hosts, tmp_pat
         assert refused.status == "error"
         assert hosts.there.address in refused.text
         kernel.run("%nbdist stop")
-    for raylet in hosts.there.processes("raylet/raylet"):
-        raylet.kill()
+    hosts.there.kill(RAYLET)
 
 
 def test_other_versions_are_listed_before_anything_starts(hosts: Hosts, tmp_path: Path) -> None:
@@ -288,4 +286,4 @@ def test_other_versions_are_listed_before_anything_starts(hosts: Hosts, tmp_path
     assert "Versions differ between the nodes: torch" in shown.text
     assert "9.9 on" in shown.text
     assert "nothing was started" in shown.text
-    assert not hosts.here.ours() | hosts.there.ours()
+    assert not hosts.ours()

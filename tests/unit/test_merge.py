@@ -55,3 +55,24 @@ def test_any_queues_leave_whole_and_in_order() -> None:
         left = [*merge.leave(0.0), *merge.leave(1.0)]
         for rank, letters in queues.items():
             assert "".join(letter for ranks, letter in left if rank in ranks) == letters
+
+
+def test_ranks_that_are_put_together_leave_as_those_that_are_put_alone() -> None:
+    rng = random.Random(11)  # noqa: S311 - a test's own dice
+    for _ in range(300):
+        together: Merge[str] = Merge(range(4))
+        alone: Merge[str] = Merge(range(4))
+        now = 0.0
+        for number in range(12):
+            ranks = [rank for rank in range(4) if rng.random() < 0.8]
+            lane = rng.choice(["stdout", "stdout", "stderr", ""])
+            items = [Item((number, n), lane, now, 0.15, f"{number} {n}") for n in range(2)]
+            together.put(ranks, items)
+            for rank in ranks:
+                alone.put((rank,), items)
+            own = Item(("own", number), "stdout", now, 0.15, f"{ranks[:1]}")
+            for merge in (together, alone):
+                merge.put(ranks[:1], [own])
+            now += rng.choice([0.0, 0.04, 0.2])
+            assert list(together.leave(now)) == list(alone.leave(now))
+        assert list(together.leave(now, final=True)) == list(alone.leave(now, final=True))

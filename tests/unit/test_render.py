@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -8,6 +9,7 @@ from fake_screen import Clock, FakeScreen, accounted
 
 from nbdist.kernel.flood import Budget
 from nbdist.kernel.render import Renderer, Show
+from nbdist.ranks import parse_ranks
 from nbdist.wire import RankError
 
 if TYPE_CHECKING:
@@ -648,3 +650,34 @@ def test_close_twice_and_output_after_close() -> None:
     cell.out(1, "late\n")
     cell.pass_(0.2)
     assert cell.close() == "[1] late\n"
+
+
+# --- text that an agent has brought together
+
+
+@pytest.mark.parametrize("budget", [Budget(), Budget(lines=40, chars=4000, lines_s=5, chars_s=500)])
+def test_text_of_several_ranks_is_shown_as_that_of_each(budget: Budget) -> None:
+    rng = random.Random(2)  # noqa: S311 - a test's own dice
+    lines = ["same\n", "\x1b[31mred\n", "plain\n", "half", "\rbar", "\x1b[0m\n"]
+    for _ in range(30):
+        together, each = (Cell(range(4), budget=budget) for _ in range(2))
+        for _ in range(20):
+            ranks = tuple(rank for rank in range(4) if rng.random() < 0.8)
+            text = "".join(rng.choices(lines, k=rng.randrange(1, 12)))
+            together.renderer.stream(ranks, "stdout", text)
+            for rank in ranks:
+                each.renderer.stream((rank,), "stdout", text)
+            seconds = rng.choice([0.0, 0.05, 0.2, 0.6])
+            together.pass_(seconds)
+            each.pass_(seconds)
+        together.close()
+        each.close()
+        for rank in range(4):
+            assert together.renderer.logs[rank].text() == each.renderer.logs[rank].text()
+            assert told(together, rank) == told(each, rank)
+
+
+def told(cell: Cell, rank: int) -> list[str]:
+    """Lines that are shown for a rank, in their order."""
+    lines = [line.partition("] ") for line in cell.screen.text.splitlines()]
+    return [text for label, _, text in lines if rank in parse_ranks(label.strip("["), 4)]
