@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from jupyter_client.session import DELIM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
 HOLD_S = 0.03
 """How long something waits for ranks that may still say the same."""
 BUNDLE_BYTES = 4 << 20
 """So much leaves at once, and one message more."""
-FLOOD_CHARS = 1 << 18
-"""Text of one rank beyond this leaves without a look for others' lines in it."""
+TEXT_CHARS = 1 << 20
+"""Text of one rank that waits is brought together up to about this."""
 KEPT_REQUESTS = 1024
 KEPT_SIGNATURES = 1 << 16
 _PARTS = 4
@@ -77,6 +77,17 @@ class _Text:
         """Take more of it."""
         self.text += text
         self._ends.append((self._gone + len(self.text), at))
+
+    def lines(self, heads: set[tuple[object, ...]], most: int) -> str:
+        """The first line, and at most so many that are no other's head."""
+        end = 0
+        for _ in range(most):
+            begin, end = end, self.text.find("\n", end) + 1 or len(self.text)
+            if begin and (self.kind, self.text[begin:end]) in heads:
+                return self.text[:begin]
+            if end == len(self.text):
+                break
+        return self.text[:end]
 
     def cut(self, length: int) -> None:
         """Let its beginning go."""
@@ -166,11 +177,13 @@ class Together:
         """What waits for nobody, with its ranks, in its order."""
         leaving: list[_Leaving] = []
         last: dict[int, _Leaving] = {}
-        size = 0
-        while size < BUNDLE_BYTES and (ready := list(self._ready(now))):
-            alone = len(ready) == 1 == sum(map(bool, self._queues.values()))
+        size, most = 0, 1
+        while size < BUNDLE_BYTES and (ready := self._ready(now)):
+            heads = {queue[0].head for queue in self._queues.values() if queue}
             for ranks in ready:
-                size += self._let_go(ranks, leaving, last, alone=alone)
+                size += self._let_go(ranks, leaving, last, heads=heads, most=most)
+            # the next line of a rank may be others' too; the longer none is, the less
+            most = most * 2 if all(len(ranks) == 1 for ranks in ready) else 1
         return [one.whole() for one in leaving]
 
     @property
@@ -206,13 +219,14 @@ class Together:
     ) -> None:
         """Append text to what the rank has written to this stream before, if that still waits."""
         last = queue[-1] if queue else None
-        if not isinstance(last, _Text) or last.kind != kind or len(last.text) > FLOOD_CHARS:
+        if not isinstance(last, _Text) or last.kind != kind or len(last.text) > TEXT_CHARS:
             last = _Text(kind, parts[:3], request)
             queue.append(last)
         last.add(text, now)
 
-    def _ready(self, now: float) -> Iterator[list[int]]:
+    def _ready(self, now: float) -> list[list[int]]:
         """Ranks whose next words are the same and wait for nobody."""
+        ready = []
         alike: dict[tuple[object, ...], list[int]] = {}
         for rank, queue in self._queues.items():
             if queue:
@@ -230,7 +244,8 @@ class Together:
             turn = min(self._left[rank] for rank in ranks)
             due = now >= min(item.at for item in items) + HOLD_S
             if due or (settled and least[request] > turn):
-                yield ranks
+                ready.append(ranks)
+        return ready
 
     def _may_go_on(self, rank: int) -> bool:
         """Whether the line that a rank has begun may still get its end."""
@@ -238,7 +253,13 @@ class Together:
         return len(queue) == 1 and isinstance(queue[0], _Text) and queue[0].open
 
     def _let_go(
-        self, ranks: list[int], leaving: list[_Leaving], last: dict[int, _Leaving], *, alone: bool
+        self,
+        ranks: list[int],
+        leaving: list[_Leaving],
+        last: dict[int, _Leaving],
+        *,
+        heads: set[tuple[object, ...]],
+        most: int,
     ) -> int:
         """Take what these ranks have said alike; returns its size.
 
@@ -246,7 +267,8 @@ class Together:
             ranks: the first words of all are the same.
             leaving: where it goes.
             last: of `leaving` the last one of each rank.
-            alone: nobody else has said anything that waits.
+            heads: with what all ranks begin: a single one leaves no further than there.
+            most: lines of a single one.
         """
         first = self._queues[ranks[0]][0]
         if isinstance(first, _Whole):
@@ -256,7 +278,7 @@ class Together:
             leaving.append(_Leaving(ranks, first.parts))
             last.update(dict.fromkeys(ranks, leaving[-1]))
             return sum(map(len, first.parts))
-        text = self._common(ranks, first, alone=alone)
+        text = self._common(ranks) if len(ranks) > 1 else first.lines(heads, most)
         self._cut(ranks, text)
         one = last.get(ranks[0])
         follows = one is not None and one.kind == first.kind and one.ranks == ranks
@@ -267,12 +289,8 @@ class Together:
         one.text.append(text)
         return len(text)
 
-    def _common(self, ranks: list[int], first: _Text, *, alone: bool) -> str:
+    def _common(self, ranks: list[int]) -> str:
         """The lines with which the text of all these begins."""
-        if alone or (len(ranks) == 1 and len(first.text) > FLOOD_CHARS):
-            return first.text
-        if len(ranks) == 1:
-            return first.text[: first.text.find("\n") + 1] or first.text  # the next may be a twin
         texts = (item.text for rank in ranks if isinstance(item := self._queues[rank][0], _Text))
         shared = _shared(texts)
         return shared[: shared.rfind("\n") + 1] or shared

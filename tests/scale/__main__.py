@@ -37,6 +37,7 @@ PRINTING = {
     "flood": "flood(100, 10)",
     "apart": "apart(100, 10)",
     "long": "flood(1000, 50)",
+    "own": "own(20, 10)",
     "reports": "reports(10)",
 }
 MB = 1e6
@@ -84,9 +85,10 @@ def measured(nodes: int, ranks: int, *, cells: int = CELLS) -> dict[str, float]:
         found["start_s"] = time.monotonic() - began
         found["idle_mb"] = psutil.Process().memory_info().rss / MB
         session.run("pass")
-        before = opened.number
+        before, used = opened.number, time.process_time()
         took = [timed(lambda: session.run("pass")) for _ in range(cells)]
         found["cell_ms"] = statistics.median(took) * 1000
+        found["cell_cpu_ms"] = (time.process_time() - used) / cells * 1000
         found["cell_messages"] = (opened.number - before) / cells
         for how, cell in PRINTING.items():
             before, text, used = opened.number, io.StringIO(), time.process_time()

@@ -4,8 +4,9 @@
 
 Stands where `nbdist.launcher` does. Cells are "pass", which ends at once, "wait()", which
 does with Stop, "flood(LINES, EACH)", which prints, EACH lines in a message,
-"apart(LINES, EACH)", which cuts them differently on each rank, and "reports(ROWS)", which sends
-as many rows of report(), one in a message.
+"apart(LINES, EACH)", which cuts them differently on each rank, "own(LINES, EACH)", where each
+rank prints lines that no other prints, and "reports(ROWS)", which sends as many rows of report(),
+one in a message.
 """
 
 from __future__ import annotations
@@ -114,19 +115,23 @@ class Rank:
             case ["wait"]:
                 self.running = asked
                 return
-            case ["flood" | "apart" as how, lines, each]:
-                self.print(asked, int(lines), int(each), shift=self.rank if how == "apart" else 0)
+            case ["flood" | "apart" | "own" as how, lines, each]:
+                words = f"of rank {self.rank}" if how == "own" else "of a flood"
+                shift = self.rank if how == "apart" else 0
+                self.print(asked, int(lines), int(each), words, shift=shift)
             case ["reports", rows]:
                 for step in range(int(rows)):
                     row = {"step": step, "time": time.time(), "loss": self.rank / 3 + step}
                     self.tell(wire.REPORT, {"rows": [row]}, asked["header"])
         self.end(asked, {"status": "ok", "execution_count": 1, "user_expressions": {}})
 
-    def print(self, asked: dict[str, Any], lines: int, each: int, *, shift: int) -> None:
+    def print(
+        self, asked: dict[str, Any], lines: int, each: int, words: str, *, shift: int
+    ) -> None:
         """Print numbered lines."""
         first, until = 0, each - shift % each
         while first < lines:
-            text = "".join(f"line {one} of a flood\n" for one in range(first, min(until, lines)))
+            text = "".join(f"line {one} {words}\n" for one in range(first, min(until, lines)))
             self.tell("stream", {"name": "stdout", "text": text}, asked["header"])
             first, until = until, until + each
 
