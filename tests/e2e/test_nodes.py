@@ -19,8 +19,10 @@ import pytest
 import zmq
 
 from nbdist import CellError, CellInterrupted, RankDied, Session, StartError
+from nbdist.engines.nodes import Nodes
 from nbdist.engines.remote import RemoteEngine
 from nbdist.panel.live import View
+from nbdist.wire_nodes import AHEAD
 from tests.conftest import eventually
 from tests.two_nodes import Here, Hosts
 
@@ -158,6 +160,34 @@ def test_report_and_send_arrive(session: Session) -> None:
     session.run("for n in range(3): report(step=n, loss=float(rank + n))\nsend('weights', [rank])")
     eventually(lambda: session.metrics.last_step == 2, within_s=5)
     assert session.received["weights"] in ([0], [1], [2])
+
+
+PRINTING = """
+import time
+from pathlib import Path
+for number in range(40):
+    print(number, flush=True)
+    time.sleep(0.01)
+Path(f"printed{rank}").touch()
+"""
+
+
+def test_what_is_said_waits_for_a_kernel_that_does_not_read(
+    session: Session, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[Nodes, int]] = []
+    taken = Nodes.taken
+    monkeypatch.setattr(Nodes, "taken", lambda *bundle: read.append(bundle))
+    result = session.run(PRINTING, background=True)
+    eventually(lambda: len(list(folder.glob("printed*"))) == 3, within_s=30)
+    assert len(read) <= 2 * AHEAD
+    assert not result.done
+    monkeypatch.undo()
+    for nodes, index in read:
+        taken(nodes, index)
+    assert result.wait(30)
+    for outputs in result.outputs.values():
+        assert outputs[0]["text"] == "".join(f"{number}\n" for number in range(40))
 
 
 def test_fifty_megabytes_go_there_and_back(session: Session) -> None:

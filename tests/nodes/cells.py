@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from nbdist.ranks import parse_ranks
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -69,6 +71,12 @@ def refused(kernel: LiveKernel, options: str) -> str:
     assert shown.status == "error"
     assert "Traceback" not in shown.text
     return shown.text
+
+
+def lines_of(shown: Shown, rank: int, world_size: int) -> list[str]:
+    """What a rank has printed, whoever else has printed the same."""
+    lines = [line.partition("] ") for line in shown.text.splitlines() if line.startswith("[")]
+    return [text for label, _, text in lines if rank in parse_ranks(label[1:], world_size)]
 
 
 def values_come_and_go(kernel: LiveKernel, cell: str) -> None:
