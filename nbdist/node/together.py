@@ -28,8 +28,6 @@ TEXT_CHARS = 1 << 20
 """Text of one rank that waits is brought together up to about this."""
 KEPT_REQUESTS = 1024
 KEPT_SIGNATURES = 1 << 16
-_PARTS = 4
-"""Of a message: header, parent, metadata, content; buffers follow."""
 _Kind = tuple[bytes, str]
 """Of text: what it answers, and the stream."""
 

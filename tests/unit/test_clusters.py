@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from nbdist import completion
-from nbdist.engines import agreement, named, there
+from nbdist.engines import agreement, named, slurm_nodes, there
 from nbdist.engines.base import Place, Wanted
 from nbdist.engines.ray import RayCluster, cause
 from nbdist.engines.slurm import SlurmCluster, tasks_ended
@@ -248,6 +249,56 @@ def test_tasks_become_places_and_get_their_own_tickets(srun: Path) -> None:
     finally:
         cluster.close()
     assert cluster.lost() == {}
+
+
+SINFO = """#!/bin/sh
+echo 'n0 debug idle
+n0 short* idle
+n1 short* mixed
+n2 short* down*
+n3 short* drained
+n4 short* idle*
+n5 debug allocated'
+"""
+SQUEUE = """#!/bin/sh
+echo 'n[0-1]'
+"""
+SCONTROL = """#!/bin/sh
+if [ "$2" = hostnames ]; then echo n0; echo n1; exit; fi
+if [ "$3" = n1 ]; then echo "NodeName=n1 NodeAddr=127.0.0.1 NodeHostName=n1 Port={port} X=1"; fi
+"""
+
+
+def install(folder: Path, **programs: str) -> None:
+    """Write programs that stand for Slurm's."""
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("job", "partition", "names"),
+    [("", "", {"n0", "n1"}), ("", "debug", {"n0", "n5"}), ("7", "", {"n0", "n1"})],
+)
+def test_the_nodes_that_slurm_gives_jobs(
+    srun: Path, job: str, partition: str, names: set[str]
+) -> None:
+    install(srun.parent, sinfo=SINFO, squeue=SQUEUE, scontrol=SCONTROL)
+    assert slurm_nodes.usable(job=job, partition=partition) == names
+
+
+def test_after_a_death_fewer_nodes_are_left_where_one_is_silent(srun: Path) -> None:
+    cluster, _ = allotted(srun, ANSWERS.replace("VERSIONS", repr(there.versions())))
+    cluster.close()
+    assert cluster.left("cpu", 1, 2) == 2  # Slurm says nothing
+    with socket.create_server(("127.0.0.1", 0)) as slurmd:
+        port = slurmd.getsockname()[1]
+        install(srun.parent, sinfo=SINFO, scontrol=SCONTROL.format(port=port))
+        assert slurm_nodes.answers("n0")  # Slurm does not say where it is
+        assert slurm_nodes.answers("n1")
+        assert cluster.left("cpu", 1, 2) == 2
+    assert not slurm_nodes.answers("n1")
+    assert cluster.left("cpu", 1, 2) == 1
 
 
 def test_a_refusal_of_srun_is_told_in_its_words(srun: Path) -> None:
