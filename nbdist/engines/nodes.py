@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from nbdist.engines.base import Cluster, Kind, Place, Wanted
     from nbdist.engines.channel import Channel, Reader
-    from nbdist.engines.fleet import Member
+    from nbdist.engines.fleet import Member, Moved
 
 HELLO_S = 120.0
 """For the agents to be there once the cluster has started them."""
@@ -356,7 +356,7 @@ class Nodes:
         return [hello.bulk_dir, hello.run_dir]
 
     @contextlib.contextmanager
-    def shipped(self, file: Path, ranks: Sequence[int]) -> Iterator[dict[int, str]]:
+    def shipped(self, file: Path, ranks: Sequence[int], told: Moved) -> Iterator[dict[int, str]]:
         """Bring a file to the nodes of these ranks, to each once."""
         indices = sorted({self._node_of[rank] for rank in ranks})
         paths: dict[int, str] = {}
@@ -364,29 +364,29 @@ class Nodes:
             given = {"name": f"{secrets.token_hex(8)}.payload", "size": file.stat().st_size}
             for index in indices:
                 paths[index] = self._answer(*self._ask(index, "receive", given))
-            self._ship(file, paths)
+            self._ship(file, paths, told)
             yield {rank: paths[self._node_of[rank]] for rank in ranks}
         finally:
             file.unlink(missing_ok=True)
             for index, path in paths.items():
                 self._forget(self._ask(index, "remove", {"path": path})[0])
 
-    def _ship(self, file: Path, paths: Mapping[int, str]) -> None:
+    def _ship(self, file: Path, paths: Mapping[int, str], told: Moved) -> None:
         """Send a file in chunks; a few are on their way at once."""
         acknowledged: SimpleQueue[Any] = SimpleQueue()
-        on_the_way = 0
+        on_the_way = done = 0
+        total = file.stat().st_size * len(paths)
         with file.open("rb") as source:
-            while chunk := source.read(CHUNK_BYTES):
-                for index, path in paths.items():
+            while (chunk := source.read(CHUNK_BYTES)) or on_the_way:
+                for index, path in paths.items() if chunk else ():
                     self._ask(index, "chunk", {"path": path}, chunk, into=acknowledged)
                     on_the_way += 1
-                while on_the_way >= WINDOW * len(paths):
-                    self._taken(acknowledged)
-                    on_the_way -= 1
-        for _ in range(on_the_way):
-            self._taken(acknowledged)
+                while on_the_way and (not chunk or on_the_way >= WINDOW * len(paths)):
+                    written, _ = self._taken(acknowledged)
+                    done, on_the_way = done + written, on_the_way - 1
+                    told(done, total)
 
-    def fetch(self, rank: int, path: str) -> Path:
+    def fetch(self, rank: int, path: str, told: Moved) -> Path:
         """Bring a payload file of a rank here; there it is removed."""
         if str(Path(path).parent) not in self.folders(rank):
             raise PayloadError(foreign_words(path))
@@ -405,6 +405,7 @@ class Nodes:
                 while waiting:
                     _, frames = self._taken(chunks)
                     sink.write(frames[0])
+                    told(sink.tell(), size)
                     waiting -= 1
                     if (after := next(offsets, None)) is not None:
                         given = {"path": path, "offset": after}

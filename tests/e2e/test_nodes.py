@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +22,14 @@ import zmq
 
 from nbdist import CellError, CellInterrupted, RankDied, Session, StartError
 from nbdist.engines.remote import RemoteEngine
+from nbdist.kernel import moving
+from nbdist.kernel.status_line import StatusLine
 from nbdist.panel.live import View
 from tests.conftest import eventually
 from tests.two_nodes import Here, Hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 DEAD_S = 15.0
 """5 s is promised, and 1 s seen on a machine of our own."""
@@ -166,6 +169,63 @@ def test_fifty_megabytes_go_there_and_back(session: Session) -> None:
     for rank in (0, 2):
         assert np.array_equal(session.pull("given", rank=rank, as_numpy=True), given)
     session.run("del given")
+
+
+def test_a_slow_push_and_pull_say_how_far_they_are(
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = np.arange(5_000_000, dtype=np.float64)
+    session.push(given=given)
+    session.pull("given", rank=2)
+    assert "nbdist: pu" not in capsys.readouterr().out  # over before anybody wondered
+    monkeypatch.setattr(moving, "PATIENCE_S", 0)
+    session.push(given=given)  # to two nodes
+    session.pull("given", rank=2)
+    lines = capsys.readouterr().out.splitlines()
+    share = r"nbdist: {}: [0-9.]+ MiB of {} MiB, [0-9.]+ .iB/s, [0-9]{{1,2}}%"
+    end = r"nbdist: {}: {} MiB in [0-9.]+ s, [0-9.]+ .iB/s"
+    for doing, total in (("push", "76.3"), ("pull", "38.1")):
+        said = [line for line in lines if line.startswith(f"nbdist: {doing}")]
+        assert re.fullmatch(share.format(doing, total), said[0])
+        assert re.fullmatch(end.format(doing, total), said[-1])
+    session.run("del given")
+
+
+@pytest.mark.fault("N5")
+@pytest.mark.parametrize("doing", ["push", "pull"])
+def test_stop_ends_a_push_or_pull_and_leaves_no_file(
+    session: Session, cluster: Here, doing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = np.ones(10_000_000)
+    session.push(given=given)
+    monkeypatch.setattr(moving, "PATIENCE_S", 0)
+    pressed: list[str] = []
+
+    class Pressed(StatusLine):
+        def show(self, text: str) -> None:
+            pressed.append(text)
+            if len(pressed) == 1:
+                os.kill(os.getpid(), signal.SIGINT)  # while chunks are on their way
+
+    monkeypatch.setattr(moving, "StatusLine", Pressed)
+    ways = {
+        "push": lambda: session.push(given=given * 2),
+        "pull": lambda: session.pull("given", rank=2),
+    }
+    with pytest.raises(CellInterrupted, match=rf"the {doing} was stopped after .* of .* MiB"):
+        ways[doing]()
+    assert pressed[-1].startswith(f"nbdist: {doing}: stopped after")
+    assert session.run("given[0]").values == dict.fromkeys(range(3), 1.0)
+    eventually(lambda: not payloads(session, cluster), within_s=5)
+    session.run("del given")
+
+
+def payloads(session: Session, cluster: Here) -> list[Path]:
+    """Files with values in the private folders of the notebook and of the agents."""
+    folders = {folder for rank in range(3) for folder in session._gang.fleet.folders(rank)}
+    folders |= {str(folder) for folder in session._gang.fleet.staging}
+    assert len(folders) == 2 * (len(cluster.names) + 1)
+    return [file for folder in folders for file in Path(folder).glob("*.payload")]
 
 
 def test_status_names_the_nodes(session: Session) -> None:
