@@ -35,6 +35,9 @@ AT_ONCE = 256
 """Messages that are read from one socket before others get their turn: a rank may flood."""
 WINDOW = 16
 """Chunks of one file that are on their way at once."""
+SHARED_S = 5.0
+"""A file that one machine has written is seen on others within this time, on a disk they share."""
+SHARE_IT = "All nodes have to see the folder: use one on a disk that they share"
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,5 +179,13 @@ class Fleet(Protocol):
             CheckpointError: which node does not, or cannot write there.
         """
 
+    def see_later(self, folder: Path, complain: Callable[[str], object]) -> None:
+        """Look in the background whether all ranks see a folder, or what of its path there is.
+
+        Args:
+            folder: that may not be there yet.
+            complain: gets the words of `see`, from any thread.
+        """
+
     def private_folders(self) -> list[Path]:
         """Make empty folders that all ranks can write to, best first; the caller's to remove."""

@@ -211,6 +211,9 @@ class Launcher:
     def see(self, folder: Path) -> None:
         """Nothing to look at: all is on one machine."""
 
+    def see_later(self, folder: Path, complain: Callable[[str], object]) -> None:
+        """Nothing to look at either."""
+
     def private_folders(self) -> list[Path]:
         """Make empty folders for what passes from ranks to ranks."""
         return private_folders()

@@ -29,7 +29,7 @@ from nbdist.engines.local import LAUNCHER, LAUNCHER_GONE, foreign_words
 from nbdist.engines.meeting_point import MeetingPoint
 from nbdist.engines.run_dir import RunDir
 from nbdist.errors import CheckpointError, PayloadError, SessionError, StartError
-from nbdist.wire_nodes import CHUNK_BYTES, LEASE_S, WINDOW
+from nbdist.wire_nodes import CHUNK_BYTES, LEASE_S, SHARE_IT, SHARED_S, WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,8 +46,6 @@ FILE_S = 60.0
 END_S = 10.0
 """For the agents to end everything by themselves."""
 LOOK_S = 1.0
-SHARED_S = 5.0
-"""A file that was written here is seen on other machines within this time, on a disk they share."""
 SHARED_POLL_S = 0.25
 RUNNING = "running"
 
@@ -450,14 +448,26 @@ class Nodes:
             for index, _ in self._shares:
                 while why := self._answer(*self._ask(index, "sees", given)):
                     if time.monotonic() > deadline:
-                        msg = (
-                            f"{self._named(index)}: {why}. All nodes have to see the folder:"
-                            " use one on a disk that they share."
-                        )
-                        raise CheckpointError(msg)
+                        raise CheckpointError(f"{self._named(index)}: {why}. {SHARE_IT}.")
                     self._ends.wait(SHARED_POLL_S)  # a network's file system tells it late
         finally:
             trial.unlink(missing_ok=True)
+
+    def see_later(self, folder: Path, complain: Callable[[str], object]) -> None:
+        """Look in the background: a network's file system may tell it late."""
+
+        def look() -> None:
+            there = next(one for one in (folder, *folder.parents) if one.is_dir())
+            try:
+                self.see(there)
+            except CheckpointError as error:
+                complain(str(error))
+            except SessionError:
+                return  # nodes that are gone see nothing
+
+        thread = threading.Thread(target=look, name="nbdist-folder", daemon=True)
+        self._threads.append(thread)  # its trial file is gone before the nodes are
+        thread.start()
 
     # -- requests to agents
 

@@ -361,6 +361,17 @@ def show_later(save: Save) -> None:
     save.watch(show)
 
 
+def complain_later() -> Callable[[str], object]:
+    """Give what says below the cell that runs now why a save would fail."""
+    screen = PinnedScreen()
+
+    def complain(why: str) -> None:
+        screen.write("stderr", f"nbdist: save() would fail now: {why}\n")
+        screen.flush()
+
+    return complain
+
+
 # -- load
 
 

@@ -277,6 +277,7 @@ class Session:
                 msg = "stopped while the ranks were starting; the next cell starts them anew."
                 raise CellInterrupted(msg) from None
             line.show(f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s")
+        self._gang.fleet.see_later(self.checkpoints.root, saving.complain_later())
         self._is_up()
         self.started = self.started or time.time()
         _set_current(self)

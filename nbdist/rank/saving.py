@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -22,11 +23,13 @@ from nbdist import checkpoint, wire
 from nbdist.checkpoint import Key, Manifest
 from nbdist.checkpoint.names import checked
 from nbdist.errors import CheckpointError
+from nbdist.owner import OWNER
 from nbdist.rank import accelerator as accelerators
 from nbdist.rank import positions, randomness, recorded, scaler, training
 from nbdist.rank.carry import Carried, whole
 from nbdist.rank.together import agree, attempt, said, words
 from nbdist.state import digest, files, layouts, recipes, shards, wires
+from nbdist.wire_nodes import SHARE_IT, SHARED_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -127,6 +130,7 @@ class Saver:
         trained, size = _agreed(order)
         tmp, total = _folder(order, size)
         try:
+            agree(attempt(lambda: _see(tmp))[1])
             snapshot, error = attempt(lambda: _snapshot(trained))
             agree(error)
             rng = wires.everyones(snapshot.rng)
@@ -361,6 +365,22 @@ def _folder(order: Order, size: int) -> tuple[Path, int]:
     if why is not None:
         raise CheckpointError(why) from error
     return path, sum(sizes)
+
+
+def _see(tmp: Path) -> None:
+    """Make sure that this rank sees the folder that rank 0 has made.
+
+    Raises:
+        CheckpointError: its node does not, after a while: a network's file system tells it late.
+    """
+    deadline = time.monotonic() + SHARED_S
+    while not (tmp / OWNER).exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{tmp.parent} is another folder on {socket.gethostname()} than where rank 0 runs,"
+                f" or none. {SHARE_IT}."
+            )
+        time.sleep(POLL_S)
 
 
 # -- the state of one moment

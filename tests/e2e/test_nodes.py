@@ -20,7 +20,7 @@ import psutil
 import pytest
 import zmq
 
-from nbdist import CellError, CellInterrupted, RankDied, Session, StartError
+from nbdist import CellError, CellInterrupted, CheckpointError, RankDied, Session, StartError
 from nbdist.engines.remote import RemoteEngine
 from nbdist.kernel import moving
 from nbdist.kernel.status_line import StatusLine
@@ -191,7 +191,6 @@ def test_a_slow_push_and_pull_say_how_far_they_are(
     session.run("del given")
 
 
-@pytest.mark.fault("N5")
 @pytest.mark.parametrize("doing", ["push", "pull"])
 def test_stop_ends_a_push_or_pull_and_leaves_no_file(
     session: Session, cluster: Here, doing: str, monkeypatch: pytest.MonkeyPatch
@@ -305,6 +304,58 @@ def test_a_training_goes_to_fewer_ranks_and_back(session: Session) -> None:
     session.switch("ddp", nproc=3)
     assert [one["node"] for one in session.status()["ranks"]] == ["alpha", "alpha", "beta"]
     assert len(session.run("train(1)[0]").values) == 3
+
+
+# ------------------------------------------------------------------- folders that are not shared
+
+
+class Apart(Here):
+    """Two nodes; of a folder beta has another one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("alpha", "beta")
+        self._folder = folder
+
+    def prefix(self, name: str) -> list[str]:
+        """Put an empty disk where the folder was, for this node alone."""
+        if name == "alpha":
+            return []
+        mount = 'mount -t tmpfs none "$0" && exec "$@"'
+        return ["unshare", "--mount", "sh", "-c", mount, str(self._folder)]
+
+
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    """Two ranks; the notebook's folder is another one for the second."""
+    alone = ["/usr/bin/env", "unshare", "--mount", "true"]
+    if subprocess.run(alone, check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    monkeypatch.chdir(tmp_path)
+    with Session(2, engine=RemoteEngine(Apart(tmp_path))) as running:
+        yield running
+
+
+@pytest.mark.fault("N7")
+def test_a_folder_that_is_not_shared_is_told_early_and_at_save(
+    apart: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def warned() -> bool:
+        said.append(capsys.readouterr().err)
+        return "save() would fail" in "".join(said)
+
+    eventually(warned, within_s=20)  # before anything is trained
+    assert f"node beta (127.0.0.1): {tmp_path} is another folder there" in "".join(said)
+    apart.run(TRAIN)
+    apart.run("train(1)")
+    with pytest.raises(CellError, match=rf"rank 1: {tmp_path}/checkpoints is another folder on"):
+        apart.run("save('base')")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".lock"]
+    with pytest.raises(CheckpointError, match=r"node beta .* All nodes have to see the folder"):
+        apart.save("base")
+    assert len(apart.run("train(1)[0]").values) == 2  # the training goes on
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]  # no trial is left
 
 
 # --------------------------------------------------------------------------------------- safety
