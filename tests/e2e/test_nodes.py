@@ -358,6 +358,21 @@ def test_a_folder_that_is_not_shared_is_told_early_and_at_save(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]  # no trial is left
 
 
+def test_nodes_that_share_no_folder_save_to_a_url(
+    apart: Session, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    url = f"file://{tmp_path_factory.mktemp('store')}"
+    apart.run(TRAIN)
+    apart.run("train(2)")
+    apart.save("base", folder=url, wait=True)
+    expected = apart.run("train(2)").values
+    apart.run(f"save('later', folder={url!r})")
+    eventually(lambda: not apart.saves_running(), within_s=30)
+    assert apart.load(f"{url}/base").verified > 0
+    assert apart.run("train(2)").values == expected
+    assert apart.load("later", folder=url).step == 4
+
+
 # --------------------------------------------------------------------------------------- safety
 
 
