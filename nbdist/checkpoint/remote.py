@@ -91,8 +91,9 @@ class Remote:
         saves = self._saves()
         self.check_free(name, saves, overwrite=overwrite)
         for one in saves:
-            if self._is_dead(one):
-                _remove(one)
+            with contextlib.suppress(CheckpointError), in_words("it stays"):
+                if self._is_dead(one):
+                    _remove(one)
         draft = self.draft(name, secrets.token_hex(16))
         draft.begin()
         return draft
