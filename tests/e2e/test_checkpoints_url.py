@@ -11,12 +11,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import CheckpointError, RankDied, Session, checkpoint
+from nbdist import CellInterrupted, CheckpointError, RankDied, Session, checkpoint
 from nbdist.checkpoint import Remote, Url
 from tests.conftest import eventually
 from tests.e2e.test_checkpoints import ANY_RANKS, STATE, WAITING
@@ -179,6 +180,33 @@ def test_damage_is_found_and_nothing_has_changed(trained: Session, url: str) -> 
     with pytest.raises(CheckpointError, match=r"optim-00001-0.* has other bytes than were written"):
         trained.load("damaged")
     assert one(trained, "fingerprint()") == before
+
+
+@pytest.mark.fault("E14")
+def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
+    trained.save("slow", wait=True, overwrite=True)
+    trained.run("train(1)")
+    before = one(trained, "fingerprint()")
+    trained.run(
+        "import threading\nfrom nbdist.checkpoint import Brought\nfetch = Brought._fetch\n"
+        "Brought._fetch = lambda self, file, told: ("
+        "threading.Event().wait() if 'optim' in file.name else fetch(self, file, told))"
+    )
+
+    def press() -> None:
+        eventually(lambda: "downloading" in str(trained.activity.now), within_s=60)
+        trained.interrupt()
+
+    stop = threading.Thread(target=press)
+    stop.start()
+    with pytest.raises(CellInterrupted, match="the load was stopped while downloading"):
+        trained.load("slow")
+    stop.join()
+    assert one(trained, "fingerprint()") == before
+    assert not list(Path(trained._gang.fleet.staging[1]).rglob("load-*"))
+    trained.run("Brought._fetch = fetch")
+    trained.load("slow")
+    assert one(trained, "fingerprint()") != before
 
 
 def test_what_cannot_be_is_one_sentence_and_touches_nothing(trained: Session, url: str) -> None:
