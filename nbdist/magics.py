@@ -6,7 +6,6 @@ import argparse
 import inspect
 import sys
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -57,6 +56,9 @@ class NbDist(Magics):
     on = Unicode("local", help="Default of --on: local, ray, ray://HOST:PORT, slurm.").tag(
         config=True
     )
+    checkpoints = Unicode(
+        None, allow_none=True, help='Folder or URL of checkpoints. Default: "checkpoints" here.'
+    ).tag(config=True)
     output = Unicode("all", help="Default of --output.").tag(config=True)
 
     shell: InteractiveShell
@@ -268,7 +270,8 @@ class NbDist(Magics):
 
     def defaults(self, asked: argparse.Namespace) -> dict[str, Any]:
         """Settings for a new session; --auto chooses backend and offload itself."""
-        settings = ("nproc", "precision", "on") if asked.auto else DEFAULTS
+        of_auto = {"backend", "offload"} if asked.auto else set()
+        settings = [name for name in DEFAULTS if name not in of_auto]
         return {name: getattr(self, name) for name in settings}
 
     def session_now(self) -> Session:
@@ -430,7 +433,7 @@ class NbDist(Magics):
         if asked.help:
             print(parser.format_help())
         elif asked.dir is not None or session is None:
-            print(saving.Checkpoints(Path.cwd() / (asked.dir or saving.FOLDER)))
+            print(saving.Checkpoints(saving.folder(asked.dir or saving.FOLDER)))
         else:
             print(session.checkpoints)
 
@@ -579,7 +582,7 @@ MATCHER = completion.matcher(
 NEW_RANKS = frozenset({"auto"})
 """Options that living ranks cannot take."""
 
-DEFAULTS = ("backend", "nproc", "precision", "offload", "on")
+DEFAULTS = ("backend", "nproc", "precision", "offload", "on", "checkpoints")
 """Settings of `%config NbDist` that a new session takes."""
 
 

@@ -128,7 +128,9 @@ def doctor() -> MagicArgumentParser:
 
 def _add_folder(parser: MagicArgumentParser) -> None:
     """The option of all three that are about checkpoints."""
-    parser.add_argument("--dir", metavar="ROOT", help="of all checkpoints; default: checkpoints")
+    parser.add_argument(
+        "--dir", metavar="ROOT", help="folder or URL of all checkpoints; default: checkpoints"
+    )
 
 
 def words(line: str, command: str) -> list[str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _WORDS = "TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|APIKEY"
 _NAME = re.compile(rf"(?:^|_)(?:{_WORDS})(?:_|$)", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"\b((?:[A-Z0-9]+_)*(?:{_WORDS})(?:_[A-Z0-9]+)*)=[^\s'\"]+")
+_IN_URL = re.compile(r"(://[^/@:\s'\"]*):[^/@\s'\"]+@")
 MIN_CHARS = 8
 """Of a value: shorter ones ("true", "0") stand in texts that have nothing to do with them."""
 
@@ -26,7 +27,9 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Put "<HF_TOKEN>" in the place of that variable's value, and of any "SOME_TOKEN=..." too.
+    """Put "<HF_TOKEN>" in the place of that variable's value.
+
+    So too of any "SOME_TOKEN=...", and of the password in a URL.
 
     Args:
         text: of any length.
@@ -37,4 +40,5 @@ def redacted(text: str, environ: Mapping[str, str] | None = None) -> str:
     for value, name in sorted(secrets, key=lambda one: -len(one[0])):
         if len(value) >= MIN_CHARS:
             text = text.replace(value, f"<{name}>")
+    text = _IN_URL.sub(r"\1:<redacted>@", text)
     return _ASSIGNED.sub(r"\1=<redacted>", text)

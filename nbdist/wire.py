@@ -608,6 +608,8 @@ class Launch:
     """Which of how many nodes it is on."""
     interface: str = "lo"
     """Network interface that connects the ranks."""
+    checkpoints: str = ""
+    """Folder or URL of all checkpoints; "": "checkpoints" in `cwd`."""
     store: str = ""
     """Where the ranks find one another: ZMQ address of the agent; "": a file in `run_dir`."""
 

@@ -40,6 +40,9 @@ AHEAD = 2
 ranks say next is brought together."""
 WINDOW = 16
 """Chunks of one file that are on their way at once."""
+SHARED_S = 5.0
+"""A file that one machine has written is seen on others within this time, on a disk they share."""
+SHARE_IT = "All nodes have to see the folder: use one on a disk that they share"
 
 
 @dataclass(frozen=True, slots=True)

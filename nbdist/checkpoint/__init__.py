@@ -14,6 +14,8 @@
          v        |
     root: checkpoints/<name>/       found whole or not at all; leftovers removes what is dead
 
+At a URL the same files lie, told apart in place | remote; brought here to be read.
+
 `begin`, the ranks' files and reports, `commit`; then `entries`, `opened`, `verify`. No
 pickle anywhere, and a file from a stranger gives a CheckpointError: names are from an
 allow-list, nothing is a link, sizes and checksums come before content (strict, names).
@@ -21,15 +23,21 @@ allow-list, nothing is a link, sizes and checksums come before content (strict, 
 
 from __future__ import annotations
 
+from nbdist.checkpoint.brought import Brought
 from nbdist.checkpoint.draft import abort, begin, commit
 from nbdist.checkpoint.leftovers import keep, tidy
 from nbdist.checkpoint.manifest import FilePart, Group, Key, Manifest, Optimizer
 from nbdist.checkpoint.opened import Opened
+from nbdist.checkpoint.place import Draft, Place, place
+from nbdist.checkpoint.remote import Remote
 from nbdist.checkpoint.root import Entry, entries, find, latest, opened
 from nbdist.checkpoint.told import Told, failed, keys, parts, report, told
+from nbdist.checkpoint.url import Url, full, is_url, located
 from nbdist.checkpoint.verify import share, verify
 
 __all__ = [
+    "Brought",
+    "Draft",
     "Entry",
     "FilePart",
     "Group",
@@ -37,18 +45,25 @@ __all__ = [
     "Manifest",
     "Opened",
     "Optimizer",
+    "Place",
+    "Remote",
     "Told",
+    "Url",
     "abort",
     "begin",
     "commit",
     "entries",
     "failed",
     "find",
+    "full",
+    "is_url",
     "keep",
     "keys",
     "latest",
+    "located",
     "opened",
     "parts",
+    "place",
     "report",
     "share",
     "tidy",

@@ -46,7 +46,7 @@ def keep(root: Path, count: int, *, written: str | None = None) -> list[str]:
             found = [one for one in roots.listed(root) if one.path.name == one.name]
             found.sort(key=lambda one: one.name == written)  # stable: the written one last
             for one in found[:-count]:
-                if path := discard(one.path):
+                if path := discard(root / one.name):
                     removed.append(one.name)
                     garbage.append(path)
     except OSError as error:

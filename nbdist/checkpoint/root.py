@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from nbdist.checkpoint.manifest import Manifest
+    from nbdist.checkpoint.url import Url
 
 _TRIES = 5
 _AGAIN_S = 0.01
@@ -41,7 +42,7 @@ class Entry:
     size_bytes: int
     backend: str
     created: datetime
-    path: Path
+    path: Path | Url
 
 
 def entries(root: Path) -> list[Entry]:
@@ -83,11 +84,16 @@ def find(root: Path, name: str) -> Path:
     found = entries(root)
     for one in found:
         if one.name == name:
-            return one.path
-    names = [one.name for one in reversed(found)]
-    more = ", ..." if len(names) > _LISTED else ""
-    there = f"there are {', '.join(names[:_LISTED])}{more}" if names else "there is none"
-    raise CheckpointError(f"{root} has no checkpoint {name}; {there}.")
+            return root / one.path.name
+    raise missing(root, name, [one.name for one in found])
+
+
+def missing(root: Path | Url, name: str, there: list[str]) -> CheckpointError:
+    """Say that there is no checkpoint of this name, and which are there."""
+    names = there[::-1][:_LISTED]
+    more = ", ..." if len(there) > _LISTED else ""
+    others = f"there are {', '.join(names)}{more}" if names else "there is none"
+    return CheckpointError(f"{root} has no checkpoint {name}; {others}.")
 
 
 def opened(root: Path, name: str) -> Opened:
@@ -107,7 +113,7 @@ def entry(path: Path, name: str) -> Entry | None:
     """Describe the checkpoint in a folder; None where there is no whole one."""
     try:
         with Opened.at(path) as found:
-            return _described(path, name, found.manifest) if found.complete() else None
+            return described(path, name, found.manifest) if found.complete() else None
     except CheckpointError:
         return None
 
@@ -136,7 +142,8 @@ def _folders(root: Path) -> list[Path]:
         return []
 
 
-def _described(path: Path, name: str, manifest: Manifest) -> Entry:
+def described(path: Path | Url, name: str, manifest: Manifest) -> Entry:
+    """Describe a checkpoint by its manifest."""
     return Entry(
         name=name,
         step=manifest.step,

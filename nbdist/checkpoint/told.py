@@ -47,24 +47,42 @@ def report(
     Raises:
         OSError: it cannot be written.
     """
-    _say(tmp, rank, {"files": list(map(file_tree, parts)), "keys": _tree(keys or {}), "error": ""})
+    _say(tmp, rank, said(parts, keys))
 
 
 def failed(tmp: Path, rank: int, why: str) -> None:
     """Say that a rank will write nothing more, as well as the disk allows."""
-    text = "".join(one if one.isprintable() else " " for one in why)[: strict.MAX_TEXT] or "?"
     try:
-        _say(tmp, rank, {"files": [], "keys": {}, "error": text})
+        _say(tmp, rank, said(error=why))
     except OSError as error:
         # A file without content needs no room.
         with suppress(OSError):
             (tmp / f"{part(rank)}.failed-{error.errno or 0}").touch()
 
 
+def said(
+    parts: Sequence[FilePart] = (), keys: Mapping[str, Key] | None = None, error: str | None = None
+) -> str:
+    """Give the content of a rank's file; half of it is no JSON, so nobody takes it for all."""
+    why = ""
+    if error is not None:
+        why = "".join(one if one.isprintable() else " " for one in error)[: strict.MAX_TEXT] or "?"
+    tree = {"files": list(map(file_tree, parts)), "keys": _tree(keys or {}), "error": why}
+    return json.dumps(tree, separators=(",", ":"))
+
+
+def read(text: bytes) -> Told | None:
+    """Read what `said` gave; None where it is not all there yet."""
+    with suppress(strict.Refused):
+        return Told(**_TOLD(strict.loads(text), ""))
+    return None
+
+
 def told(tmp: Path, rank: int) -> Told | None:
     """What a rank has said; None where it has not yet."""
-    with suppress(OSError, strict.Refused):
-        return Told(**_TOLD(strict.loads((tmp / part(rank)).read_bytes()), ""))
+    with suppress(OSError):
+        if (found := read((tmp / part(rank)).read_bytes())) is not None:
+            return found
     for path in tmp.glob(f"{part(rank)}.failed-*"):
         number = path.name.rpartition("-")[2]
         words = os.strerror(int(number)) if number.isdecimal() else "no reason given"
@@ -97,10 +115,9 @@ def keys(everyone: Iterable[Told]) -> dict[str, Key]:
     return found
 
 
-def _say(tmp: Path, rank: int, tree: object) -> None:
+def _say(tmp: Path, rank: int, text: str) -> None:
     # Not synced: the committing process reads it now, and what it says comes into the manifest.
-    # Half of it is no JSON, so nobody takes it for all.
-    (tmp / part(rank)).write_text(json.dumps(tree, separators=(",", ":")))
+    (tmp / part(rank)).write_text(text)
 
 
 def _tree(found: Mapping[str, Key]) -> strict.Plain:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Self
 
 from nbdist.checkpoint.disk import write_all
@@ -17,7 +18,6 @@ from nbdist.checkpoint.manifest import FilePart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
     from types import TracebackType
 
     from nbdist.checkpoint.headers import Stored
@@ -38,7 +38,7 @@ class Writer:
     A file that was left with an exception is removed.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[Stored]) -> None:
+    def __init__(self, path: PurePath, tensors: Sequence[Stored]) -> None:
         """Begin the file, which must not exist.
 
         Raises:
@@ -51,7 +51,8 @@ class Writer:
         self._left = [one.size_bytes for one in reversed(tensors)]
         self._crc32 = self._size_bytes = self._sent = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nbdist-crc")
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._fd = -1
+        self._open()
         try:
             self._put(memoryview(head))
         except BaseException:
@@ -88,7 +89,7 @@ class Writer:
         if self._part is None:
             if any(self._left):
                 raise ValueError(f"{sum(self._left)} bytes of {self._path.name} are missing")
-            os.fsync(self._fd)
+            self._settle()
             self._release()
             self._part = FilePart(
                 name=self._path.name, size_bytes=self._size_bytes, crc32=self._crc32
@@ -103,7 +104,7 @@ class Writer:
     def abort(self) -> None:
         """Remove the file."""
         self._release()
-        self._path.unlink(missing_ok=True)
+        self._remove()
 
     def __enter__(self) -> Self:
         """Give the writer itself."""
@@ -127,7 +128,7 @@ class Writer:
 
     def _put(self, content: memoryview) -> None:
         if content.nbytes < _BESIDE_BYTES:
-            write_all(self._fd, content)
+            self._take(content)
             self._crc32 = zlib.crc32(content, self._crc32)
         else:
             beside = self._pool.submit(zlib.crc32, content, self._crc32)
@@ -136,6 +137,22 @@ class Writer:
             finally:
                 self._crc32 = beside.result()
         self._size_bytes += content.nbytes
+
+    # -- where it goes
+
+    def _open(self) -> None:
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def _take(self, content: memoryview) -> None:
+        """Write all of it."""
+        write_all(self._fd, content)
+
+    def _settle(self) -> None:
+        """Wait until it is certain."""
+        os.fsync(self._fd)
+
+    def _remove(self) -> None:
+        Path(self._path).unlink(missing_ok=True)
 
     def _send(self, content: memoryview) -> None:
         """Write much; the disk begins meanwhile."""

@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nbdist
@@ -79,7 +80,8 @@ def diagnose() -> Diagnosis:
     """Look at everything."""
     running, pids = current(), of_this_kernel()
     ranks = None if running is None else running.world_size
-    checkpoints = None if running is None else running.checkpoints.root
+    root = None if running is None else running.checkpoints.root
+    checkpoints = root if isinstance(root, Path) else None
     looks: Sequence[tuple[str, Callable[[], Iterable[Finding]]]] = (
         ("session", lambda: session.look(running)),
         ("versions", versions.look),

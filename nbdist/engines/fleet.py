@@ -5,11 +5,12 @@ Pure. `local.Launcher` and `nodes.Nodes` are fleets; everything above is the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from nbdist.engines.base import Kind
     from nbdist.engines.channel import Channels, Reader
 
+Moved = Callable[[int, int], object]
+"""Hears how many bytes of a file have come, and of how many."""
 GONE = "gone"
 """Status of a process that has ended, or whose number is another's by now."""
 
@@ -143,15 +146,27 @@ class Fleet(Protocol):
     def folders(self, rank: int) -> list[str]:
         """Where a rank may write payload files, best first."""
 
-    def shipped(self, file: Path, ranks: Sequence[int]) -> AbstractContextManager[dict[int, str]]:
+    def shipped(
+        self, file: Path, ranks: Sequence[int], told: Moved
+    ) -> AbstractContextManager[dict[int, str]]:
         """Bring a file to ranks, which may be changed no more; gone at the end, here and there.
+
+        Args:
+            file: here.
+            ranks: that shall have it.
+            told: hears how far it is, where it has to go somewhere else.
 
         Yields:
             Its path, by rank.
         """
 
-    def fetch(self, rank: int, path: str) -> Path:
+    def fetch(self, rank: int, path: str, told: Moved) -> Path:
         """Bring a payload file of a rank here; it is the caller's to delete.
+
+        Args:
+            rank: whose.
+            path: where the rank has it.
+            told: as of `shipped`.
 
         Raises:
             PayloadError: it lies outside of the session's own folders.
@@ -162,6 +177,14 @@ class Fleet(Protocol):
 
         Raises:
             CheckpointError: which node does not, or cannot write there.
+        """
+
+    def see_later(self, folder: Path, complain: Callable[[str], object]) -> None:
+        """Look in the background whether all ranks see a folder, or what of its path there is.
+
+        Args:
+            folder: that may not be there yet.
+            complain: gets the words of `see`, from any thread.
         """
 
     def private_folders(self) -> list[Path]:

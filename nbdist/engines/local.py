@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from nbdist.engines.base import Kind
     from nbdist.engines.channel import Channels, Reader
-    from nbdist.engines.fleet import Left, Member
+    from nbdist.engines.fleet import Left, Member, Moved
 
 CLOSE_S = 5.0
 """How long a launcher may take to end its ranks before it is killed with them."""
@@ -190,14 +190,19 @@ class Launcher:
         return [str(folder) for folder in self.staging]
 
     @contextlib.contextmanager
-    def shipped(self, file: Path, ranks: Sequence[int]) -> Iterator[dict[int, str]]:
+    def shipped(
+        self,
+        file: Path,
+        ranks: Sequence[int],
+        told: Moved,  # noqa: ARG002 - nothing moves
+    ) -> Iterator[dict[int, str]]:
         """A file is where the ranks are; it is removed at the end."""
         try:
             yield dict.fromkeys(ranks, str(file))
         finally:
             file.unlink(missing_ok=True)
 
-    def fetch(self, rank: int, path: str) -> Path:
+    def fetch(self, rank: int, path: str, told: Moved) -> Path:  # noqa: ARG002 - nothing moves
         """A payload file is here already; raises PayloadError where it is none of ours."""
         if str(Path(path).parent) not in self.folders(rank):
             raise PayloadError(foreign_words(path))
@@ -205,6 +210,9 @@ class Launcher:
 
     def see(self, folder: Path) -> None:
         """Nothing to look at: all is on one machine."""
+
+    def see_later(self, folder: Path, complain: Callable[[str], object]) -> None:
+        """Nothing to look at either."""
 
     def private_folders(self) -> list[Path]:
         """Make empty folders for what passes from ranks to ranks."""

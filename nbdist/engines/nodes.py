@@ -31,14 +31,14 @@ from nbdist.engines.local import LAUNCHER, LAUNCHER_GONE, foreign_words
 from nbdist.engines.meeting_point import MeetingPoint
 from nbdist.engines.run_dir import RunDir
 from nbdist.errors import CheckpointError, PayloadError, SessionError, StartError
-from nbdist.wire_nodes import CHUNK_BYTES, LEASE_S, WINDOW
+from nbdist.wire_nodes import CHUNK_BYTES, LEASE_S, SHARE_IT, SHARED_S, WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from nbdist.engines.base import Cluster, Kind, Place, Wanted
     from nbdist.engines.channel import Channel, Reader
-    from nbdist.engines.fleet import Member
+    from nbdist.engines.fleet import Member, Moved
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,6 @@ FILE_S = 60.0
 END_S = 10.0
 """For the agents to end everything by themselves."""
 LOOK_S = 1.0
-SHARED_S = 5.0
-"""A file that was written here is seen on other machines within this time, on a disk they share."""
 SHARED_POLL_S = 0.25
 RUNNING = "running"
 
@@ -384,7 +382,7 @@ class Nodes:
         return [hello.bulk_dir, hello.run_dir]
 
     @contextlib.contextmanager
-    def shipped(self, file: Path, ranks: Sequence[int]) -> Iterator[dict[int, str]]:
+    def shipped(self, file: Path, ranks: Sequence[int], told: Moved) -> Iterator[dict[int, str]]:
         """Bring a file to the nodes of these ranks, to each once."""
         indices = sorted({self._node_of[rank] for rank in ranks})
         paths: dict[int, str] = {}
@@ -392,29 +390,29 @@ class Nodes:
             given = {"name": f"{secrets.token_hex(8)}.payload", "size": file.stat().st_size}
             for index in indices:
                 paths[index] = self._answer(*self._ask(index, "receive", given))
-            self._ship(file, paths)
+            self._ship(file, paths, told)
             yield {rank: paths[self._node_of[rank]] for rank in ranks}
         finally:
             file.unlink(missing_ok=True)
             for index, path in paths.items():
                 self._forget(self._ask(index, "remove", {"path": path})[0])
 
-    def _ship(self, file: Path, paths: Mapping[int, str]) -> None:
+    def _ship(self, file: Path, paths: Mapping[int, str], told: Moved) -> None:
         """Send a file in chunks; a few are on their way at once."""
         acknowledged: SimpleQueue[Any] = SimpleQueue()
-        on_the_way = 0
+        on_the_way = done = 0
+        total = file.stat().st_size * len(paths)
         with file.open("rb") as source:
-            while chunk := source.read(CHUNK_BYTES):
-                for index, path in paths.items():
+            while (chunk := source.read(CHUNK_BYTES)) or on_the_way:
+                for index, path in paths.items() if chunk else ():
                     self._ask(index, "chunk", {"path": path}, chunk, into=acknowledged)
                     on_the_way += 1
-                while on_the_way >= WINDOW * len(paths):
-                    self._taken(acknowledged)
-                    on_the_way -= 1
-        for _ in range(on_the_way):
-            self._taken(acknowledged)
+                while on_the_way and (not chunk or on_the_way >= WINDOW * len(paths)):
+                    written, _ = self._taken(acknowledged)
+                    done, on_the_way = done + written, on_the_way - 1
+                    told(done, total)
 
-    def fetch(self, rank: int, path: str) -> Path:
+    def fetch(self, rank: int, path: str, told: Moved) -> Path:
         """Bring a payload file of a rank here; there it is removed."""
         if str(Path(path).parent) not in self.folders(rank):
             raise PayloadError(foreign_words(path))
@@ -433,6 +431,7 @@ class Nodes:
                 while waiting:
                     _, frames = self._taken(chunks)
                     sink.write(frames[0])
+                    told(sink.tell(), size)
                     waiting -= 1
                     if (after := next(offsets, None)) is not None:
                         given = {"path": path, "offset": after}
@@ -477,14 +476,26 @@ class Nodes:
             for index, _ in self._shares:
                 while why := self._answer(*self._ask(index, "sees", given)):
                     if time.monotonic() > deadline:
-                        msg = (
-                            f"{self._named(index)}: {why}. All nodes have to see the folder:"
-                            " use one on a disk that they share."
-                        )
-                        raise CheckpointError(msg)
+                        raise CheckpointError(f"{self._named(index)}: {why}. {SHARE_IT}.")
                     self._ends.wait(SHARED_POLL_S)  # a network's file system tells it late
         finally:
             trial.unlink(missing_ok=True)
+
+    def see_later(self, folder: Path, complain: Callable[[str], object]) -> None:
+        """Look in the background: a network's file system may tell it late."""
+
+        def look() -> None:
+            there = next(one for one in (folder, *folder.parents) if one.is_dir())
+            try:
+                self.see(there)
+            except CheckpointError as error:
+                complain(str(error))
+            except SessionError:
+                return  # nodes that are gone see nothing
+
+        thread = threading.Thread(target=look, name="nbdist-folder", daemon=True)
+        self._threads.append(thread)  # its trial file is gone before the nodes are
+        thread.start()
 
     # -- requests to agents
 

@@ -116,6 +116,7 @@ class Gang:
         options: Mapping[str, Any],
         auto: Mapping[str, Any] | None,
         hardware: Mapping[str, Any],
+        checkpoints: str,
         progress: Callable[[str], None],
     ) -> None:
         """Start ranks; returns once each has answered and passed a barrier with all.
@@ -139,6 +140,7 @@ class Gang:
                 options=dict(options),
                 auto=None if auto is None else dict(auto),
                 hardware=dict(hardware),
+                checkpoints=checkpoints,
             )
             self.members = Arrival(self, world_size, progress).wait()
         except BaseException:
@@ -189,6 +191,7 @@ class Gang:
         options: dict[str, Any],
         auto: dict[str, Any] | None,
         hardware: dict[str, Any],
+        checkpoints: str,
     ) -> None:
         self.generation += 1
         self._told = self._missing_since = None
@@ -207,6 +210,7 @@ class Gang:
             env=scrubbed(os.environ),
             cwd=os.getcwd(),  # noqa: PTH109 - a plain string for the wire
             path=sys.path,
+            checkpoints=checkpoints,
         )
         self._channels = fleet.launch(launch, secrets.token_hex(KEY_BYTES), self)
 

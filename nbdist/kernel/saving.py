@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import atexit
 import math
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from nbdist import checkpoint, wire
-from nbdist.checkpoint import names
+from nbdist.checkpoint import Remote, Url, names
 from nbdist.errors import CheckpointError
 from nbdist.kernel.screen import PinnedScreen
 from nbdist.kernel.settling import Transaction
 from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.switching import size
+from nbdist.paths import expanded
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator, Mapping
-    from datetime import datetime
 
     import torch
 
-    from nbdist.checkpoint import Entry
+    from nbdist.checkpoint import Draft, Entry
     from nbdist.kernel.gang import Gang
 
     Listen = Callable[[Callable[[str], object] | None], None]
@@ -51,7 +54,7 @@ class Checkpoint:
     backend: str
     """That wrote it; any can load it."""
     created: datetime
-    path: Path
+    path: Path | Url
     seconds: float | None = None
     """That this session took to write it; None for another session's."""
 
@@ -82,7 +85,12 @@ class Checkpoint:
         """
         from nbdist.state import files
 
-        return files.state_dict(self.path, prefix)
+        if not isinstance(self.path, Url):
+            return files.state_dict(self.path, prefix)
+        with tempfile.TemporaryDirectory(prefix="nbdist-") as folder:
+            brought = checkpoint.Brought(self.path, Path(folder))
+            brought.bring({one.name for one in brought.manifest.files})
+            return files.state_dict(brought.folder, prefix)
 
     def __str__(self) -> str:
         """Say it on one line."""
@@ -99,7 +107,7 @@ class Save:
     def __init__(self) -> None:
         """Know nothing of it yet."""
         self.name = ""
-        self.root = Path()
+        self.root: Path | Url = Path()
         self.error = ""
         """Why it failed."""
         self.notes: tuple[str, ...] = ()
@@ -107,12 +115,14 @@ class Save:
         self.removed: tuple[str, ...] = ()
         """Older checkpoints that `keep` did not count."""
         self.seconds = self.pause_s = 0.0
-        self.path: Path | None = None
+        self.path: Path | Url | None = None
+        self.made: Checkpoint | None = None
+        """What it has made."""
         self.began = time.time()
         """Unix seconds."""
         self.size_bytes = 0
         """About what all ranks will write; 0 where it is not known yet."""
-        self._draft: Path | None = None
+        self._draft: Draft | None = None
         self._over = threading.Event()
         self._watchers: list[Callable[[Save], object]] = []
         self._lock = threading.Lock()
@@ -134,7 +144,8 @@ class Save:
             raise TimeoutError(message)
         if self.error or self.path is None:
             raise CheckpointError(f"checkpoint {self.name} was not saved: {self.error}")
-        found = next((one for one in checkpoint.entries(self.root) if one.name == self.name), None)
+        there = checkpoint.place(self.root).entries()
+        found = next((one for one in there if one.name == self.name), None)
         if found is None:
             raise CheckpointError(f"checkpoint {self.name} was saved, and removed since.")
         return Checkpoint.of(found, self.seconds)
@@ -155,18 +166,19 @@ class Save:
     @property
     def how_far(self) -> str:
         """In words, with the share that is on its way to the disk."""
-        done = min(self.written_bytes / self.size_bytes, 1.0) if self.size_bytes else None
-        share = "" if done is None else f", {done:.0%}"
-        return f"writing checkpoint {self.name}{share}"
+        words, written = f"writing checkpoint {self.name}", self.written_bytes
+        if written is None or not self.size_bytes:
+            return words
+        return f"{words}, {min(written / self.size_bytes, 1.0):.0%}"
 
     @property
-    def written_bytes(self) -> int:
-        """What its files have now, of all ranks on this machine."""
+    def written_bytes(self) -> int | None:
+        """What its files have now, of all ranks; None where it cannot be looked up."""
         if self._draft is None or self.done:
             return 0
         try:
-            return sum(path.stat().st_size for path in self._draft.iterdir())
-        except OSError:
+            return self._draft.size_bytes()
+        except (OSError, CheckpointError):
             return 0  # it has just got its name
 
     def watch(self, watcher: Callable[[Save], object]) -> None:
@@ -179,15 +191,29 @@ class Save:
 
     def receive(self, content: wire.Saved) -> None:
         """Take what rank 0 says of it."""
-        self.name, self.root = content["name"], Path(content["root"])
+        self.name, self.root = content["name"], checkpoint.located(content["root"])
         self.seconds, self.pause_s = content["seconds"], content["pause_s"]
         self.size_bytes = content.get("size_bytes", self.size_bytes)
-        self._draft = self.root / content["id"]
+        self._draft = checkpoint.place(self.root).draft(self.name, content["id"])
         if content["state"] == "done":
-            self.path = Path(content["path"])
+            self.path = checkpoint.located(content["path"])
+            self.made = Checkpoint(
+                name=self.name,
+                step=content["step"],
+                size_bytes=content["size_bytes"],
+                backend=content["backend"],
+                created=datetime.now(UTC),
+                path=self.path,
+                seconds=self.seconds,
+            )
             self.notes, self.removed = tuple(content["notes"]), tuple(content["removed"])
         if content["state"] != "running":
             self.end(content.get("error", ""))
+
+    def discard(self) -> None:
+        """Remove what is left of it; once nobody writes any more."""
+        if self._draft is not None:
+            self._draft.abort()
 
     def end(self, error: str) -> None:
         """It is over."""
@@ -216,19 +242,23 @@ class Save:
 
 
 class Checkpoints(Sequence[Checkpoint]):
-    """The whole checkpoints of a folder, the newest last; as the folder is now."""
+    """The whole checkpoints of a folder or at a URL, the newest last; as it is now."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path | Url) -> None:
         """Look at a folder, which need not exist."""
         self.root = root
         self.failed: list[Save] = []
         """Saves of this session that failed."""
-        self._seconds: dict[Path, float] = {}
+        self._seconds: dict[Path | Url, float] = {}
         self._seen: tuple[Path, int] | None = None
         self._entries: list[Checkpoint] = []
+        self.problem = ""
+        """Why a URL could not be listed; then those are given that were seen before."""
 
     def _now(self) -> list[Checkpoint]:
-        """Read the folder where a name in it has changed."""
+        """Read the folder where a name in it has changed; a URL each time."""
+        if isinstance(self.root, Url):
+            return self._at(self.root)
         try:
             seen = self.root, self.root.stat().st_mtime_ns
         except OSError:
@@ -239,6 +269,22 @@ class Checkpoints(Sequence[Checkpoint]):
             self._seen = seen
         return self._entries
 
+    def _at(self, url: Url) -> list[Checkpoint]:
+        """List a URL."""
+        try:
+            found = checkpoint.place(url).entries()
+        except CheckpointError as error:
+            self.problem = str(error)
+        else:
+            self._entries = [Checkpoint.of(one, self._seconds.get(one.path)) for one in found]
+            self.problem = ""
+        return self._entries
+
+    @property
+    def known(self) -> list[Checkpoint]:
+        """The same, of a URL without asking it: those that were listed, or saved since."""
+        return list(self._entries) if isinstance(self.root, Url) else list(self._now())
+
     def add(self, save: Save) -> None:
         """Take note of a save that is over."""
         if save.error:
@@ -246,6 +292,11 @@ class Checkpoints(Sequence[Checkpoint]):
         elif save.path is not None:
             self._seconds[save.path] = save.seconds
             self._seen = None
+            if save.root == self.root and (made := save.made) is not None:
+                others = [
+                    one for one in self._entries if one.name not in {made.name, *save.removed}
+                ]
+                self._entries = [*others, made]
 
     @overload
     def __getitem__(self, which: int | str) -> Checkpoint: ...
@@ -275,7 +326,8 @@ class Checkpoints(Sequence[Checkpoint]):
 
     def __repr__(self) -> str:
         """One on a line."""
-        lines = [f"{self.root}: {len(self)} checkpoints", *(f"  {one}" for one in self)]
+        lines = [f"{self.root}: {len(self)} checkpoints", *(f"  {one}" for one in self.known)]
+        lines += [f"  {self.problem}"] if self.problem else []
         lines += [f"  {save}" for save in self.failed]
         return "\n".join(lines)
 
@@ -283,11 +335,28 @@ class Checkpoints(Sequence[Checkpoint]):
 class Saves:
     """All saves of a session."""
 
-    def __init__(self) -> None:
-        """Begin with none."""
-        self.checkpoints = Checkpoints(Path.cwd() / FOLDER)
+    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+        """Begin with none.
+
+        Args:
+            root: folder or URL of all checkpoints. Default: "checkpoints" where the notebook runs.
+
+        Raises:
+            CheckpointError: a URL that fsspec does not know, or for which a package is missing.
+        """
+        self._given = None if root is None else folder(root)
+        if isinstance(self._given, Url):
+            self._given.opened()
+        self.checkpoints = Checkpoints(self._given or Path.cwd() / FOLDER)
         self._saves: dict[str, Save] = {}
         self._lock = threading.Lock()
+
+    def settle(self) -> str:
+        """The ranks begin: where checkpoints go from now on, "" if that was left to nbdist."""
+        if self._given is None:
+            self.checkpoints.root = Path.cwd() / FOLDER
+            return ""
+        return checkpoint.full(self._given)
 
     def receive(self, content: wire.Saved) -> None:
         """Take what rank 0 says; on the reader thread."""
@@ -322,7 +391,7 @@ class Saves:
         with self._lock:
             save = self._saves.setdefault(replies[0]["id"], Save())
         if not save.name:
-            save.name, save.root = request["name"], Path(request["root"])
+            save.name, save.root = request["name"], checkpoint.located(request["root"])
         return save
 
     def running(self) -> list[Save]:
@@ -345,9 +414,11 @@ class Saves:
 
     def tidy(self) -> None:
         """Remove what was cut short; once the ranks are gone."""
-        for root in {save.root for save in self.checkpoints.failed}:
-            if root.is_dir():
-                checkpoint.tidy(root)
+        for save in self.checkpoints.failed:
+            if isinstance(save.root, Url):
+                save.discard()
+            elif save.root.is_dir():
+                checkpoint.tidy(save.root)
 
 
 def show_later(save: Save) -> None:
@@ -361,7 +432,35 @@ def show_later(save: Save) -> None:
     save.watch(show)
 
 
+def prove_later(url: Url, complain: Callable[[str], object]) -> None:
+    """Look in the background whether checkpoints can be written to a URL."""
+
+    def prove() -> None:
+        try:
+            Remote(url).prove()
+        except CheckpointError as error:
+            complain(str(error))
+
+    threading.Thread(target=prove, name="nbdist-url", daemon=True).start()
+
+
+def complain_later() -> Callable[[str], object]:
+    """Give what says below the cell that runs now why a save would fail."""
+    screen = PinnedScreen()
+
+    def complain(why: str) -> None:
+        screen.write("stderr", f"nbdist: save() would fail now: {why}\n")
+        screen.flush()
+
+    return complain
+
+
 # -- load
+
+
+def folder(given: str | os.PathLike[str]) -> Path | Url:
+    """A folder or a URL as the user gives it; the folder is absolute."""
+    return Url(given) if checkpoint.is_url(given) else Path.cwd() / expanded(given)
 
 
 def is_foreign(path: Path) -> bool:
@@ -408,7 +507,7 @@ class LoadReport:
 
 def load(
     name: str,
-    root: Path,
+    root: Path | Url,
     ranks: Sequence[int],
     gang: Gang,
     listen: Listen,
@@ -420,9 +519,11 @@ def load(
     Raises:
         CheckpointError: all is as it was, or the message says that it is not.
     """
-    with checkpoint.opened(root, name) as opened, StatusLine() as line:
-        manifest, title = opened.manifest, f"nbdist: loading {name}"
-        content = wire.LoadRequest(path=str(opened.path), id=manifest.id, weights_only=weights_only)
+    with checkpoint.place(root).opened(name) as (path, manifest), StatusLine() as line:
+        title = f"nbdist: loading {name}"
+        content = wire.LoadRequest(
+            path=checkpoint.full(path), id=manifest.id, weights_only=weights_only
+        )
 
         def show(text: str) -> None:
             line.show(f"{title}: {text}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist import ranks as rank_names
 from nbdist import strategies, wire
+from nbdist.checkpoint import Url, full
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import (
     CellInterrupted,
@@ -54,7 +55,6 @@ from nbdist.kernel.switching import SwitchReport
 from nbdist.kernel.turns import in_turn, in_turn_on_these_ranks, tell_of_waiting
 from nbdist.kernel.where import FIXED, NAMES, Where
 from nbdist.kernel.whereabouts import Whereabouts
-from nbdist.paths import expanded
 from nbdist.plan.checked import Measured
 from nbdist.redacted import redacted
 
@@ -94,11 +94,14 @@ class Session:
         options: what else `strategies.Options` has: offload_params, replicate_across,
             activation_checkpointing, compile, accumulate, clip, fsdp_config,
             deepspeed_config. And where the ranks are: on ("local", "ray", "ray://HOST:PORT",
-            "slurm"), nodes, gpus_per_node, interface; of Slurm partition, time, account.
+            "slurm"), nodes, gpus_per_node, interface; of Slurm partition, time, account. And
+            where checkpoints go: checkpoints, a folder that all ranks see or a URL that fsspec
+            knows ("s3://bucket/run"). Default: "checkpoints" where the notebook runs.
 
     Raises:
         OptionError: a value that is not allowed, or that the backend does not have.
         StartError: no cluster there, or it has not enough.
+        CheckpointError: a URL that fsspec does not know, or for which a package is missing.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class Session:
         """What a panel knows of this session; its own."""
         self._at_stop: list[Callable[[], object]] = []
         self._on_phase: Callable[[str], object] | None = None
-        self._saves = saving.Saves()
+        self._saves = saving.Saves(options.pop("checkpoints", None))
         self._saving: dict[str, Mark] = {}
         """Marks of the saves that are not over yet."""
         self._pid = os.getpid()
@@ -266,7 +269,7 @@ class Session:
         if self.state in {"ready", "running"}:  # another thread was quicker
             return self
         started, choice = time.monotonic(), self._choice
-        self._saves.checkpoints.root = Path.cwd() / saving.FOLDER  # the ranks' own, from now on
+        self._checkpoints = self._saves.settle()
         starting = f"starting {self.describe()}"
         with self.activity.doing("starting", starting), StatusLine() as line:
             line.show(f"nbdist: {starting}")
@@ -277,6 +280,11 @@ class Session:
                 msg = "stopped while the ranks were starting; the next cell starts them anew."
                 raise CellInterrupted(msg) from None
             line.show(f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s")
+        root, complain = self.checkpoints.root, saving.complain_later()
+        if isinstance(root, Path):
+            self._gang.fleet.see_later(root, complain)
+        elif self.started is None:
+            saving.prove_later(root, complain)
         self._is_up()
         self.started = self.started or time.time()
         _set_current(self)
@@ -290,6 +298,7 @@ class Session:
             options=choice.options.to_json(),
             auto=choice.auto if choice.undecided else None,
             hardware=choice.hardware.to_json(),
+            checkpoints=self._checkpoints,
             progress=progress,
         )
 
@@ -393,7 +402,7 @@ class Session:
         """Say who ended how, what it said last, and from where training can go on."""
         self._death = death.told(
             log=self.logs[death.rank].tail(causes.LAST_LINES) if death.rank is not None else "",
-            checkpoint=next(reversed(self.checkpoints), None),
+            checkpoint=next(reversed(self.checkpoints.known), None),
             cells=self._cells.files(),
         )
         self.state = "dead"
@@ -734,7 +743,7 @@ class Session:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Whole checkpoints in the folder "checkpoints" of the notebook, the newest last.
+        """Whole checkpoints in the session's folder or at its URL, the newest last.
 
         Also those of earlier sessions. By place or by name: `checkpoints["base"].state_dict()`.
         """
@@ -761,7 +770,7 @@ class Session:
             overwrite: replace a checkpoint of this name; it stays until the new one is whole.
             keep: remove the oldest checkpoints beyond so many, once this one is whole.
             wait: return once the checkpoint is on the disk.
-            folder: of all checkpoints. Default: "checkpoints" where the notebook runs.
+            folder: of all checkpoints, or a URL that fsspec knows. Default: that of the session.
 
         Raises:
             CheckpointError: no model, no room, a name that is taken, micro-batches that wait for
@@ -771,8 +780,9 @@ class Session:
         self._ensure_free()
         self.start()
         root = self._folder(folder)
-        self._gang.fleet.see(root)
-        request = wire.SaveRequest(root=str(root), name=name, overwrite=overwrite, keep=keep)
+        if isinstance(root, Path):
+            self._gang.fleet.see(root)
+        request = wire.SaveRequest(root=full(root), name=name, overwrite=overwrite, keep=keep)
         with self.activity.doing("saving", f"copying the state for checkpoint {name}"):
             save = self._saves.begin(request, range(self.world_size), self._gang)
             if wait:
@@ -797,7 +807,7 @@ class Session:
             name: of a checkpoint, or the path of its folder; a path to what something else wrote
                 goes to `load_foreign`.
             weights_only: leave all but weights and buffers as it is.
-            folder: of all checkpoints. Default: "checkpoints" where the notebook runs.
+            folder: of all checkpoints, or a URL. Default: that of the session.
             trust: as for `load_foreign`.
 
         Raises:
@@ -806,9 +816,9 @@ class Session:
         """
         root, last = self._folder(folder), name
         if os.sep in name:
-            path = Path.cwd() / expanded(name)
+            path = self._folder(name)
             root, last = path.parent, path.name
-            if saving.is_foreign(path):
+            if isinstance(path, Path) and saving.is_foreign(path):
                 return self.load_foreign(path, trust=trust)
         self._ensure_free()
         self.start()
@@ -820,9 +830,9 @@ class Session:
         self.marks.add(Mark(self.metrics.last_step, "load", last))
         return report
 
-    def _folder(self, given: str | os.PathLike[str] | None) -> Path:
+    def _folder(self, given: str | os.PathLike[str] | None) -> Path | Url:
         """Folder of checkpoints, absolute: the ranks may be elsewhere."""
-        return self.checkpoints.root if given is None else Path.cwd() / expanded(given)
+        return self.checkpoints.root if given is None else saving.folder(given)
 
     # -- out of here
 

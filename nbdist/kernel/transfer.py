@@ -6,19 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import payload, wire
 from nbdist.errors import PayloadError
+from nbdist.kernel.moving import Moving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from nbdist.engines.fleet import Moved
     from nbdist.kernel.gang import Gang
+
+
+def _untold(_done: int, _total: int) -> None:
+    """Show nothing: a value of send() comes while the cell has the screen."""
 
 
 def push(values: Mapping[str, object], ranks: Sequence[int], gang: Gang) -> int:
     """Bind `values` on `ranks`; returns the bytes, written once for all of them."""
     file = payload.write_where_room(dict(values), gang.fleet.staging)
     size = file.stat().st_size
-    with gang.fleet.shipped(file, ranks) as paths:
+    with Moving("push") as told, gang.fleet.shipped(file, ranks, told) as paths:
         requests = {rank: wire.PushRequest(path=path) for rank, path in paths.items()}
         gang.ask_each(requests, wire.PUSH, raises=PayloadError)
     return size
@@ -45,18 +51,25 @@ def pull(
     request = wire.PullRequest(names=list(names), folders=gang.fleet.folders(rank))
     reply: wire.FileReply = gang.ask([rank], wire.PULL, request, raises=PayloadError)[rank]
     if "prepared" not in reply:
-        return received(rank, reply["path"], gang, as_numpy=as_numpy)
+        return _pulled(rank, reply["path"], gang, as_numpy=as_numpy)
     values: dict[str, Any] = {}
     for name in reply["prepared"]:
         gathered = gather(name, gang.fleet.folders(0))
-        values |= received(0, gathered, gang, as_numpy=as_numpy)
+        values |= _pulled(0, gathered, gang, as_numpy=as_numpy)
     if others := [name for name in names if name not in values]:
         values |= pull(others, rank, gang, as_numpy=as_numpy, gather=gather)
     return values
 
 
-def received(rank: int, path: str, gang: Gang, *, as_numpy: bool = False) -> dict[str, Any]:
+def _pulled(rank: int, path: str, gang: Gang, *, as_numpy: bool) -> dict[str, Any]:
+    with Moving("pull") as told:
+        return received(rank, path, gang, told, as_numpy=as_numpy)
+
+
+def received(
+    rank: int, path: str, gang: Gang, told: Moved = _untold, *, as_numpy: bool = False
+) -> dict[str, Any]:
     """Read a payload file that a rank wrote, and delete it."""
-    file: Path = gang.fleet.fetch(rank, path)
+    file: Path = gang.fleet.fetch(rank, path, told)
     values: dict[str, Any] = payload.read(file, as_numpy=as_numpy, delete=True)
     return values

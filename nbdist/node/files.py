@@ -5,7 +5,7 @@ Runs in the agent, on its one thread: a chunk at a time.
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,7 +87,12 @@ class Files:
             same = False
         if not same:
             return f"{file.parent} is another folder there than where the notebook runs, or none"
-        return "" if os.access(file.parent, os.W_OK) else f"{file.parent} cannot be written there"
+        try:
+            (mine := file.with_name(f"{file.name}-{secrets.token_hex(8)}")).touch(exist_ok=False)
+            mine.unlink()
+        except OSError as error:
+            return f"{file.parent} cannot be written there ({error.strerror})"
+        return ""
 
     def _own(self, path: str) -> Path:
         """A path, if it lies in these folders.

@@ -279,7 +279,7 @@ def _checkpoints(session: Session) -> list[CheckpointView]:
             state="done",
             problem="",
         )
-        for one in list(checkpoints)[-MAX_CHECKPOINTS:]
+        for one in checkpoints.known[-MAX_CHECKPOINTS:]
     ]
     for state, saves in (
         ("failed", list(checkpoints.failed)[-3:]),

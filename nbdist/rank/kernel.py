@@ -26,6 +26,7 @@ from traitlets import DottedObjectName, Float, Type
 from traitlets.config import Config
 
 from nbdist import payload, wire
+from nbdist.checkpoint import located
 from nbdist.errors import (
     PayloadError,
     SessionError,
@@ -402,8 +403,9 @@ class RankKernel(IPythonKernel):
         from nbdist.rank.loading import Load
 
         load = Load(
-            Path(request["path"]),
+            located(request["path"]),
             request["id"],
+            folder=self.surroundings.folder,
             tell=self.tell_phase,
             weights_only=request["weights_only"],
         )

@@ -3,6 +3,7 @@
     checking     nothing is touched: names, shapes, classes, groups; all ranks agree
     comparing    every file's bytes with their checksum, each rank a share of the files
     keeping      a copy of this rank's share of the present state in host memory
+    downloading  of a URL: the files that ranks of this machine want, with their checksums
     reading      each rank reads what it wants, in place
     settling     the engines renew their copies; options, schedules, loaders
     verifying    the digest of each tensor is compared with the manifest's
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbdist import checkpoint
-from nbdist.checkpoint import Opened
+from nbdist.checkpoint import Brought, Opened, Url
 from nbdist.checkpoint.names import shown
 from nbdist.errors import CheckpointError
 from nbdist.rank import positions, randomness, recorded, saving, scaler, training
@@ -87,9 +88,10 @@ class Load:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | Url,
         checkpoint_id: str,
         *,
+        folder: Path,
         tell: Callable[[str], None],
         weights_only: bool = False,
     ) -> None:
@@ -98,10 +100,13 @@ class Load:
         Args:
             path: of the checkpoint.
             checkpoint_id: of the manifest that the notebook has seen there.
+            folder: private, of this machine's ranks: for what has to come from a URL.
             tell: told of each phase.
             weights_only: leave optimizers, schedulers, generators and loaders as they are.
         """
-        self._path, self._id, self._tell = path, checkpoint_id, tell
+        self._place, self._id, self._tell = path, checkpoint_id, tell
+        self._folder = folder / f"load-{checkpoint_id}"
+        self._brought: Brought | None = None
         self._weights_only = weights_only
         self._trained: list[Trained] = []
         self._carried: list[Carried] = []
@@ -117,8 +122,16 @@ class Load:
         Raises:
             CheckpointError: on all ranks alike: what does not fit, or which phase failed.
         """
+        try:
+            return self._run()
+        finally:
+            if self._brought is not None:
+                self._brought.remove()
+
+    def _run(self) -> Report:
         generators = randomness.state()
         with self._phase(CHECKING):
+            self._path = self._here()
             self._manifest = self._opened()
             self._trained = training.everything()
             self._check_models()
@@ -127,12 +140,8 @@ class Load:
             self._check_tensors()
             if not self._weights_only:
                 self._check_training()
-        with self._phase("comparing"):
-            share = checkpoint.share(self._manifest, wires.rank(), wires.size())
-            sizes = {one.name: one.size_bytes for one in self._manifest.files}
-            total = sum(sizes[name] for name in share)
-            told = Told(self._tell, "comparing", total)
-            checkpoint.verify(self._path, files=share, told=told)
+        if self._brought is None:
+            self._compare()
         with self._phase("keeping"):
             live = [one.share(optimizers=not self._weights_only) for one in self._carried]
             counts = [one.counts() for one in self._carried]
@@ -143,6 +152,9 @@ class Load:
         try:
             with self._phase("reading"):
                 targets = [self._target(carried) for carried in self._carried]
+            if self._brought is not None:
+                with self._phase("downloading"):
+                    self._bring({key: one for target in targets for key, one in target.items()})
             with self._phase("reading"):
                 for target in targets:
                     told = Told(self._tell, "reading", bytes_of(target))
@@ -163,6 +175,33 @@ class Load:
 
     def _pairs(self) -> list[tuple[Carried, Trained]]:
         return list(zip(self._carried, self._trained, strict=True))
+
+    def _compare(self) -> None:
+        """Compare all files with their checksums, each rank its share."""
+        with self._phase("comparing"):
+            share = checkpoint.share(self._manifest, wires.rank(), wires.size())
+            sizes = {one.name: one.size_bytes for one in self._manifest.files}
+            total = sum(sizes[name] for name in share)
+            told = Told(self._tell, "comparing", total)
+            checkpoint.verify(self._path, files=share, told=told)
+
+    # -- at a URL
+
+    def _here(self) -> Path:
+        """The folder to read from; of a URL only what tells where everything lies, so far."""
+        if not isinstance(self._place, Url):
+            return self._place
+        self._brought = Brought(self._place, self._folder)
+        return self._folder
+
+    def _bring(self, target: Mapping[str, Shard]) -> None:
+        """Have the files here that are wanted, where they are not."""
+        if self._brought is None or not target:
+            return
+        names = files.wanted(self._path, self._manifest, target)
+        total = sum(one.size_bytes for one in self._manifest.files if one.name in names)
+        told = Told(self._tell, "downloading", total)
+        self._brought.bring(names, told, first=wires.rank() * len(names) // wires.size())
 
     # -- checking
 
@@ -330,6 +369,7 @@ class Load:
                 )
             made[key] = torch.empty(one.shape, dtype=getattr(torch, one.dtype))
         target = {key: whole(one) for key, one in made.items()}
+        self._bring(target)
         self.report.read_bytes += files.read(self._path, self._manifest, target) if target else 0
         return {key.removeprefix(prefix): one for key, one in made.items()}
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
+    from nbdist.checkpoint import Url
     from nbdist.rank.choose import Chooser
     from nbdist.rank.kernel import RankKernel
     from nbdist.strategies import Options
@@ -55,7 +56,13 @@ def initial(
 
 
 def connect(
-    kernel: RankKernel, *, run_dir: Path, bulk: Path, spare: Path, checkpoints: Path
+    kernel: RankKernel,
+    *,
+    run_dir: Path,
+    bulk: Path,
+    spare: Path,
+    checkpoints: Path | Url,
+    cwd: Path,
 ) -> None:
     """Add `report`, `send` and `save`, which need the rank's kernel."""
     reporter = Reporter(Publisher(kernel).report)
@@ -70,7 +77,7 @@ def connect(
     )
     kernel.advice_on = advice.on
     sender = Sender(kernel, [bulk, spare])
-    kernel.saver = Saver(checkpoints, Publisher(kernel).saved, kernel.complain_later)
+    kernel.saver = Saver(checkpoints, cwd, Publisher(kernel).saved, kernel.complain_later)
     kernel.shell.push({"report": reporter.report, "send": sender.send, "save": kernel.saver.save})
     kernel.beginning = Beginning(
         names=dict(kernel.shell.user_ns), environ=dict(os.environ), reporter=reporter

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint, wire
-from nbdist.checkpoint import Key, Manifest
+from nbdist.checkpoint import Key, Manifest, full, located
 from nbdist.checkpoint.names import checked
 from nbdist.errors import CheckpointError
 from nbdist.rank import accelerator as accelerators
@@ -27,11 +27,13 @@ from nbdist.rank import positions, randomness, recorded, scaler, training
 from nbdist.rank.carry import Carried, whole
 from nbdist.rank.together import agree, attempt, said, words
 from nbdist.state import digest, files, layouts, recipes, shards, wires
+from nbdist.wire_nodes import SHARE_IT, SHARED_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
-    from nbdist.checkpoint import FilePart, Optimizer, Told
+    from nbdist.checkpoint import Draft, FilePart, Optimizer, Place, Told, Url
     from nbdist.rank.positions import Position
     from nbdist.rank.training import Trained
     from nbdist.state.shards import Shard
@@ -52,10 +54,22 @@ before_step: list[Callable[[str], object]] = []
 class Order:
     """What is to be saved, and where."""
 
-    root: str
+    root: str = field(repr=False)
+    """A folder, or a URL that may have a password."""
     name: str
     overwrite: bool = False
     keep: int | None = None
+    folder: str = field(init=False)
+    """For messages."""
+
+    def __post_init__(self) -> None:
+        """Leave out what is secret."""
+        object.__setattr__(self, "folder", str(located(self.root)))
+
+    @property
+    def place(self) -> Place:
+        """Where checkpoints go."""
+        return checkpoint.place(located(self.root))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,16 +92,21 @@ class Saver:
     """The user's `save`, and what it does in the background."""
 
     def __init__(
-        self, root: Path, publish: Callable[[wire.Saved], object], complain: Callable[[], Any]
+        self,
+        root: Path | Url,
+        cwd: Path,
+        publish: Callable[[wire.Saved], object],
+        complain: Callable[[], Any],
     ) -> None:
         """Know where checkpoints go.
 
         Args:
             root: where no other folder is given; the same on all ranks.
+            cwd: from which the paths of others are.
             publish: tells the notebook of a save, from any thread.
             complain: called in a cell, gives what writes to its stderr later, from any thread.
         """
-        self._root, self._publish, self._complain = root, publish, complain
+        self._root, self._cwd, self._publish, self._complain = root, cwd, publish, complain
         self._thread: threading.Thread | None = None
 
     def save(
@@ -107,13 +126,13 @@ class Saver:
             name: 1 to 64 letters, digits, dots, dashes and underscores.
             overwrite: replace a checkpoint of this name; it stays until the new one is whole.
             keep: remove the oldest checkpoints beyond so many, once this one is whole.
-            folder: of all checkpoints. Default: "checkpoints" where the notebook runs.
+            folder: of all checkpoints, or a URL that fsspec knows. Default: that of the session.
 
         Raises:
             CheckpointError: on all ranks alike; nothing was written.
         """
-        root = self._root if folder is None else self._root.parent / folder
-        self.begin(Order(root=str(root), name=name, overwrite=overwrite, keep=keep))
+        root = self._root if folder is None else located(folder, self._cwd)
+        self.begin(Order(root=full(root), name=name, overwrite=overwrite, keep=keep))
 
     def begin(self, order: Order) -> str:
         """Take the state and begin to write it; returns an id that is the same on all ranks.
@@ -125,23 +144,24 @@ class Saver:
         complain = self._complain()
         self.join()
         trained, size = _agreed(order)
-        tmp, total = _folder(order, size)
+        draft, total = _draft(order, size)
         try:
+            agree(attempt(lambda: _see(draft, order))[1])
             snapshot, error = attempt(lambda: _snapshot(trained))
             agree(error)
             rng = wires.everyones(snapshot.rng)
         except BaseException as error:
-            checkpoint.failed(tmp, _rank(), words(error) or "")
+            draft.failed(_rank(), words(error) or "")
             if _rank() == 0:
-                checkpoint.abort(tmp)
+                draft.abort()
             raise
         if _rank() == 0:
             snapshot.manifest["rng"] = tuple(rng)
-        job = _Job(order, tmp, snapshot, began, self._publish, complain)
+        job = _Job(order, draft, snapshot, began, self._publish, complain)
         job.tell(wire.Saved(state="running", size_bytes=total))
         self._thread = threading.Thread(target=job.run, name="nbdist-save", daemon=True)
         self._thread.start()
-        return tmp.name
+        return draft.id
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the save that runs; False: the time is up."""
@@ -159,13 +179,13 @@ class _Job:
     def __init__(
         self,
         order: Order,
-        tmp: Path,
+        draft: Draft,
         snapshot: Snapshot,
         began: float,
         publish: Callable[[wire.Saved], object],
         complain: Callable[[str], object],
     ) -> None:
-        self._order, self._tmp, self._snapshot, self._began = order, tmp, snapshot, began
+        self._order, self._draft, self._snapshot, self._began = order, draft, snapshot, began
         self._publish, self._complain = publish, complain
         self._pause_s = time.perf_counter() - began
         self._world_size = wires.size()
@@ -177,7 +197,7 @@ class _Job:
         _, error = attempt(self._write)
         if error is not None:
             log.error("a save failed", exc_info=error)
-            checkpoint.failed(self._tmp, _rank(), words(error) or "")
+            self._draft.failed(_rank(), words(error) or "")
         if _rank() == 0:
             self._finish()
         self._snapshot = Snapshot()
@@ -187,11 +207,11 @@ class _Job:
         parts: list[FilePart] = []
         keys: dict[str, Key] = {}
         for kind, tensors in self._snapshot.kinds.items():
-            parts += files.write(tensors, self._tmp, _rank(), kind)
+            parts += files.write(tensors, self._draft.folder, _rank(), kind, self._draft.new)
             rest = {key: one for key, one in tensors.items() if key not in self._snapshot.digests}
             sums = digest.digests(rest) | self._snapshot.digests
             keys |= {key: _key(shard, sums[key]) for key, shard in tensors.items()}
-        checkpoint.report(self._tmp, _rank(), parts, keys=keys)
+        self._draft.report(_rank(), parts, keys)
 
     def _finish(self) -> None:
         """On rank 0: end the save, and tell the notebook how."""
@@ -199,7 +219,7 @@ class _Job:
         if error is None:
             self.tell(done)
             return
-        checkpoint.abort(self._tmp)
+        self._draft.abort()
         why = words(error) or ""
         self.tell(wire.Saved(state="failed", error=why))
         self._complain(f"nbdist: checkpoint {self._order.name} was not saved: {why}\n")
@@ -216,17 +236,17 @@ class _Job:
             keys=checkpoint.keys(told),
             **self._snapshot.manifest,
         )
-        path = checkpoint.commit(self._tmp, order.name, manifest, overwrite=order.overwrite)
+        path = self._draft.commit(order.name, manifest, overwrite=order.overwrite)
         removed: list[str] = []
         error: Exception | None = None
         if order.keep is not None:
-            root, name, count = path.parent, order.name, order.keep
-            removed, error = attempt(lambda: checkpoint.keep(root, count, written=name))
+            name, count = order.name, order.keep
+            removed, error = attempt(lambda: order.place.keep(count, written=name))
         notes = [f"not saved: {one}" for one in dict.fromkeys(self._snapshot.left_out)]
         notes += [words(error) or ""] if error is not None else []
         return wire.Saved(
             state="done",
-            path=str(path),
+            path=full(path),
             step=manifest.step,
             size_bytes=manifest.size_bytes,
             backend=manifest.backend,
@@ -239,21 +259,19 @@ class _Job:
         found: dict[int, Told] = {}
         size_bytes, since = -1, time.monotonic()
         while True:
-            for rank in set(range(self._world_size)) - found.keys():
-                if (one := checkpoint.told(self._tmp, rank)) is not None:
-                    found[rank] = one
+            found |= self._draft.heard(set(range(self._world_size)) - found.keys())
             if len(found) == self._world_size:
                 return found
-            now = _size(self._tmp)
-            if now != size_bytes:
-                size_bytes, since = now, time.monotonic()
+            now = self._draft.size_bytes()
+            if now is None or now != size_bytes:
+                size_bytes, since = now or 0, time.monotonic()
             elif time.monotonic() - since > STALLED_S:
                 missing = ", ".join(map(str, sorted(set(range(self._world_size)) - found.keys())))
                 raise CheckpointError(
                     f"rank {missing} has written nothing for {STALLED_S:.0f} s; look at the disk,"
                     " and save again."
                 )
-            time.sleep(POLL_S)
+            time.sleep(self._draft.poll_s)
 
     def tell(self, content: wire.Saved) -> None:
         """Tell the notebook; one rank speaks for all."""
@@ -261,7 +279,7 @@ class _Job:
             self._publish(
                 {
                     **content,
-                    "id": self._tmp.name,
+                    "id": self._draft.id,
                     "root": self._order.root,
                     "name": self._order.name,
                     "seconds": time.perf_counter() - self._began,
@@ -338,29 +356,43 @@ def check(one: Trained, *, optimizers: bool = True) -> None:
             )
 
 
-def _folder(order: Order, size: int) -> tuple[Path, int]:
-    """Make the folder that all ranks write into, and add up their bytes; a collective.
+def _draft(order: Order, size: int) -> tuple[Draft, int]:
+    """Make what all ranks write into, and add up their bytes; a collective.
 
     Raises:
         CheckpointError: on all ranks alike.
     """
     sizes = wires.everyones(size)
-    tmp, error = None, None
+    begun, error = None, None
     if _rank() == 0:
-        tmp, error = attempt(
-            lambda: checkpoint.begin(
-                Path(order.root), order.name, overwrite=order.overwrite, size_bytes=sum(sizes)
-            )
+        begun, error = attempt(
+            lambda: order.place.begin(order.name, overwrite=order.overwrite, size_bytes=sum(sizes))
         )
     try:
-        path, why = wires.everyones((tmp, words(error)))[0]
+        number, why = wires.everyones((begun and begun.id, words(error)))[0]
     except BaseException:
-        if tmp is not None:
-            checkpoint.abort(tmp)
+        if begun is not None:
+            begun.abort()
         raise
     if why is not None:
         raise CheckpointError(why) from error
-    return path, sum(sizes)
+    return begun or order.place.draft(order.name, number), sum(sizes)
+
+
+def _see(draft: Draft, order: Order) -> None:
+    """Make sure that this rank can write where rank 0 has begun.
+
+    Raises:
+        CheckpointError: it cannot, also after a while: a network's file system is late.
+    """
+    deadline = time.monotonic() + SHARED_S
+    while not draft.seen():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{order.folder} is another folder on {socket.gethostname()} than where rank 0"
+                f" runs, or none. {SHARE_IT}."
+            )
+        time.sleep(POLL_S)
 
 
 # -- the state of one moment
@@ -472,20 +504,6 @@ def _blamed(errors: Mapping[int, str]) -> str:
         why if why.startswith("rank ") else f"rank {rank}: {why}" for rank, why in errors.items()
     ]
     return " / ".join(named)
-
-
-def _size(tmp: Path) -> int:
-    """Bytes in a folder.
-
-    Raises:
-        CheckpointError: it is gone.
-    """
-    try:
-        return sum(path.stat().st_size for path in tmp.iterdir())
-    except FileNotFoundError:
-        if tmp.is_dir():
-            return -2  # a file went while it was looked at
-        raise CheckpointError(f"{tmp} was removed while it was written; save again.") from None
 
 
 def _announce(step: str) -> None:

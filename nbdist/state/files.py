@@ -12,8 +12,10 @@ import mmap
 import os
 import sys
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ import torch
 from nbdist.checkpoint import headers
 from nbdist.checkpoint.boxes import Box, boxes, intervals
 from nbdist.checkpoint.disk import read_at
+from nbdist.checkpoint.headers import Stored
 from nbdist.checkpoint.names import shown
 from nbdist.checkpoint.opened import Opened
 from nbdist.checkpoint.writer import Writer
@@ -28,13 +31,13 @@ from nbdist.errors import CheckpointError
 from nbdist.state.shards import Piece, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from nbdist.checkpoint.headers import Stored
     from nbdist.checkpoint.manifest import FilePart, Key, Manifest
     from nbdist.state.shards import ShardMap
 
+New = Callable[[PurePath, Sequence[Stored]], Writer]
 SUFFIX = ".safetensors"
 SLICE_BYTES = 64 << 20
 """Through host memory at a time: to and from a GPU, or into another dtype."""
@@ -71,7 +74,9 @@ class _Copy(NamedTuple):
     """Of one dimension, contiguous."""
 
 
-def write(shards: ShardMap, folder: Path, rank: int, kind: str) -> list[FilePart]:
+def write(
+    shards: ShardMap, folder: PurePath, rank: int, kind: str, new: New = Writer
+) -> list[FilePart]:
     """Write what this rank owns; blocks until it is on the disk.
 
     A tensor without elements is written by rank 0.
@@ -81,6 +86,7 @@ def write(shards: ShardMap, folder: Path, rank: int, kind: str) -> list[FilePart
         folder: of a checkpoint that is being written (`checkpoint.begin`).
         rank: of this process, for names and messages.
         kind: what the files are called: "model", "optim".
+        new: begins a file, there or wherever a save goes.
 
     Returns:
         The files, for `checkpoint.report`; none where the rank owns nothing.
@@ -94,7 +100,7 @@ def write(shards: ShardMap, folder: Path, rank: int, kind: str) -> list[FilePart
         # each other in one journal commit.
         with ExitStack() as stack:
             writers = [
-                _write_file(stack, folder / f"{kind}-{rank:05d}-{number}{SUFFIX}", parts)
+                _write_file(stack, new, folder / f"{kind}-{rank:05d}-{number}{SUFFIX}", parts)
                 for number, parts in enumerate(_by_file(shards, rank))
             ]
     except OSError as error:
@@ -132,6 +138,16 @@ def read(
     """
     with _opened(folder, manifest) as opened:
         return _fill(opened, target, told)
+
+
+def wanted(folder: Path, manifest: Manifest, target: ShardMap) -> set[str]:
+    """Names of the files that `read` reads for this target; their heads must be there.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    with _opened(folder, manifest) as opened:
+        return {copy.file.name for copy in _wanted(opened, target)}
 
 
 def state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
@@ -209,8 +225,8 @@ def _joined(shard: Shard) -> list[tuple[int, int]]:
     return found
 
 
-def _write_file(stack: ExitStack, path: Path, parts: list[_Part]) -> Writer:
-    writer = stack.enter_context(Writer(path, [part.stored for part in parts]))
+def _write_file(stack: ExitStack, new: New, path: PurePath, parts: list[_Part]) -> Writer:
+    writer = stack.enter_context(new(path, [part.stored for part in parts]))
     for part in parts:
         for piece in _content(part):
             writer.write(piece)
@@ -248,14 +264,18 @@ def _opened(folder: Path, manifest: Manifest) -> Iterator[Opened]:
 
 
 def _fill(opened: Opened, target: ShardMap, told: Callable[[int], object] | None) -> int:
+    return _carry_out(opened, _wanted(opened, target), told)
+
+
+def _wanted(opened: Opened, target: ShardMap) -> list[_Copy]:
+    """All that has to be copied."""
     keys = _checked(opened.manifest, target)
     index = _index(opened, set(keys.values()))
-    copies = [
+    return [
         copy
         for name, shard in target.items()
         for copy in _copies(opened.manifest.keys[keys[name]], index[keys[name]], shard, name)
     ]
-    return _carry_out(opened, copies, told)
 
 
 def _checked(manifest: Manifest, target: ShardMap) -> dict[str, str]:

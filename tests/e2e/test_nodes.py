@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +20,11 @@ import psutil
 import pytest
 import zmq
 
-from nbdist import CellError, CellInterrupted, RankDied, Session, StartError
+from nbdist import CellError, CellInterrupted, CheckpointError, RankDied, Session, StartError
 from nbdist.engines.nodes import Nodes
 from nbdist.engines.remote import RemoteEngine
+from nbdist.kernel import moving
+from nbdist.kernel.status_line import StatusLine
 from nbdist.panel.live import View
 from nbdist.wire_nodes import AHEAD
 from tests.conftest import eventually
@@ -28,7 +32,6 @@ from tests.two_nodes import Here, Hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 DEAD_S = 15.0
 """5 s is promised, and 1 s seen on a machine of our own."""
@@ -198,6 +201,62 @@ def test_fifty_megabytes_go_there_and_back(session: Session) -> None:
     session.run("del given")
 
 
+def test_a_slow_push_and_pull_say_how_far_they_are(
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = np.arange(5_000_000, dtype=np.float64)
+    session.push(given=given)
+    session.pull("given", rank=2)
+    assert "nbdist: pu" not in capsys.readouterr().out  # over before anybody wondered
+    monkeypatch.setattr(moving, "PATIENCE_S", 0)
+    session.push(given=given)  # to two nodes
+    session.pull("given", rank=2)
+    lines = capsys.readouterr().out.splitlines()
+    share = r"nbdist: {}: [0-9.]+ MiB of {} MiB, [0-9.]+ .iB/s, [0-9]{{1,2}}%"
+    end = r"nbdist: {}: {} MiB in [0-9.]+ s, [0-9.]+ .iB/s"
+    for doing, total in (("push", "76.3"), ("pull", "38.1")):
+        said = [line for line in lines if line.startswith(f"nbdist: {doing}")]
+        assert re.fullmatch(share.format(doing, total), said[0])
+        assert re.fullmatch(end.format(doing, total), said[-1])
+    session.run("del given")
+
+
+@pytest.mark.parametrize("doing", ["push", "pull"])
+def test_stop_ends_a_push_or_pull_and_leaves_no_file(
+    session: Session, cluster: Here, doing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = np.ones(10_000_000)
+    session.push(given=given)
+    monkeypatch.setattr(moving, "PATIENCE_S", 0)
+    pressed: list[str] = []
+
+    class Pressed(StatusLine):
+        def show(self, text: str) -> None:
+            pressed.append(text)
+            if len(pressed) == 1:
+                os.kill(os.getpid(), signal.SIGINT)  # while chunks are on their way
+
+    monkeypatch.setattr(moving, "StatusLine", Pressed)
+    ways = {
+        "push": lambda: session.push(given=given * 2),
+        "pull": lambda: session.pull("given", rank=2),
+    }
+    with pytest.raises(CellInterrupted, match=rf"the {doing} was stopped after .* of .* MiB"):
+        ways[doing]()
+    assert pressed[-1].startswith(f"nbdist: {doing}: stopped after")
+    assert session.run("given[0]").values == dict.fromkeys(range(3), 1.0)
+    eventually(lambda: not payloads(session, cluster), within_s=5)
+    session.run("del given")
+
+
+def payloads(session: Session, cluster: Here) -> list[Path]:
+    """Files with values in the private folders of the notebook and of the agents."""
+    folders = {folder for rank in range(3) for folder in session._gang.fleet.folders(rank)}
+    folders |= {str(folder) for folder in session._gang.fleet.staging}
+    assert len(folders) == 2 * (len(cluster.names) + 1)
+    return [file for folder in folders for file in Path(folder).glob("*.payload")]
+
+
 def test_status_names_the_nodes(session: Session) -> None:
     status = session.status()
     assert [one["node"] for one in status["ranks"]] == ["alpha", "alpha", "beta"]
@@ -275,6 +334,73 @@ def test_a_training_goes_to_fewer_ranks_and_back(session: Session) -> None:
     session.switch("ddp", nproc=3)
     assert [one["node"] for one in session.status()["ranks"]] == ["alpha", "alpha", "beta"]
     assert len(session.run("train(1)[0]").values) == 3
+
+
+# ------------------------------------------------------------------- folders that are not shared
+
+
+class Apart(Here):
+    """Two nodes; of a folder beta has another one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("alpha", "beta")
+        self._folder = folder
+
+    def prefix(self, name: str) -> list[str]:
+        """Put an empty disk where the folder was, for this node alone."""
+        if name == "alpha":
+            return []
+        mount = 'mount -t tmpfs none "$0" && exec "$@"'
+        return ["unshare", "--mount", "sh", "-c", mount, str(self._folder)]
+
+
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    """Two ranks; the notebook's folder is another one for the second."""
+    alone = ["/usr/bin/env", "unshare", "--mount", "true"]
+    if subprocess.run(alone, check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    monkeypatch.chdir(tmp_path)
+    with Session(2, engine=RemoteEngine(Apart(tmp_path))) as running:
+        yield running
+
+
+@pytest.mark.fault("N7")
+def test_a_folder_that_is_not_shared_is_told_early_and_at_save(
+    apart: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def warned() -> bool:
+        said.append(capsys.readouterr().err)
+        return "save() would fail" in "".join(said)
+
+    eventually(warned, within_s=20)  # before anything is trained
+    assert f"node beta (127.0.0.1): {tmp_path} is another folder there" in "".join(said)
+    apart.run(TRAIN)
+    apart.run("train(1)")
+    with pytest.raises(CellError, match=rf"rank 1: {tmp_path}/checkpoints is another folder on"):
+        apart.run("save('base')")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".lock"]
+    with pytest.raises(CheckpointError, match=r"node beta .* All nodes have to see the folder"):
+        apart.save("base")
+    assert len(apart.run("train(1)[0]").values) == 2  # the training goes on
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]  # no trial is left
+
+
+def test_nodes_that_share_no_folder_save_to_a_url(
+    apart: Session, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    url = f"file://{tmp_path_factory.mktemp('store')}"
+    apart.run(TRAIN)
+    apart.run("train(2)")
+    apart.save("base", folder=url, wait=True)
+    expected = apart.run("train(2)").values
+    apart.run(f"save('later', folder={url!r})")
+    eventually(lambda: not apart.saves_running(), within_s=30)
+    assert apart.load(f"{url}/base").verified > 0
+    assert apart.run("train(2)").values == expected
+    assert apart.load("later", folder=url).step == 4
 
 
 # --------------------------------------------------------------------------------------- safety

@@ -126,6 +126,7 @@ ROWS = (
     Row("N4", "the kernel is killed", "every node ends everything", 15),
     Row("N5", "ranks of several nodes wait in a collective", "Stop frees them", 10),
     Row("N6", "an agent does not start", "told which, and why; nothing stays"),
+    Row("N7", "a node has another folder", "told at the start, and save() writes nothing", 15),
     Row("S1", "who listens", "nothing outside of 127.0.0.1 and private folders"),
     Row("S2", "sockets of the ranks", "in a folder that only we can enter"),
     Row("S3", "messages that run code", "signed; anything else runs nothing"),

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "signed": set(),
     "ranks": {"errors"},
     "payload": {"errors"},
-    "checkpoint": {"errors", "owner"},
+    "checkpoint": {"errors", "owner", "redacted"},
     "strategies": {"errors", "paths"},
     "trace": {"errors"},
     "state": {"errors", "checkpoint"},
