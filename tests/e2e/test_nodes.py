@@ -172,7 +172,11 @@ def test_status_names_the_nodes(session: Session) -> None:
     status = session.status()
     assert [one["node"] for one in status["ranks"]] == ["alpha", "alpha", "beta"]
     drawn = View(session).draw()["ranks"]
-    assert [one["device"] for one in drawn] == ["alpha cpu", "alpha cpu", "beta cpu"]
+    assert [(one["node"], one["device"]) for one in drawn] == [
+        ("alpha", "cpu"),
+        ("alpha", "cpu"),
+        ("beta", "cpu"),
+    ]
     assert [one["name"] for one in status["launchers"]] == [
         "the launcher on alpha",
         "the launcher on beta",
