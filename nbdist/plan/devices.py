@@ -172,19 +172,6 @@ class Cluster:
         """What decides how fast one rank computes: CPU ranks share their machine's cores."""
         return _cpu_words(self.ranks_per_node) if self.kind == "cpu" else device.name
 
-    def on_nodes(self, nodes: int, ranks: int) -> Cluster:
-        """This one machine several times, over a network that is assumed.
-
-        Args:
-            nodes: how many machines.
-            ranks: of all of them together.
-        """
-        if nodes == 1:
-            return self
-        kept = (self.devices * nodes)[:ranks]
-        devices = kept + (self.smallest,) * (ranks - len(kept))
-        return networked(replace(self, devices=devices, nodes=nodes)).informed(self.known)
-
     def _inside(self, collective: Collective) -> float:
         """Bus bandwidth between the devices of one node."""
         if self.link == "none" or (self.ranks_per_node == 1 and self.nodes > 1):
@@ -227,7 +214,12 @@ class Cluster:
             memory = self.host_memory_bytes
             each = -(-ranks // self.nodes)
             made = cpu_ranks(each, host_memory_bytes=memory, num_cpus=self.num_cpus)
-            return made.on_nodes(self.nodes, ranks).informed(self.known)
+            if self.nodes > 1:
+                devices, network = made.devices[:1] * ranks, self.network
+                made = replace(
+                    made, devices=devices, nodes=self.nodes, network=network, notes=self.notes
+                )
+            return made.informed(self.known)
         said = self.ranks_per_node if self.nodes > 1 else max(self.ranks_per_node, NODE_SIZE)
         nodes = -(-ranks // said)
         least = self.smallest

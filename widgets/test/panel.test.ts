@@ -55,7 +55,7 @@ test("devices and ranks stand below their nodes", async () => {
   const rows = Array.from({ length: 4 }, () => "nbd-device");
   assert.deepEqual(listed, ["nbd-node", ...rows, "nbd-node", ...rows]);
   const [alpha, beta] = [...root.querySelectorAll(".nbd-node")].map((one) => one.textContent);
-  assert.match(alpha!, /^alpha4 x NVIDIA H100 .* 96 coreshost memory 214\.3 \/ 1007/);
+  assert.match(alpha!, /^alpha4 x NVIDIA H100 .* 96 coreshost memory 214\.3 \/ 1,007\.0 GiB$/);
   assert.match(beta!, /^beta/);
   const heads = [...root.querySelectorAll(".nbd-ranks tbody > tr")].map((row) => row.firstElementChild!.textContent);
   assert.deepEqual(heads, ["alpha", "0", "1", "2", "3", "beta", "4", "5", "6", "7"]);
