@@ -197,9 +197,12 @@ def test_the_panel_shows_memory_by_node_and_asks_each_once(
     asked: list[int] = []
     fleet: Any = session._gang.fleet
     send = fleet.hub.send
-    monkeypatch.setattr(
-        fleet.hub, "send", lambda index, *what: asked.append(index) or send(index, *what)
-    )
+
+    def counted(index: int, *what: Any) -> None:
+        asked.append(index)
+        send(index, *what)
+
+    monkeypatch.setattr(fleet.hub, "send", counted)
     view = View(session)
     moment = view.devices.look()
     assert sorted(asked) == [0, 1]
@@ -223,10 +226,13 @@ def test_an_open_panel_asks_every_second_and_a_closed_one_does_not(
 ) -> None:
     asked: list[float] = []
     fleet: Any = session._gang.fleet
-    answers = fleet._answers
-    monkeypatch.setattr(
-        fleet, "_answers", lambda *given: asked.append(time.monotonic()) or answers(*given)
-    )
+    now = fleet.now
+
+    def counted(within_s: float) -> Any:
+        asked.append(time.monotonic())
+        return now(within_s)
+
+    monkeypatch.setattr(fleet, "now", counted)
     view = View(session)
     view.devices.open()
     eventually(lambda: len(view.devices.history) >= 3, within_s=15)

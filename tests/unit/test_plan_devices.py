@@ -301,8 +301,8 @@ def test_of_unlike_nodes_the_least_counts_and_is_named() -> None:
     assert (cluster.host_memory_bytes, cluster.num_cpus) == (12 * GIB, 4)
     assert cluster.notes[:2] == (
         (
-            "The nodes differ: beta has the least host memory free, 12.0 GiB to 64.0 GiB of another,"
-            " and no more is planned with on any."
+            "The nodes differ: beta has the least host memory free, 12.0 GiB to 64.0 GiB of"
+            " another, and no more is planned with on any."
         ),
         "The nodes differ: beta has 4 cores to 32 of another, and all ranks wait for its ranks.",
     )
