@@ -24,12 +24,13 @@ def lines(session: Session) -> Iterator[str]:
         if one["unresponsive"]:
             name = one["name"].removeprefix("the ")
             yield f"  {name}: pid {one['pid']}, {one['unresponsive']}"
-    now = session.nodes_now()
+    living = session.state in {"ready", "running"}
+    now = session.nodes_now() if living else {}
     first = {node.ranks[0]: node for node in session.nodes}
     readings = {rank: one for node in now.values() for rank, one in node.readings.items()}
     for member in told["ranks"]:
         if node := first.get(member["rank"]):
-            yield f"  {_node(node, now.get(node.name))}"
+            yield f"  {_node(node, now.get(node.name))}" if living else f"  node {node.name}"
         yield f"  {_rank(member, readings.get(member['rank']))}"
 
 

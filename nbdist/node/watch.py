@@ -6,6 +6,7 @@ messages. NVML is let go when nobody has asked for a while.
 
 from __future__ import annotations
 
+import logging
 import threading
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     Ranks = Mapping[int, tuple[str, int | None]]
+
+log = logging.getLogger(__name__)
 
 IDLE_S = 5.0
 """Panels ask every second."""
@@ -66,7 +69,10 @@ class Watch:
                 return
             idle_s = IDLE_S
             number, ranks = asked
-            self._answer(number, self._now(ranks).to_json())
+            try:
+                self._answer(number, self._now(ranks).to_json())
+            except Exception:  # a driver that is reset must not end the thread
+                log.exception("the devices could not be read")
 
     def _now(self, ranks: Ranks) -> Now:
         devices = [(uuid, () if pid is None else (pid,)) for uuid, pid in ranks.values()]
