@@ -16,14 +16,14 @@ import platform
 import re
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from types import ModuleType
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -61,6 +61,19 @@ class Machine:
     """Between the visible GPUs; None for fewer than two."""
     num_cpus: int = 1
     """CPUs that this process may run on."""
+    memory_bytes: int = 0
+    """Of the host, or what this container may take."""
+    processor: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Self:
+        """Read what `to_json` made."""
+        gpus = (Gpu(**{**one, "capability": tuple(one["capability"])}) for one in given["gpus"])
+        return cls(**{**given, "gpus": tuple(gpus)})
 
     def describe(self) -> str:
         """Describe in a few words: "4 x NVIDIA A100 80GB, NVLink", "no GPU: 2 CPU ranks"."""
@@ -69,6 +82,52 @@ class Machine:
         kinds = Counter(gpu.title for gpu in self.gpus)
         gpus = " + ".join(f"{count} x {title}" for title, count in kinds.items())
         return f"{gpus}, {self.link}" if self.link else gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of a cluster that ranks of a session are on."""
+
+    name: str
+    ranks: tuple[int, ...]
+    machine: Machine
+    """With the GPUs of these ranks alone, in their order."""
+
+    def describe(self) -> str:
+        """Describe in a few words: "4 x NVIDIA A100 80GB, NVLink, 64 cores"."""
+        count = len(self.ranks)
+        ranks = f"{count} CPU {'rank' if count == 1 else 'ranks'}"
+        devices = self.machine.describe() if self.machine.gpus else ranks
+        return f"{devices}, {self.machine.num_cpus} cores"
+
+
+def to_runs(nodes: Iterable[Node]) -> list[dict[str, Any]]:
+    """Nodes as plain values; those in a row that are alike once, with their number.
+
+    Without names and the GPUs' UUIDs, by which no two are alike.
+    """
+    nameless = ((_without_uuids(one.machine), len(one.ranks)) for one in nodes)
+    return [
+        {"nodes": len(list(alike)), "ranks": ranks, "machine": machine.to_json()}
+        for (machine, ranks), alike in groupby(nameless)
+    ]
+
+
+def _without_uuids(machine: Machine) -> Machine:
+    return replace(machine, gpus=tuple(replace(gpu, uuid="") for gpu in machine.gpus))
+
+
+def from_runs(told: Iterable[Mapping[str, Any]]) -> list[Node]:
+    """Read what `to_runs` made; the nodes are named by their numbers."""
+    nodes: list[Node] = []
+    first = 0
+    for one in told:
+        machine = Machine.from_json(one["machine"])
+        for _ in range(one["nodes"]):
+            ranks = tuple(range(first, first + one["ranks"]))
+            nodes.append(Node(f"node {len(nodes)}", ranks, machine))
+            first += len(ranks)
+    return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +150,7 @@ def found(*, nvml: Any = None, environ: Mapping[str, str] = os.environ) -> Machi
     """
     nvml = nvml or pynvml()
     gpus, link = _asked(nvml, environ.get("CUDA_VISIBLE_DEVICES")) if nvml else ((), None)
-    return Machine(gpus, link, _num_cpus())
+    return Machine(gpus, link, _num_cpus(), host_bytes(), _processor())
 
 
 def pynvml() -> ModuleType | None:
@@ -104,7 +163,7 @@ def pynvml() -> ModuleType | None:
 
 def host(machine: Machine) -> str:
     """What tells this host from others, but no name of it: "Intel Xeon ... @ 2.5GHz, 2 cores"."""
-    return f"{_processor()}, {machine.num_cpus} cores"
+    return f"{machine.processor}, {machine.num_cpus} cores"
 
 
 @lru_cache(maxsize=1)
@@ -262,9 +321,11 @@ def host_free_bytes() -> int:
     return free if limit is None or used is None else min(free, max(0, limit - used))
 
 
-def memory_limit() -> int | None:
-    """Host memory that this container may take; None where it has no limit of its own."""
-    return _cgroup_number("memory.max")
+def host_bytes() -> int:
+    """Host memory of this machine, or what this container may take."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _cgroup_number("memory.max")
+    return total if limit is None else min(total, limit)
 
 
 def _cgroup_number(name: str) -> int | None:

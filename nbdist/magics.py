@@ -23,7 +23,7 @@ import nbdist
 from nbdist import completion, machine, parsers, plan_magic, strategies
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import CellSyntaxError, OptionError, SessionError
-from nbdist.kernel import saving, source
+from nbdist.kernel import saving, source, status
 from nbdist.kernel.session import Session, current
 
 if TYPE_CHECKING:
@@ -303,22 +303,8 @@ class NbDist(Magics):
 
     def status_command(self, _: str) -> None:
         """Print state of the session and of each rank."""
-        session = self.session_now()
-        print(session)
-        now = session.status()
-        if now["standstill"]:
-            print(f"  {now['standstill']}")
-        for one in now["launchers"]:
-            if one["unresponsive"]:
-                name = one["name"].removeprefix("the ")
-                print(f"  {name}: pid {one['pid']}, {one['unresponsive']}")
-        node = ""
-        for member in now["ranks"]:
-            if member["node"] != node:
-                node = member["node"]
-                print(f"  node {node}")
-            life = member["unresponsive"] or ("alive" if member["alive"] else "ended")
-            print(f"  rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}")
+        for one in status.lines(self.session_now()):
+            print(one)
 
     def pull_command(self, names: str) -> None:
         """Bind variables of rank 0 in the notebook."""

@@ -606,6 +606,8 @@ class Launch:
     node: int = 0
     nodes: int = 1
     """Which of how many nodes it is on."""
+    machines: list[dict[str, Any]] = field(default_factory=list)
+    """What the nodes have, for the planner, by `machine.to_runs`; empty: all are this machine."""
     interface: str = "lo"
     """Network interface that connects the ranks."""
     checkpoints: str = ""

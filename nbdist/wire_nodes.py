@@ -3,7 +3,7 @@
 One encrypted connection for each node (CurveZMQ over TCP). A message is a JSON text, then any
 number of frames of bytes that it does not look into.
 
-    Hello     agent -> hub   the agent is there: its folders and versions
+    Hello     agent -> hub   the agent is there: its folders and versions, and what its machine has
     Line      both ways      a line of the link between kernel and launcher, as in `wire`
     Launch    hub -> agent   start ranks: the line, the key of their messages
     Cut       hub -> agent   let go of the ranks' sockets
@@ -12,7 +12,7 @@ number of frames of bytes that it does not look into.
     Taken     hub -> agent   the kernel has read it
     Stored    both ways      a request of a rank to the store of the process groups; its answer
     States    agent -> hub   processes that are stopped or gone
-    Ask       hub -> agent   files, stacks, the log: answered once, or in parts
+    Ask       hub -> agent   files, stacks, the log, memory: answered once, or in parts
     Answer    agent -> hub   what was asked for, or why not
     Beat      both ways      still there
     End       hub -> agent   end the launcher, the ranks and the agent
@@ -94,6 +94,8 @@ class Hello:
     run_dir: str
     bulk_dir: str
     versions: dict[str, str]
+    machine: dict[str, Any]
+    """`machine.Machine.to_json()`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import psutil
-
 from nbdist import machine
 from nbdist.doctor.finding import note, ok, problem, size, writable
 from nbdist.engines import limits, run_dir
@@ -44,7 +42,7 @@ def look(*, ranks: int | None = None, checkpoints: Path | None = None) -> Iterat
     ranks = ranks or len(machine.found().gpus) or machine.CPU_RANKS
     yield shared_memory(_room(run_dir.SHARED_MEMORY))
     yield descriptors(limits.descriptor_limit(), limits.descriptors_needed(ranks), ranks)
-    yield memory(machine.host_free_bytes(), memory_total(), ranks)
+    yield memory(machine.host_free_bytes(), machine.host_bytes(), ranks)
     yield disk("checkpoints", checkpoints or Path.cwd() / "checkpoints")
     yield disk("temp folder", Path(tempfile.gettempdir()))
     yield sockets(run_dir.roots())
@@ -107,13 +105,6 @@ def sockets(folders: list[Path]) -> Finding:
         do = "set TMPDIR to a folder of your own; alone on the machine you need do nothing"
         return note("private folders", f"no place is safe from other users: {reasons}", do)
     return ok("private folders", f"in {best}, mode 0700")
-
-
-def memory_total() -> int:
-    """Of the host, or what the container may take."""
-    total = int(psutil.virtual_memory().total)
-    limit = machine.memory_limit()
-    return total if limit is None else min(total, limit)
 
 
 def _room(folder: Path) -> Room | None:

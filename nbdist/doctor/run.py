@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from nbdist.doctor import resources, run_fsdp, run_zero
+from nbdist import machine
+from nbdist.doctor import run_fsdp, run_zero
 from nbdist.doctor.case import NO_MEMORY, Case, last_errors
 from nbdist.doctor.finding import LEVELS, note, ok, problem
 
@@ -48,7 +49,7 @@ def findings(profile: Profiled | None, session: Session | None) -> tuple[Finding
         hardware=session.hardware,
         errors=errors,
         frames=frames,
-        host_bytes=resources.memory_total(),
+        host_bytes=machine.host_bytes(),
     )
     return (*recognised(case), *_unseen(case))
 

@@ -33,7 +33,7 @@ def check(here: Mapping[str, str], places: Sequence[Place]) -> None:
         for place in places:
             found.setdefault(place.versions.get(name, "none"), []).append(place.name)
         if len({_compared(name, version) for version in found}) > 1:
-            words = [f"{version} on {_listed(nodes)}" for version, nodes in found.items()]
+            words = [f"{version} on {listed(nodes)}" for version, nodes in found.items()]
             lines.append(f"{name} {', '.join(words)}")
     if lines:
         msg = (
@@ -47,6 +47,7 @@ def _compared(name: str, version: str) -> str:
     return ".".join(version.split(".")[:2]) if name == "python" else version
 
 
-def _listed(nodes: Sequence[str], most: int = 4) -> str:
+def listed(nodes: Sequence[str], most: int = 4) -> str:
+    """The names of nodes, the first few of them: "alpha, beta and 3 more"."""
     more = len(nodes) - most
     return ", ".join(nodes[:most]) + (f" and {more} more" if more > 0 else "")

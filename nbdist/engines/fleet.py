@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from nbdist import wire
     from nbdist.engines.base import Kind
     from nbdist.engines.channel import Channels, Reader
+    from nbdist.machine import Node
+    from nbdist.readings import Now
 
 Moved = Callable[[int, int], object]
 """Hears how many bytes of a file have come, and of how many."""
@@ -124,6 +126,12 @@ class Fleet(Protocol):
 
     def node_of(self, rank: int) -> str:
         """The node of a rank, by name; "" on one machine."""
+
+    def nodes(self, world_size: int) -> list[Node]:
+        """The machines that so many ranks are on, with what they have; none for this one."""
+
+    def now(self, within_s: float) -> dict[str, Now]:
+        """What the nodes of the ranks hold and do, by name, of those that answer in this time."""
 
     def processes(self, members: Mapping[int, Member]) -> dict[str, Process]:
         """How ranks and launchers are, by name: "rank 1", "the launcher"."""

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from nbdist.engines.base import Kind
     from nbdist.engines.channel import Channels, Reader
     from nbdist.engines.fleet import Left, Member, Moved
+    from nbdist.machine import Node
+    from nbdist.readings import Now
 
 CLOSE_S = 5.0
 """How long a launcher may take to end its ranks before it is killed with them."""
@@ -157,6 +159,14 @@ class Launcher:
     def node_of(self, rank: int) -> str:  # noqa: ARG002 - all are here
         """No node has a name on one machine."""
         return ""
+
+    def nodes(self, world_size: int) -> list[Node]:  # noqa: ARG002 - all are here
+        """No other machine."""
+        return []
+
+    def now(self, within_s: float) -> dict[str, Now]:  # noqa: ARG002 - nobody is asked
+        """No node says anything."""
+        return {}
 
     def processes(self, members: Mapping[int, Member]) -> dict[str, Process]:
         """How ranks and launcher are, by name."""

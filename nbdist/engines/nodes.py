@@ -31,6 +31,8 @@ from nbdist.engines.local import LAUNCHER, LAUNCHER_GONE, foreign_words
 from nbdist.engines.meeting_point import MeetingPoint
 from nbdist.engines.run_dir import RunDir
 from nbdist.errors import CheckpointError, PayloadError, SessionError, StartError
+from nbdist.machine import Machine, Node
+from nbdist.readings import Now
 from nbdist.wire_nodes import CHUNK_BYTES, LEASE_S, SHARE_IT, SHARED_S, WINDOW
 
 if TYPE_CHECKING:
@@ -275,14 +277,8 @@ class Nodes:
 
     def launch(self, launch: wire.Launch, key: str, reader: Reader) -> Channels:
         """Start ranks: each node its share, in the order of the nodes."""
-        self._shares, self._node_of = [], {}
-        first = 0
-        for index, place in enumerate(self.places):
-            mine = range(first, min(first + place.ranks, launch.world_size))
-            if mine:
-                self._shares.append((index, mine))
-                self._node_of |= dict.fromkeys(mine, index)
-            first = mine.stop
+        self._shares = list(self._shared(launch.world_size))
+        self._node_of = {rank: index for index, mine in self._shares for rank in mine}
         self._generation, self._ended = launch.generation, {}
         self._point = MeetingPoint(self._store_reply)
         self._relay = Relay(self, key.encode(), reader)
@@ -299,6 +295,35 @@ class Nodes:
             self.hub.post(index, wire_nodes.Launch(asdict(theirs), key, place.address))
         self.hub.wake()
         return self._relay
+
+    def _shared(self, world_size: int) -> Iterator[tuple[int, range]]:
+        """Places that get ranks, with these."""
+        first = 0
+        for index, place in enumerate(self.places):
+            mine = range(first, min(first + place.ranks, world_size))
+            if mine:
+                yield index, mine
+            first = mine.stop
+
+    def nodes(self, world_size: int) -> list[Node]:
+        """The machines that so many ranks are on, with what their agents have found."""
+        return [
+            Node(self.places[index].name, tuple(mine), self._machine(index, len(mine)))
+            for index, mine in self._shared(world_size)
+        ]
+
+    def _machine(self, index: int, ranks: int) -> Machine:
+        """A node with the GPUs that so many ranks have there."""
+        found = Machine.from_json(self._hellos[index].machine)
+        known = {gpu.uuid: gpu for gpu in found.gpus}
+        gpus = tuple(known[uuid] for uuid in self.places[index].gpus[:ranks] if uuid in known)
+        return replace(found, gpus=gpus, link=found.link if len(gpus) > 1 else None)
+
+    def now(self, within_s: float) -> dict[str, Now]:
+        """What the nodes of the ranks hold and do: one answer of each."""
+        asked: dict[int, dict[str, Any]] = {index: {} for index, _ in self._shares}
+        found = self._answers("now", asked, within_s)
+        return {self.places[index].name: Now.from_json(one) for index, one in found.items()}
 
     def send(self, message: wire.LinkMessage) -> None:
         """Send a message to all launchers that can be reached."""
@@ -529,10 +554,12 @@ class Nodes:
             raise SessionError(answer.error)
         return answer.value
 
-    def _answers(self, what: str, asked: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
+    def _answers(
+        self, what: str, asked: Mapping[int, dict[str, Any]], within_s: float = ASK_S
+    ) -> dict[int, Any]:
         """Ask several agents at once; answers of those that give one, by place."""
         waiting = {index: self._ask(index, what, given) for index, given in asked.items()}
-        deadline, found = time.monotonic() + ASK_S, {}
+        deadline, found = time.monotonic() + within_s, {}
         for index, (number, answers) in waiting.items():
             with contextlib.suppress(Empty):  # it is about to be seen that the node is lost
                 answer, _ = answers.get(timeout=max(0.0, deadline - time.monotonic()))

@@ -83,6 +83,8 @@ class Choice:
     auto: Mapping[str, Any] | None = None
     """What auto takes as given; None: the user chose."""
     undecided: bool = False
+    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What it was made of."""
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], where: Where | None = None) -> Self:
@@ -94,13 +96,26 @@ class Choice:
         found = machine.found()
         placement = None if where is None else where.placement(nproc, gpus, spread)
         placement = placement or devices.placement(nproc, gpus, found)
-        hardware = devices.hardware(placement, found)
+        hardware = devices.hardware(placement, found, () if where is None else where.nodes)
         if auto:
             made = _placeholder(options, hardware)
             given = {name: getattr(made, name) for name in options}
-            return cls(placement, hardware, made, bool(found.gpus), given, undecided=True)
+            return cls(
+                placement, hardware, made, bool(found.gpus), given, undecided=True, asked=asked
+            )
         checked = strategies.Options.of(options).checked(hardware)
-        return cls(placement, hardware, checked, bool(found.gpus))
+        return cls(placement, hardware, checked, bool(found.gpus), asked=asked)
+
+    def seen(self, where: Where) -> Choice:
+        """The same once the nodes are there: what their GPUs can do is known only then.
+
+        Raises:
+            OptionError: they cannot do what was asked for.
+        """
+        if not where.nodes:
+            return self
+        then = Choice.of(self.asked, where)
+        return self if then.hardware == self.hardware else self.decides(then)
 
     def decided(self, options: strategies.Options) -> Self:
         """The same after auto's decision."""

@@ -20,7 +20,7 @@ from nbdist.plan.speeds import COLLECTIVES, Disk
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from nbdist.kernel.gang import Gang
     from nbdist.plan.devices import Cluster
@@ -90,7 +90,7 @@ def calibrate(
     options: Options,
     world_size: int,
     hardware: Hardware,
-    own: Collection[int],
+    there: Cluster,
     disk: str | os.PathLike[str] | Literal[True] | None,
 ) -> Calibrated:
     """Let the ranks measure, keep it, and say what is new.
@@ -101,7 +101,7 @@ def calibrate(
         options: of the session; its precision is measured beside fp32, and its NVMe folder.
         world_size: number of ranks.
         hardware: what the ranks run on.
-        own: the ranks' processes.
+        there: their devices.
         disk: a folder whose disk is measured too; True: of the temp folder. The disk that the
             session offloads to is measured in any case.
 
@@ -123,7 +123,6 @@ def calibrate(
             listen(None)
         line.show(f"nbdist: measured in {time.monotonic() - began:.1f} s")
     figures = {rank: replies[rank]["figures"] for rank in range(world_size)}
-    there = here.found(world_size, kind=kind, own=own, nodes=hardware.nodes)
     before = here.cluster(there, world_size)
     after = learning.calibrated(list(figures.values()), before)
     return Calibrated(

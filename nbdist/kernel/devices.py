@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from nbdist import strategies
+from nbdist.engines.agreement import listed
 from nbdist.errors import OptionError
 from nbdist.machine import CPU_RANKS
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbdist.engines.spread import Spread
-    from nbdist.machine import Machine
+    from nbdist.machine import Machine, Node
 
 _INDEX = re.compile(r"[0-9]{1,4}")
 _FP8_PACKAGES = ("transformer_engine", "torchao")
@@ -130,12 +131,19 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def hardware(placement: Placement, machine: Machine) -> strategies.Hardware:
+def hardware(
+    placement: Placement, machine: Machine, nodes: Sequence[Node] = ()
+) -> strategies.Hardware:
     """Say what the strategies must know of the devices; imports no engine.
 
-    GPUs of a cluster, which nobody has seen yet, are taken for such as have bf16 and fp8.
+    Args:
+        placement: where the ranks are.
+        machine: this one.
+        nodes: of a cluster, once they are there. Until then their GPUs are taken for such as
+            have bf16 and fp8.
     """
-    gpus = [] if placement.away else [machine.gpus[index] for index in placement.devices or ()]
+    here = [] if placement.away else [machine.gpus[index] for index in placement.devices or ()]
+    gpus = [gpu for node in nodes for gpu in node.machine.gpus] or here
     unseen = (9, 0) if placement.away and placement.devices else (0, 0)
     weakest = min((gpu.capability for gpu in gpus), default=unseen)
     return strategies.Hardware(
@@ -146,6 +154,18 @@ def hardware(placement: Placement, machine: Machine) -> strategies.Hardware:
         nodes=placement.nodes,
         deepspeed=_installed("deepspeed"),
     )
+
+
+def differing_gpus(nodes: Sequence[Node]) -> str:
+    """A sentence where the GPUs of nodes differ; else nothing."""
+    kinds: dict[str, list[str]] = {}
+    for node in nodes:
+        titles = sorted({gpu.title for gpu in node.machine.gpus})
+        kinds.setdefault(" and ".join(titles), []).append(node.name)
+    if len(kinds) < 2:  # noqa: PLR2004 - a difference has two sides
+        return ""
+    told = "; ".join(f"{gpus} on {listed(names)}" for gpus, names in kinds.items())
+    return f"The GPUs of the nodes differ ({told}): what one lacks, none uses"
 
 
 def _chosen_gpus(gpus: str | Sequence[int] | None, machine: Machine) -> tuple[int, ...]:

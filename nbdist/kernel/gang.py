@@ -15,7 +15,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist import wire
+from nbdist import machine, wire
 from nbdist.engines.environment import scrubbed
 from nbdist.engines.fleet import GONE, Left
 from nbdist.engines.local import LAUNCHER_GONE
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from nbdist.kernel.arrival import Member
     from nbdist.kernel.causes import Death
     from nbdist.kernel.joint import Joint
+    from nbdist.machine import Node
+    from nbdist.readings import Now
 
 HALT_S = 15.0
 SILENT_S = 600.0
@@ -79,6 +81,8 @@ class Gang:
         self.members: list[Member] = []
         self.pids: dict[int, int] = {}
         """Process of each rank, also of those that are still starting."""
+        self.nodes: list[Node] = []
+        """The machines of the last start; none for this one."""
         self.pulse = Pulse()
         self._engine = engine
         self._on_notice = on_notice
@@ -124,17 +128,13 @@ class Gang:
         Raises:
             StartError: they did not come up; nothing is left running.
         """
-        self._engine.check(world_size)
         self._oom = OomCounter(self._engine.memory_events)
-        kind: Kind = "cpu" if devices is None else "cuda"
-        if self._fleet is None or not self._fleet.fits(kind, world_size):
-            self.close()
-            self._fleet = self._engine.take(kind, world_size, progress)
-        if not self._fleet.warm:
+        fleet = self.take("cpu" if devices is None else "cuda", world_size, progress)
+        if not fleet.warm:
             progress("the launcher warms up")
         try:
             self._launch(
-                self._fleet,
+                fleet,
                 world_size,
                 devices,
                 options=dict(options),
@@ -147,6 +147,19 @@ class Gang:
             self.close()
             raise
         self._up = True
+
+    def take(self, kind: Kind, world_size: int, progress: Callable[[str], None]) -> Fleet:
+        """Get what can start so many ranks; then `nodes` says where they will be.
+
+        Raises:
+            StartError: there is not enough; nothing is left running.
+        """
+        self._engine.check(world_size)
+        if self._fleet is None or not self._fleet.fits(kind, world_size):
+            self.close()
+            self._fleet = self._engine.take(kind, world_size, progress)
+        self.nodes = self._fleet.nodes(world_size)
+        return self._fleet
 
     def halt(self) -> None:
         """End the ranks and wait until they are gone; the launcher stays warm."""
@@ -205,6 +218,7 @@ class Gang:
             options=options,
             auto=auto,
             hardware=hardware,
+            machines=machine.to_runs(self.nodes),
             run_dir="",
             bulk_dir="",
             env=scrubbed(os.environ),
@@ -261,6 +275,11 @@ class Gang:
     def node_of(self, rank: int) -> str:
         """Name of a rank's node; "" on one machine."""
         return "" if self._fleet is None else self._fleet.node_of(rank)
+
+    def now(self, within_s: float) -> dict[str, Now]:
+        """What each node holds and does, of those that answer in this time."""
+        fleet = self._fleet
+        return fleet.now(within_s) if fleet is not None and fleet.alive else {}
 
     def post(
         self,

@@ -53,7 +53,7 @@ class Handover:
     """Shows what goes on."""
     listen: Callable[[Callable[[str], object] | None], None]
     """Told who hears of the ranks' phases."""
-    start: Callable[[Choice, Callable[[str], None]], None]
+    start: Callable[[Choice, Callable[[str], None]], object]
     """Starts ranks; told who hears of its progress."""
     lost: bool = False
     """Whether neither the new nor the old ranks could be made."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
 from nbdist.kernel.status_line import StatusLine
+from nbdist.readings import Now
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,9 +94,16 @@ def machine(session: Session) -> Cluster:
     """The session's devices as the planner sees them; what its own ranks hold counts as free."""
     from nbdist.plan import here
 
-    own = {rank["pid"] for rank in session.status()["ranks"]}
-    hardware = session.hardware
-    return here.found(session.world_size, kind=hardware.kind, own=own, nodes=hardware.nodes)
+    nodes = session.nodes
+    if not nodes:
+        own = {rank["pid"] for rank in session.status()["ranks"]}
+        return here.found(session.world_size, kind=session.hardware.kind, own=own)
+    now = session.nodes_now()
+    silent = {node.name: Now(node.machine.memory_bytes) for node in nodes if node.name not in now}
+    now = silent | now
+    return here.on_nodes(
+        [(node, now[node.name].usage(node), now[node.name].host_free_bytes) for node in nodes]
+    )
 
 
 def check(session: Session) -> Check:

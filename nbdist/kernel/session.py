@@ -18,10 +18,12 @@ from nbdist.checkpoint import Url, full
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import (
     CellInterrupted,
+    OptionError,
     PlanError,
     RankDied,
     SessionBusy,
     SessionError,
+    StartError,
     SwitchError,
 )
 from nbdist.kernel import (
@@ -32,6 +34,7 @@ from nbdist.kernel import (
     foreign,
     handover,
     judging,
+    planning,
     saving,
     source,
     stacks,
@@ -41,6 +44,7 @@ from nbdist.kernel import (
 from nbdist.kernel.asked import Choice
 from nbdist.kernel.cell import Cell, CellResult
 from nbdist.kernel.cells import Cells
+from nbdist.kernel.devices import differing_gpus
 from nbdist.kernel.gang import Gang
 from nbdist.kernel.marks import Mark, Marks
 from nbdist.kernel.metrics import Metrics
@@ -71,7 +75,9 @@ if TYPE_CHECKING:
     from nbdist.kernel.foreign import ForeignReport
     from nbdist.kernel.render import Show
     from nbdist.kernel.saving import Checkpoints, LoadReport, Save
+    from nbdist.machine import Node
     from nbdist.profile.result import Profile
+    from nbdist.readings import Now
 
 State = Literal["new", "ready", "running", "dead", "stopped"]
 
@@ -274,12 +280,13 @@ class Session:
         with self.activity.doing("starting", starting), StatusLine() as line:
             line.show(f"nbdist: {starting}")
             try:
-                self._start_ranks(choice, lambda text: line.show(f"nbdist: {text}"))
+                self._choice = self._start_ranks(choice, lambda text: line.show(f"nbdist: {text}"))
             except KeyboardInterrupt:
                 line.show("nbdist: the start was stopped")
                 msg = "stopped while the ranks were starting; the next cell starts them anew."
                 raise CellInterrupted(msg) from None
-            line.show(f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s")
+            ready = f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s"
+            line.show(". ".join(filter(None, (ready, differing_gpus(self.nodes)))))
         root, complain = self.checkpoints.root, saving.complain_later()
         if isinstance(root, Path):
             self._gang.fleet.see_later(root, complain)
@@ -290,10 +297,19 @@ class Session:
         _set_current(self)
         return self
 
-    def _start_ranks(self, choice: Choice, progress: Callable[[str], None]) -> None:
-        self._where.settle(choice.placement)
+    def _start_ranks(self, choice: Choice, progress: Callable[[str], None]) -> Choice:
+        """Start ranks; returns the choice with what the GPUs of a cluster turned out to be."""
+        placement = choice.placement
+        self._where.settle(placement)
+        self._gang.take(placement.kind, placement.nproc, progress)
+        self._where.nodes = self._gang.nodes
+        try:
+            choice = choice.seen(self._where)
+        except OptionError as error:
+            self._gang.close()
+            raise StartError(str(error)) from None
         self._gang.start(
-            world_size=choice.placement.nproc,
+            world_size=placement.nproc,
             devices=choice.visible,
             options=choice.options.to_json(),
             auto=choice.auto if choice.undecided else None,
@@ -301,6 +317,7 @@ class Session:
             checkpoints=self._checkpoints,
             progress=progress,
         )
+        return choice
 
     def stop(self) -> None:
         """End ranks and launcher; nothing of the session is left on the machine.
@@ -726,7 +743,7 @@ class Session:
                 else:
                     self._is_up()
                 raise
-        self._choice = then
+        self._choice = then.seen(self._where)
         self._is_up()
         self.metrics.world_size = self.world_size
         self.logs |= {rank: RankLog() for rank in range(self.world_size) if rank not in self.logs}
@@ -1021,11 +1038,23 @@ class Session:
                 options=self.options,
                 world_size=self.world_size,
                 hardware=self.hardware,
-                own={member.pid for member in self._gang.members},
+                there=planning.machine(self),
                 disk=disk,
             )
 
     # -- state
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The machines of a cluster that the ranks are on, with what they have; none locally."""
+        return self._gang.nodes
+
+    def nodes_now(self, within_s: float = 1.0) -> dict[str, Now]:
+        """Ask each node what it holds and does now: one answer of each, by name.
+
+        Also while a cell runs. A node that does not answer in this time is left out.
+        """
+        return self._gang.now(within_s)
 
     def status(self) -> dict[str, Any]:
         """State of session and ranks, as plain values."""

@@ -16,7 +16,9 @@ from nbdist.kernel import devices
 from nbdist.kernel.asked import SPREAD
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from nbdist.machine import Node
 
 LOCAL = "local"
 NAMES = ("on", *named.OF_CLUSTERS)
@@ -42,6 +44,8 @@ class Where:
         self.cluster = named.opened(self.on, asked)
         self.spread = {name: asked[name] for name in SPREAD if name in asked}
         """Of the options those that say how ranks are spread over nodes."""
+        self.nodes: Sequence[Node] = ()
+        """The machines that the ranks were on last, as their agents told."""
         self._known: dict[tuple[int | None, ...], Spread] = {}
 
     def check(self, changes: Mapping[str, Any]) -> None:

@@ -21,7 +21,12 @@ def end_with_input() -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Read the ticket and serve."""
     ticket = sys.stdin.buffer.readline().decode()
     threading.Thread(target=end_with_input, name="input", daemon=True).start()
     serve(ticket)
+
+
+if __name__ == "__main__":
+    main()

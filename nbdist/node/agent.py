@@ -24,7 +24,7 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nbdist import __version__, wire, wire_nodes
+from nbdist import __version__, machine, wire, wire_nodes
 from nbdist.engines import bundle, processes
 from nbdist.engines.bundle import Said
 from nbdist.engines.channel import CHANNELS, connected, write_connections
@@ -35,6 +35,7 @@ from nbdist.engines.local import LAUNCHER, Launcher
 from nbdist.errors import StartError
 from nbdist.node.files import Files
 from nbdist.node.together import Together
+from nbdist.node.watch import Watch
 from nbdist.wire_nodes import AHEAD, AT_ONCE, BEAT_S
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Agent:
         """What the launcher said; its link has a thread of its own."""
         self._late: deque[tuple[int, Any]] = deque()
         """Answers of threads that take long."""
+        self._watch = Watch(self._answer_late)
         self._awake, self._waker = socket.socketpair()
         self._context = zmq.Context()
         self._hub = self._connected()
@@ -100,6 +102,8 @@ class Agent:
         """Who has sent what is not signed."""
         self._store: zmq.Socket[bytes] | None = None
         self._pids: dict[int, int] = {}
+        self._gpus: dict[int, str] = {}
+        """UUIDs by rank; "" for CPU ranks."""
         self._states: dict[str, str] = {}
         self._met = self._cut_off = False
         self._began = time.monotonic()
@@ -155,6 +159,7 @@ class Agent:
                 "torch": metadata.version("torch"),
                 "nbdist": __version__,
             },
+            machine=machine.found().to_json(),
         )
 
     @property
@@ -173,6 +178,7 @@ class Agent:
         if self._launcher is not None:
             self._launcher.listener = _nobody
             self._launcher.close()
+        self._watch.close()
         self._cut()
         if not self._cut_off:
             self._say(wire_nodes.Bye(why))
@@ -316,6 +322,7 @@ class Agent:
                 self._sockets[one], self._places[place] = place, one
                 self._poller.register(one, zmq.POLLIN)
         ranks = range(launch.first, launch.first + launch.ranks_here)
+        self._gpus = dict(zip(ranks, launch.devices or [""] * len(ranks), strict=True))
         self._key, self._bundles, self._ahead = key.encode(), 0, 0
         self._together = {channel: Together(ranks, self._key) for channel in CHANNELS}
         self._store = self._context.socket(zmq.ROUTER)
@@ -405,6 +412,10 @@ class Agent:
         if ask.what == "stacks":
             threading.Thread(target=self._stacks, args=(ask,), daemon=True).start()
             return
+        if ask.what == "now":
+            pids = self._pids
+            self._watch.ask(ask.id, {one: (gpu, pids.get(one)) for one, gpu in self._gpus.items()})
+            return
         try:
             if ask.what == "read":
                 chunk = self._files.read(ask.given["path"], ask.given["offset"])
@@ -437,7 +448,11 @@ class Agent:
             told = processes.stacks(self._run_dir.path, {"launcher": own}, launcher=own)
         names = {f"rank{rank}": pid for rank, pid in sorted(pids.items())}
         told |= processes.stacks(self._folder, names, launcher=own)
-        self._late.append((ask.id, told))
+        self._answer_late(ask.id, told)
+
+    def _answer_late(self, number: int, value: Any) -> None:
+        """Have something answered, from any thread."""
+        self._late.append((number, value))
         self._wake()
 
 

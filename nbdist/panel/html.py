@@ -11,23 +11,28 @@ import base64
 import math
 import time
 from html import escape
-from typing import TYPE_CHECKING
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, TypeVar
 
 from nbdist.panel import html_profile, words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nbdist.panel.protocol import (
         CheckpointView,
         DeviceView,
         MarkView,
+        NodeView,
         Part,
         Picture,
         RankView,
         StrategyRow,
     )
     from nbdist.panel.series import Points
+
+_OnNode = TypeVar("_OnNode", "DeviceView", "RankView")
 
 COLORS = {
     "parameters": "#3987c8",
@@ -54,6 +59,7 @@ _POINTS = 300
 
 _CELL = "padding:2px 8px 2px 0;text-align:left;vertical-align:middle"
 _NUMBER = "padding:2px 8px 2px 0;text-align:right;vertical-align:middle;white-space:nowrap"
+_GROUP = "padding:8px 8px 2px 0;text-align:left;font-weight:normal"
 _TRACK = (
     "position:relative;width:100%;min-width:140px;height:14px;border-radius:2px;"
     "background:rgba(124,134,148,.22);overflow:hidden"
@@ -70,7 +76,7 @@ def page(picture: Picture, curves: Mapping[str, Points]) -> str:
     now = time.time()
     parts = (
         _head(picture, now),
-        _section("Memory", _devices(picture["devices"])),
+        _section("Memory", _devices(picture["devices"], picture["nodes"])),
         _section("Strategies", _strategies(picture)),
         _section("Profile", html_profile.body(picture["profile"])),
         _section("Curves", _curves(curves, picture["marks"])),
@@ -117,10 +123,11 @@ def _head(picture: Picture, now: float) -> str:
 # ---------------------------------------------------------------------------- memory
 
 
-def _devices(devices: Sequence[DeviceView]) -> str:
+def _devices(devices: Sequence[DeviceView], nodes: Sequence[NodeView]) -> str:
     if not devices:
         return ""
-    rows = "".join(_device(one) for one in devices)
+    headings = {node["name"]: _node(node) for node in nodes}
+    rows = _grouped(devices, headings, _device)
     head = _row(
         ["device", "predicted, and what is used", "used", "peak", "predicted", "of", "now"],
         tag="th",
@@ -132,6 +139,12 @@ def _devices(devices: Sequence[DeviceView]) -> str:
         others=any(one["others_bytes"] for one in devices),
     )
     return f"{_table(head + rows)}{key}"
+
+
+def _node(node: NodeView) -> str:
+    """A heading for the rows of a node."""
+    words_of = f"{node['words']} · {words.host_memory(node)}"
+    return _heading(f"<b>{escape(node['name'])}</b> · {escape(words_of)}")
 
 
 def _device(device: DeviceView) -> str:
@@ -370,20 +383,23 @@ def _sign(x: float, value: float) -> str:
 
 def _ranks(ranks: Sequence[RankView]) -> str:
     head = _row(["rank", "state", "pid", "device", "at", "last line"], tag="th")
-    rows = "".join(
-        _row(
-            [
-                str(one["rank"]),
-                one["state"],
-                "-" if one["pid"] is None else str(one["pid"]),
-                escape(one["device"]),
-                escape(one["where"]),
-                f"<code>{escape(one['line'])}</code>" if one["line"] else "",
-            ]
-        )
-        for one in ranks
-    )
+    names = dict.fromkeys(one["node"] for one in ranks)
+    headings = {name: _heading(f"<b>{escape(name)}</b>") for name in names if name}
+    rows = _grouped(ranks, headings, _rank)
     return f"<details><summary>{len(ranks)} ranks</summary>{_table(head + rows)}</details>"
+
+
+def _rank(one: RankView) -> str:
+    return _row(
+        [
+            str(one["rank"]),
+            one["state"],
+            "-" if one["pid"] is None else str(one["pid"]),
+            escape(one["device"]),
+            escape(one["where"]),
+            f"<code>{escape(one['line'])}</code>" if one["line"] else "",
+        ]
+    )
 
 
 def _checkpoints(checkpoints: Sequence[CheckpointView], now: float) -> str:
@@ -418,6 +434,25 @@ def _marks(marks: Sequence[MarkView]) -> str:
         for one in marks
     )
     return f"<ul style='margin:0'>{items}</ul>" if items else ""
+
+
+def _grouped(
+    views: Sequence[_OnNode], headings: Mapping[str, str], row: Callable[[_OnNode], str]
+) -> str:
+    """Rows below the headings of their nodes.
+
+    Args:
+        views: in the order of the nodes.
+        headings: by name of a node.
+        row: makes a row of a view.
+    """
+    groups = groupby(views, key=itemgetter("node"))
+    return "".join(headings.get(name, "") + "".join(map(row, group)) for name, group in groups)
+
+
+def _heading(words_of: str) -> str:
+    """A row that is one cell, of HTML already."""
+    return f"<tr><th colspan='7' scope='colgroup' style='{_GROUP}'>{words_of}</th></tr>"
 
 
 def _table(rows: str) -> str:

@@ -79,7 +79,12 @@ class View:
     def __init__(self, session: Session) -> None:
         """Know nothing yet."""
         self.session = session
-        self.devices = Devices(self._pids, lambda: session.placement)
+        self.devices = Devices(
+            self._pids,
+            lambda: session.placement,
+            nodes=lambda: session.nodes,
+            ask=session.nodes_now,
+        )
         self.predicted = Predicted.nothing(NOTHING_YET)
         self.profiled = Profiled()
         self.panel: object = None
@@ -91,8 +96,7 @@ class View:
         self._lock = threading.Lock()
 
     def _pids(self) -> dict[int, int]:
-        here = [one for one in self.session.status()["ranks"] if not one["node"]]
-        return {one["rank"]: one["pid"] for one in here}  # a number of another machine says nothing
+        return {one["rank"]: one["pid"] for one in self.session.status()["ranks"]}
 
     def draw(self, **more: Any) -> Picture:
         """The session at this moment."""

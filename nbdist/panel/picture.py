@@ -16,12 +16,13 @@ from nbdist.kernel.ansi import clean, plain
 from nbdist.kernel.progress import share_in
 from nbdist.kernel.screen import kernel_here
 from nbdist.panel import words
-from nbdist.panel.devices import Reading, Seat
+from nbdist.panel.devices import Seat
 from nbdist.panel.protocol import (
     CheckpointView,
     DeviceView,
     Header,
     MarkView,
+    NodeView,
     Notice,
     Picture,
     ProgressView,
@@ -29,9 +30,10 @@ from nbdist.panel.protocol import (
     RankView,
     State,
 )
+from nbdist.readings import Reading
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from nbdist import wire
     from nbdist.kernel.cell import Cell
@@ -68,9 +70,11 @@ def draw(
         queue: commands that wait.
         notice: something to be told.
     """
+    ended = session.state in {"stopped", "dead"}
     return Picture(
         header=header(session),
-        devices=_devices(devices, predicted, ended=session.state in {"stopped", "dead"}),
+        nodes=_nodes(devices, ended=ended),
+        devices=_devices(devices, predicted, ended=ended),
         strategies=predicted.strategies,
         profile=profiled.now(session),
         ranks=_ranks(session),
@@ -174,6 +178,7 @@ def _devices(devices: Devices, predicted: Predicted, *, ended: bool) -> list[Dev
     return [
         DeviceView(
             name=seat.name,
+            node=seat.node,
             kind="cuda" if seat.uuid else "cpu",
             ranks=list(seat.ranks),
             capacity_bytes=seat.capacity_bytes,
@@ -199,6 +204,22 @@ def _devices(devices: Devices, predicted: Predicted, *, ended: bool) -> list[Dev
     ]
 
 
+def _nodes(devices: Devices, *, ended: bool) -> list[NodeView]:
+    latest = devices.latest
+    told = {} if latest is None or ended else latest.nodes
+    return [
+        NodeView(
+            name=node.name,
+            words=node.describe(),
+            host_bytes=node.machine.memory_bytes,
+            host_used_bytes=node.machine.memory_bytes - told[node.name].host_free_bytes
+            if node.name in told
+            else None,
+        )
+        for node in devices.nodes
+    ]
+
+
 def _note(predicted: Predicted, peak: int, told: str) -> str:
     """What a reader of the bar must know."""
     expected, error = predicted.device_bytes, predicted.stated_error
@@ -219,6 +240,7 @@ def _ranks(session: Session) -> list[RankView]:
     if session.state == "new" and (work is None or work.kind != "starting"):
         return []  # none were ever started
     members = {member["rank"]: member for member in session.status()["ranks"]}
+    nodes = {rank: node.name for node in session.nodes for rank in node.ranks}
     whereabouts, cell = session.whereabouts.now(), session.running
     views = []
     for rank in range(session.world_size):
@@ -238,7 +260,8 @@ def _ranks(session: Session) -> list[RankView]:
             RankView(
                 rank=rank,
                 pid=member["pid"] if member else None,
-                device=_device(member) if member else "",
+                device=member["device"] if member else "",
+                node=nodes.get(rank, ""),
                 state=state,
                 line=words.cut(plain(clean(log.last_line())), MAX_LINE_CHARS) if log else "",
                 written=log.written if log else 0,
@@ -246,11 +269,6 @@ def _ranks(session: Session) -> list[RankView]:
             )
         )
     return views
-
-
-def _device(member: Mapping[str, Any]) -> str:
-    """Of a rank, with its node where there are several: ranks are numbered node by node."""
-    return f"{member['node']} {member['device']}".lstrip()
 
 
 def _where(answer: wire.WhereReply) -> str:

@@ -95,10 +95,23 @@ class Header(TypedDict):
     version: str
 
 
+class NodeView(TypedDict):
+    """One machine of a cluster; there are none where all ranks are on the notebook's."""
+
+    name: str
+    words: str
+    """Its devices: "4 x NVIDIA A100 80GB, NVLink", "2 CPU ranks, 16 cores"."""
+    host_bytes: int
+    """Memory of the machine or container, of which is used by anybody:"""
+    host_used_bytes: int | None
+
+
 class DeviceView(TypedDict):
     """One GPU, or one CPU rank. What nobody tells is None."""
 
     name: str
+    node: str
+    """As in `NodeView.name`; empty on the notebook's machine, as for `RankView`."""
     kind: Literal["cuda", "cpu"]
     ranks: list[int]
     capacity_bytes: int | None
@@ -213,6 +226,7 @@ class RankView(TypedDict):
     rank: int
     pid: int | None
     device: str
+    node: str
     state: Literal["starting", "ready", "running", "waiting", "dead", "ended"]
     line: str
     written: int
@@ -271,6 +285,7 @@ class Picture(TypedDict):
     """The session at one moment."""
 
     header: Header
+    nodes: list[NodeView]
     devices: list[DeviceView]
     strategies: Strategies
     profile: ProfileView

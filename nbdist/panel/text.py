@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from nbdist.kernel.ansi import clean, plain
@@ -13,7 +15,16 @@ from nbdist.profile.words import time as time_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from nbdist.panel.protocol import DeviceView, Picture, ProfiledRank, ProfileView, StrategyRow
+    from nbdist.panel.protocol import (
+        CheckpointView,
+        DeviceView,
+        NodeView,
+        Picture,
+        ProfiledRank,
+        ProfileView,
+        RankView,
+        StrategyRow,
+    )
     from nbdist.panel.series import Points
 
 _BAR = 24
@@ -49,10 +60,7 @@ def page(picture: Picture, curves: Mapping[str, Points]) -> str:
 def _lines(picture: Picture, curves: Mapping[str, Points]) -> Iterator[str]:
     now = time.time()
     yield from _head(picture, now)
-    yield from map(_device, picture["devices"])
-    for device in picture["devices"]:
-        for note in words.notes(device):
-            yield f"    {device['name']}: {note}"
+    yield from _memory(picture)
     rows = picture["strategies"]["rows"]
     if rows:
         yield "strategies, bytes of one device (* runs, > recommended; %nbdist switch changes):"
@@ -68,17 +76,12 @@ def _lines(picture: Picture, curves: Mapping[str, Points]) -> Iterator[str]:
         yield f"  {name:<14} {_spark(list(values))} {last}"
     if len(shown) > _MOST:
         yield f"  and {len(shown) - _MOST} more: nbdist.session().metrics"
-    for rank in picture["ranks"]:
-        at = f", {rank['where']}" if rank["where"] else ""
-        line = f": {rank['line']}" if rank["line"] else ""
-        pid = "" if rank["pid"] is None else f", pid {rank['pid']}"
-        yield f"  rank {rank['rank']} ({rank['state']}{pid}{at}){line}"
+    for name, ranks in groupby(picture["ranks"], key=itemgetter("node")):
+        if name:
+            yield f"ranks of node {name}:"
+        yield from map(_rank, ranks)
     for one in picture["checkpoints"][-_MOST:]:
-        state = {"done": "", "running": ", being written", "failed": f", failed: {one['problem']}"}
-        size = f", {words.size(one['size_bytes'])}" if one["state"] == "done" else ""
-        step = "" if one["step"] is None else f", step {one['step']}"
-        age = words.age(now - one["saved"])
-        yield f"  checkpoint {one['name']}{step}{size}, {age} ago{state[one['state']]}"
+        yield _checkpoint(one, now)
     for mark in picture["marks"][-_MOST:]:
         yield f"  at step {mark['step']}: {mark['kind']}: {mark['text']}"
 
@@ -102,6 +105,23 @@ def _head(picture: Picture, now: float) -> Iterator[str]:
         yield from f"{notice['kind']}: {notice['text']}".splitlines()
 
 
+def _node(node: NodeView) -> str:
+    return f"node {node['name']}: {node['words']}, {words.host_memory(node)}"
+
+
+def _memory(picture: Picture) -> Iterator[str]:
+    """The devices, below their nodes where there are some."""
+    headings = {node["name"]: _node(node) for node in picture["nodes"]}
+    for name, devices in groupby(picture["devices"], key=itemgetter("node")):
+        if name:
+            yield headings[name]
+        notes = []
+        for device in devices:
+            yield _device(device)
+            notes += [f"    {device['name']}: {note}" for note in words.notes(device)]
+        yield from notes
+
+
 def _device(device: DeviceView) -> str:
     capacity = device["capacity_bytes"] or 0
     used, peak = device["used_bytes"] or 0, device["peak_bytes"] or 0
@@ -118,6 +138,21 @@ def _device(device: DeviceView) -> str:
         f" {words.size(device['capacity_bytes'])}, peak {words.size(device['peak_bytes'])}"
         f"{predicted}{others}{', ' if doing else ''}{doing}"
     )
+
+
+def _rank(rank: RankView) -> str:
+    at = f", {rank['where']}" if rank["where"] else ""
+    line = f": {rank['line']}" if rank["line"] else ""
+    pid = "" if rank["pid"] is None else f", pid {rank['pid']}"
+    return f"  rank {rank['rank']} ({rank['state']}{pid}{at}){line}"
+
+
+def _checkpoint(one: CheckpointView, now: float) -> str:
+    state = {"done": "", "running": ", being written", "failed": f", failed: {one['problem']}"}
+    size = f", {words.size(one['size_bytes'])}" if one["state"] == "done" else ""
+    step = "" if one["step"] is None else f", step {one['step']}"
+    age = words.age(now - one["saved"])
+    return f"  checkpoint {one['name']}{step}{size}, {age} ago{state[one['state']]}"
 
 
 def _strategy(row: StrategyRow) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nbdist.panel.protocol import DeviceView
+    from nbdist.panel.protocol import DeviceView, NodeView
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -84,6 +84,11 @@ def doing(device: DeviceView) -> str:
         if sent is not None and heard is not None:
             said.append(f"{name} {size(sent)}/s out, {size(heard)}/s in")
     return ", ".join(said)
+
+
+def host_memory(node: NodeView) -> str:
+    """What is used of a node's own memory."""
+    return f"host memory {size(node['host_used_bytes'])} of {size(node['host_bytes'])}"
 
 
 def notes(device: DeviceView) -> list[str]:

@@ -25,7 +25,7 @@ from nbdist.plan.catalogue import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from nbdist.machine import Gpu, Machine, Usage
     from nbdist.plan.known import Known
@@ -172,19 +172,6 @@ class Cluster:
         """What decides how fast one rank computes: CPU ranks share their machine's cores."""
         return _cpu_words(self.ranks_per_node) if self.kind == "cpu" else device.name
 
-    def on_nodes(self, nodes: int, ranks: int) -> Cluster:
-        """This one machine several times, over a network that is assumed.
-
-        Args:
-            nodes: how many machines.
-            ranks: of all of them together.
-        """
-        if nodes == 1:
-            return self
-        kept = (self.devices * nodes)[:ranks]
-        devices = kept + (self.smallest,) * (ranks - len(kept))
-        return networked(replace(self, devices=devices, nodes=nodes)).informed(self.known)
-
     def _inside(self, collective: Collective) -> float:
         """Bus bandwidth between the devices of one node."""
         if self.link == "none" or (self.ranks_per_node == 1 and self.nodes > 1):
@@ -227,7 +214,12 @@ class Cluster:
             memory = self.host_memory_bytes
             each = -(-ranks // self.nodes)
             made = cpu_ranks(each, host_memory_bytes=memory, num_cpus=self.num_cpus)
-            return made.on_nodes(self.nodes, ranks).informed(self.known)
+            if self.nodes > 1:
+                devices, network = made.devices[:1] * ranks, self.network
+                made = replace(
+                    made, devices=devices, nodes=self.nodes, network=network, notes=self.notes
+                )
+            return made.informed(self.known)
         said = self.ranks_per_node if self.nodes > 1 else max(self.ranks_per_node, NODE_SIZE)
         nodes = -(-ranks // said)
         least = self.smallest
@@ -375,6 +367,66 @@ def of_machine(
 
 
 _cpu_ranks = cpu_ranks
+
+
+def of_nodes(nodes: Mapping[str, Cluster]) -> Cluster:
+    """Make one cluster of several machines; of what they differ in the least counts.
+
+    Args:
+        nodes: what each is, by its name, in the order of the ranks.
+    """
+    first, *others = nodes.values()
+    if not others:
+        return first
+    devices = [device for node in nodes.values() for device in node.devices]
+    links = {node.link for node in nodes.values()}
+    made = Cluster(
+        devices=tuple(devices),
+        link=next((link for link in _SLOWEST_FIRST if link in links), "none"),
+        nodes=len(nodes),
+        host_memory_bytes=_least(node.host_memory_bytes for node in nodes.values()),
+        host_bandwidth=first.host_bandwidth,
+        num_cpus=_least(node.num_cpus for node in nodes.values()),
+        notes=(*_notes_of(nodes), *_uneven(devices), *_scarce(nodes)),
+        kind=first.kind,
+    )
+    return networked(made)
+
+
+_SLOWEST_FIRST: tuple[Link, ...] = ("cpu", "pcie", "nvlink")
+_ALIKE = 0.9
+"""Nodes whose host memory differs by less are alike: each has something else to hold."""
+
+
+def _least(figures: Iterable[int | None]) -> int | None:
+    return min((one for one in figures if one is not None), default=None)
+
+
+def _notes_of(nodes: Mapping[str, Cluster]) -> Iterator[str]:
+    """What is said of the nodes: of all of them once, else with the name."""
+    said = {name: set(node.notes) - set(_uneven(node.devices)) for name, node in nodes.items()}
+    everywhere = set.intersection(*said.values())
+    yield from sorted(everywhere)
+    for name, notes in said.items():
+        yield from (f"On {name}: {note}" for note in sorted(notes - everywhere))
+
+
+def _scarce(nodes: Mapping[str, Cluster]) -> Iterator[str]:
+    """Sentences about nodes that have less host memory or fewer cores than others."""
+    memory = {name: node.host_memory_bytes or 0 for name, node in nodes.items()}
+    least, most = min(memory, key=memory.__getitem__), max(memory.values())
+    if memory[least] < _ALIKE * most:
+        yield (
+            f"The nodes differ: {least} has the least host memory free, {memory[least] / GIB:.1f}"
+            f" GiB to {most / GIB:.1f} GiB of another, and no more is planned with on any."
+        )
+    cores = {name: node.num_cpus or 0 for name, node in nodes.items()}
+    fewest, most = min(cores, key=cores.__getitem__), max(cores.values())
+    if cores[fewest] < most:
+        yield (
+            f"The nodes differ: {fewest} has {cores[fewest]} cores to {most} of another, and all"
+            " ranks wait for its ranks."
+        )
 
 
 def _known(gpu: Gpu) -> tuple[Device, tuple[str, ...]]:

@@ -12,7 +12,9 @@ from nbdist.plan.devices import Cluster
 from nbdist.plan.known import Known
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
+
+    from nbdist.machine import Node, Usage
 
 
 def cluster(given: str | Cluster | None, world_size: int | None) -> Cluster:
@@ -39,23 +41,16 @@ def found(
     *,
     kind: Literal["cuda", "cpu"] | None = None,
     own: Collection[int] = (),
-    nodes: int = 1,
 ) -> Cluster:
     """The GPUs of this machine with what is free on each now; without any, CPU ranks.
 
     What was measured here counts before what the catalogue says.
 
     Args:
-        world_size: number of CPU ranks; on several machines of all ranks.
+        world_size: number of CPU ranks.
         kind: "cpu" for CPU ranks although there are GPUs.
         own: processes whose GPU memory counts as free: ranks that a plan would replace.
-        nodes: machines that the ranks are on; the others are taken to be like this one.
     """
-    if nodes > 1 and world_size is not None:
-        each = world_size // nodes
-        one = found(each, kind=kind, own=own)
-        one = one if one.world_size == each else one.resized(each)
-        return one.on_nodes(nodes, world_size)
     there = machine.found()
     if kind == "cpu":
         there = replace(there, gpus=(), link=None)
@@ -66,6 +61,22 @@ def found(
         host_free_bytes=machine.host_free_bytes(),
     )
     return made.informed(Known(machine.host(there)))
+
+
+def on_nodes(told: Sequence[tuple[Node, Sequence[Usage], int]]) -> Cluster:
+    """The nodes of a session, one device for each of their ranks, with what is free on each now.
+
+    Args:
+        told: each node, the memory of its GPUs, and the host memory that is free on it.
+    """
+    clusters = {
+        node.name: devices.of_machine(
+            node.machine, usage, cpu_ranks=len(node.ranks), host_free_bytes=host_free_bytes
+        )
+        for node, usage, host_free_bytes in told
+    }
+    hosts = dict.fromkeys(machine.host(node.machine) for node, *_ in told)
+    return devices.of_nodes(clusters).informed(Known(" and ".join(hosts)))
 
 
 def say(text: str) -> None:

@@ -35,6 +35,7 @@ from nbdist.rank.profiling import steps
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nbdist.machine import Node
     from nbdist.rank.choose import Chooser
     from nbdist.strategies import Hardware, Options
 
@@ -72,6 +73,8 @@ class Session:
 
     options: Options
     hardware: Hardware
+    nodes: Sequence[Node] = ()
+    """What the nodes have; none: all ranks are on this machine."""
     chooser: Chooser | None = None
     """Under --auto, until it has decided; the options hold no longer than that."""
 
@@ -118,7 +121,13 @@ def adopt(options: Options) -> Session:
     return _current
 
 
-def install(options: Options, hardware: Hardware, *, chooser: Chooser | None = None) -> Accelerator:
+def install(
+    options: Options,
+    hardware: Hardware,
+    *,
+    nodes: Sequence[Node] = (),
+    chooser: Chooser | None = None,
+) -> Accelerator:
     """Put the session's strategy under every Accelerator of this rank and return the late one.
 
     To be called once, with checked options, after the default process group was made.
@@ -126,10 +135,11 @@ def install(options: Options, hardware: Hardware, *, chooser: Chooser | None = N
     Args:
         options: the session's, checked.
         hardware: what the ranks run on.
+        nodes: what they have; none: all ranks are on this machine.
         chooser: where given, decides the options at the first `prepare()` of the late one.
     """
     global _current  # noqa: PLW0603 - a rank has one session in its life
-    _current = Session(options, hardware, chooser)
+    _current = Session(options, hardware, nodes, chooser)
     if hardware.kind == "cpu":
         rehearsal.install()
     zero.install()

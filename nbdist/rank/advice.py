@@ -173,7 +173,7 @@ def _plan(watch: Watch) -> Plan:
     return choice.search(
         choice.Question(
             model=spec,
-            cluster=choose.cluster(free, hardware),
+            cluster=choose.cluster(free, hardware, session.nodes),
             batch_sizes=(samples,),
             seq_len=tokens,
             precision=options.precision or "no",

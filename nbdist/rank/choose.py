@@ -31,6 +31,7 @@ from nbdist.state import skeleton
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
+    from nbdist.machine import Node
     from nbdist.plan.devices import Cluster
     from nbdist.plan.result import Plan
     from nbdist.rank.measure import Call
@@ -60,7 +61,13 @@ class Batch:
 class Chooser:
     """Decides once, and keeps to it."""
 
-    def __init__(self, given: Mapping[str, Any], placeholder: Options, hardware: Hardware) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        placeholder: Options,
+        hardware: Hardware,
+        nodes: Sequence[Node] = (),
+    ) -> None:
         """Search within what the user gave.
 
         Args:
@@ -68,11 +75,13 @@ class Chooser:
             placeholder: options of some backend that agree with them; its NVMe folder is this
                 session's own.
             hardware: what the ranks run on.
+            nodes: what they have; none: all ranks are on this machine.
         """
         self.decided: Options | None = None
         self.show: Show = _print
         self.tell: Tell = _nobody
         self._given, self._placeholder, self._hardware = given, placeholder, hardware
+        self._nodes = nodes
 
     def __call__(self, objects: Sequence[object]) -> Options:
         """Decide from what came to the first `prepare()`.
@@ -174,7 +183,7 @@ class Chooser:
         )
         question = choice.Question(
             model=spec,
-            cluster=cluster(free, self._hardware),
+            cluster=cluster(free, self._hardware, self._nodes),
             batch_sizes=(batch.batch_size,),
             seq_len=length,
             precision=self._placeholder.precision or "no",
@@ -249,21 +258,27 @@ def _described(batch: Any, model: nn.Module) -> tuple[int, int, dict[str, Any]]:
     return samples, tokens, plain
 
 
-def cluster(free: Sequence[int], hardware: Hardware) -> Cluster:
+def cluster(free: Sequence[int], hardware: Hardware, nodes: Sequence[Node] = ()) -> Cluster:
     """The devices of all ranks with what is free on each.
 
-    Other nodes are taken to be like rank 0's; what binds is the least that any has free.
+    Args:
+        free: bytes of each rank's device.
+        hardware: of the ranks.
+        nodes: what they have; none: all ranks are on this machine.
     """
-    found, nodes = machine.found(), hardware.nodes
-    each = len(free) // nodes
-    least = [min(free[place::each]) for place in range(each)]
+    there = nodes or [machine.Node("", tuple(range(len(free))), machine.found())]
+    return devices.of_nodes({one.name: _of_node(one, free, hardware) for one in there})
+
+
+def _of_node(node: Node, all_free: Sequence[int], hardware: Hardware) -> Cluster:
+    """The devices of one node."""
+    one, free = node.machine, [all_free[rank] for rank in node.ranks]
     if hardware.kind == "cpu":
-        alone = replace(found, gpus=())
-        one = devices.of_machine(alone, cpu_ranks=each, host_free_bytes=sum(least))
-    else:
-        usage = [machine.Usage(size) for size in least]
-        one = devices.of_machine(found, usage, host_free_bytes=machine.host_free_bytes())
-    return one.on_nodes(nodes, len(free))
+        alone = replace(one, gpus=())
+        return devices.of_machine(alone, cpu_ranks=len(free), host_free_bytes=sum(free))
+    usage = [machine.Usage(size) for size in free]
+    host_free_bytes = machine.host_free_bytes()  # of this node, the only one that is known
+    return devices.of_machine(one, usage, host_free_bytes=host_free_bytes)
 
 
 def free_bytes(model: nn.Module | None = None) -> int:

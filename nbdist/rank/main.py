@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nbdist import strategies, wire
+from nbdist import machine, strategies, wire
 from nbdist.checkpoint import located
 from nbdist.launcher import blackbox, family
 from nbdist.rank import accelerator, collectives, group, namespace, store, stream
@@ -79,12 +79,13 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
     group.join(store.opened(launch), on_gpu=on_gpu)
     options = strategies.Options.from_json(launch.options)
     hardware = strategies.Hardware.from_json(launch.hardware)
-    chooser = None if launch.auto is None else Chooser(launch.auto, options, hardware)
+    nodes = machine.from_runs(launch.machines)
+    chooser = None if launch.auto is None else Chooser(launch.auto, options, hardware, nodes)
     names = namespace.initial(
         rank=rank,
         local_rank=local_rank,
         world_size=launch.world_size,
-        accelerator=accelerator.install(options, hardware, chooser=chooser),
+        accelerator=accelerator.install(options, hardware, nodes=nodes, chooser=chooser),
     )
     run_dir = Path(launch.run_dir)
     app = RankApp.for_rank(rank, run_dir=run_dir, user_ns=names, meeting=meeting)

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import CellError, OptionError, Session
+from nbdist import CellError, OptionError, Session, machine
+from nbdist.engines.local import Launcher
 from nbdist.kernel import devices, planning
+from nbdist.machine import Node
 from nbdist.panel import predicted
 from tests.e2e.test_engines import TRAINER
 from tests.e2e.test_switch import MODEL, START, apart, one
 from tests.faults.test_stop import stopped_with
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from nbdist.kernel.devices import Placement
@@ -58,11 +60,17 @@ def two_nodes() -> Iterator[Session]:
     """Four ranks on this machine; each of two is told that it shares a node with the next."""
     found = devices.hardware
 
-    def hardware(placement: Placement, machine: Machine) -> Hardware:
-        return replace(found(placement, machine), nodes=2)
+    def hardware(placement: Placement, machine: Machine, nodes: Sequence[Node]) -> Hardware:
+        return replace(found(placement, machine, nodes), nodes=2)
+
+    def nodes(_: Launcher, world_size: int) -> list[Node]:
+        here, half = machine.found(), world_size // 2
+        places = (range(half), range(half, world_size))
+        return [Node(f"node {i}", tuple(mine), here) for i, mine in enumerate(places)]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "hardware", hardware)
+        patch.setattr(Launcher, "nodes", nodes)
         with Session(nproc=4) as session:
             session.run(MODEL + LOOK)
             yield session

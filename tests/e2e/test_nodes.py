@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -20,14 +21,26 @@ import psutil
 import pytest
 import zmq
 
-from nbdist import CellError, CellInterrupted, CheckpointError, RankDied, Session, StartError
+from nbdist import (
+    CellError,
+    CellInterrupted,
+    CheckpointError,
+    RankDied,
+    Session,
+    StartError,
+    machine,
+)
+from nbdist.engines import named
+from nbdist.engines.base import Place
 from nbdist.engines.nodes import Nodes
 from nbdist.engines.remote import RemoteEngine
-from nbdist.kernel import moving
+from nbdist.engines.spread import Spread
+from nbdist.kernel import moving, planning, status
 from nbdist.kernel.status_line import StatusLine
 from nbdist.panel.live import View
 from nbdist.wire_nodes import AHEAD
 from tests.conftest import eventually
+from tests.doubles import unlike_nodes
 from tests.two_nodes import Here, Hosts
 
 if TYPE_CHECKING:
@@ -261,12 +274,97 @@ def test_status_names_the_nodes(session: Session) -> None:
     status = session.status()
     assert [one["node"] for one in status["ranks"]] == ["alpha", "alpha", "beta"]
     drawn = View(session).draw()["ranks"]
-    assert [one["device"] for one in drawn] == ["alpha cpu", "alpha cpu", "beta cpu"]
+    assert [(one["node"], one["device"]) for one in drawn] == [
+        ("alpha", "cpu"),
+        ("alpha", "cpu"),
+        ("beta", "cpu"),
+    ]
     assert [one["name"] for one in status["launchers"]] == [
         "the launcher on alpha",
         "the launcher on beta",
     ]
     assert all(one["alive"] for one in (*status["ranks"], *status["launchers"]))
+
+
+def test_the_panel_shows_memory_by_node_and_asks_each_once(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    fleet: Any = session._gang.fleet
+    send = fleet.hub.send
+
+    def counted(index: int, *what: Any) -> None:
+        asked.append(index)
+        send(index, *what)
+
+    monkeypatch.setattr(fleet.hub, "send", counted)
+    view = View(session)
+    moment = view.devices.look()
+    assert sorted(asked) == [0, 1]
+    assert [seat.node for seat in view.devices.seats] == ["alpha", "alpha", "beta"]
+    used = [one.used_bytes or 0 for one in moment.readings]
+    expected = [psutil.Process(pid).memory_info().rss for pid in pids(session)]
+    assert used == pytest.approx(expected, rel=0.2)
+    assert {name: node["host_bytes"] for name, node in by_name(view).items()} == dict.fromkeys(
+        ("alpha", "beta"), machine.host_bytes()
+    )
+    assert all(node["host_used_bytes"] for node in by_name(view).values())
+
+
+def by_name(view: View) -> dict[str, Any]:
+    """Nodes as the panel shows them."""
+    return {node["name"]: node for node in view.draw()["nodes"]}
+
+
+def test_an_open_panel_asks_every_second_and_a_closed_one_does_not(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    fleet: Any = session._gang.fleet
+    now = fleet.now
+
+    def counted(within_s: float) -> Any:
+        asked.append(time.monotonic())
+        return now(within_s)
+
+    monkeypatch.setattr(fleet, "now", counted)
+    view = View(session)
+    view.devices.open()
+    eventually(lambda: len(view.devices.history) >= 3, within_s=15)
+    view.devices.close()
+    count = len(asked)
+    assert count <= 4
+    assert all(later - sooner > 0.5 for sooner, later in itertools.pairwise(asked))
+    session.run("1")
+    assert len(asked) == count
+
+
+def test_status_says_what_each_node_and_rank_holds(session: Session) -> None:
+    _, alpha, rank0, rank1, beta, rank2 = status.lines(session)
+    cores = machine.found().num_cpus
+    assert re.fullmatch(
+        rf"  node alpha: 2 CPU ranks, {cores} cores, host memory [\d.]+ of [\d.]+ GiB", alpha
+    )
+    assert beta.startswith("  node beta: 1 CPU rank, ")
+    for rank, line in enumerate((rank0, rank1, rank2)):
+        assert re.fullmatch(rf"  rank {rank}: pid \d+, cpu, alive, [\d.]+ GiB", line)
+
+
+def test_what_a_silent_node_holds_is_unknown(cluster: Here, session: Session) -> None:
+    agent = cluster.processes("beta")[0]
+    view = View(session)
+    agent.suspend()
+    try:
+        began = time.monotonic()
+        moment = view.devices.look()
+        taken = time.monotonic() - began
+        lines = list(status.lines(session))
+    finally:
+        agent.resume()
+    assert [one.used_bytes is None for one in moment.readings] == [False, False, True]
+    assert taken < 5
+    assert any(line.startswith("  node beta") and line.endswith("not answer") for line in lines)
+    eventually(lambda: "beta" in session.nodes_now(), within_s=10)
 
 
 def test_stacks_come_from_all_nodes(session: Session) -> None:
@@ -604,3 +702,66 @@ def test_an_agent_that_ends_at_once_is_told(folder: Path) -> None:  # noqa: ARG0
 
     with pytest.raises(StartError, match=r"node beta .* ended with exit code 1"):
         Session(2, engine=RemoteEngine(Broken("alpha", "beta"))).start()
+
+
+# --------------------------------------------------------------------------- nodes that differ
+
+
+class Unlike(Here):
+    """Two nodes of which the second has less of everything; two GPUs each that nobody can use."""
+
+    name = "ray"
+    module = "tests.doubles.unlike_nodes"
+    chosen: Spread | None = None
+
+    def spread(self, nproc: int | None, nodes: int | None, gpus_per_node: int | None) -> Spread:
+        """As it was asked for."""
+        assert nodes == 2
+        return Spread("cuda" if gpus_per_node else "cpu", 2, gpus_per_node or (nproc or 2) // 2)
+
+    def place(self, name: str) -> Place:
+        """Make one node."""
+        assert self.chosen is not None
+        gpus = unlike_nodes.gpus(name) if self.chosen.kind == "cuda" else ()
+        return Place(name=name, address=self.reach, ranks=self.chosen.each, gpus=gpus)
+
+    def leave(self) -> None:
+        """End what was started."""
+        self.close()
+
+
+@pytest.fixture
+def unlike(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Unlike:  # noqa: ARG001 - runs there
+    """What `--on ray` means."""
+    cluster = Unlike("alpha", "beta")
+    monkeypatch.setattr(named, "RayCluster", lambda *_: cluster)
+    return cluster
+
+
+def test_cpu_ranks_are_planned_with_the_least_that_a_node_has(unlike: Unlike) -> None:
+    with Session(2, on="ray", nodes=2) as session:
+        assert unlike.chosen == Spread("cpu", 2, 1)
+        assert [node.machine.num_cpus for node in session.nodes] == [32, 4]
+        planned = planning.machine(session)
+        assert (planned.nodes, planned.world_size, planned.num_cpus) == (2, 2, 4)
+        assert planned.smallest.free_bytes == planned.host_memory_bytes == 12 << 30
+        assert "beta has the least host memory free, 12.0 GiB to 64.0 GiB" in planned.notes[0]
+        # as --auto plans on rank 0, with what each rank has found free
+        session.run(
+            "from nbdist.rank import accelerator as a, choose\n"
+            "there = choose.cluster([5 << 30, 3 << 30], a.current().hardware, a.current().nodes)"
+        )
+        told = session.run("(there.nodes, there.num_cpus, there.smallest.free_bytes)").values
+        assert told == dict.fromkeys(range(2), (2, 4, 3 << 30))
+
+
+def test_gpus_without_bf16_refuse_it_before_a_rank_starts(unlike: Unlike) -> None:
+    session = Session(on="ray", nodes=2, gpus_per_node=2, precision="bf16")
+    assert session.options.precision == "bf16"  # nobody has seen them
+    with pytest.raises(StartError, match="bf16 needs a GPU of compute capability 8"):
+        session.start()
+    names = [{gpu.name for gpu in node.machine.gpus} for node in session.nodes]
+    assert names == [{"NVIDIA A100-SXM4-80GB"}, {"Tesla T4"}]
+    assert unlike.agents == {}
+    assert session.state == "new"
+    session.stop()

@@ -6,6 +6,7 @@ The tests of one module share the cluster, and later ones meet what earlier ones
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -77,6 +78,12 @@ def test_a_cell_runs_on_two_hosts(notebook: LiveKernel, hosts: Hosts) -> None:
         assert host.ours()
     again = notebook.run("%%distribute\nprint('still', total.item())\n")
     assert "still 3.0" in again.text
+    status = notebook.run("%nbdist status").text
+    for rank, host in enumerate((hosts.here, hosts.there)):
+        told = (
+            rf"node {host.name}: 1 CPU rank, .* host memory .* GiB\s+rank {rank}: .* alive, .* GiB"
+        )
+        assert re.search(told, status), status
 
 
 def test_nothing_of_it_listens_for_everybody(notebook: LiveKernel, hosts: Hosts) -> None:

@@ -85,6 +85,7 @@ def measured(nodes: int, ranks: int, *, cells: int = CELLS) -> dict[str, float]:
         found["start_s"] = time.monotonic() - began
         found["idle_mb"] = psutil.Process().memory_info().rss / MB
         session.run("pass")
+        found["look_ms"] = timed(lambda: session.nodes_now(within_s=10.0)) * 1000
         before, used = opened.number, time.process_time()
         took = [timed(lambda: session.run("pass")) for _ in range(cells)]
         found["cell_ms"] = statistics.median(took) * 1000

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "nbdist"
 PURE = {"errors", "machine", "strategies", "wire", "payload", "ranks", "owner", "shared_memory"}
-PURE |= {"builds", "paths", "redacted", "signed", "wire_nodes"}
+PURE |= {"builds", "paths", "readings", "redacted", "signed", "wire_nodes"}
 MAY_IMPORT = {
     "errors": {"wire"},
     "wire": set(),
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "owner": set(),
     "shared_memory": {"owner"},
     "machine": set(),
+    "readings": {"machine"},
     "paths": {"errors"},
     "redacted": set(),
     "signed": set(),
@@ -32,8 +33,8 @@ MAY_IMPORT = {
     "profile": {"errors", "plan", "ranks", "strategies", "wire"},
     # "" for the version that nodes must have, and for the folder that Ray brings to them
     "engines": {"", "machine", "errors", "owner", "redacted", "shared_memory", "signed", "wire"}
-    | {"wire_nodes"},
-    "node": {"", "engines", "errors", "wire", "wire_nodes"},
+    | {"readings", "wire_nodes"},
+    "node": {"", "engines", "errors", "machine", "readings", "wire", "wire_nodes"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     # "panel" where a session is displayed; test_the_kernel_shows_a_panel_only_when_asked
     "kernel": {*PURE, "checkpoint", "engines", "plan", "profile", "state", "panel"},

@@ -18,6 +18,7 @@ from nbdist.engines.spread import Spread, filled, fitted
 from nbdist.errors import OptionError, StartError
 from nbdist.kernel import asked, devices
 from nbdist.kernel.where import Where
+from nbdist.machine import Gpu, Machine, Node
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -371,6 +372,21 @@ def test_a_choice_on_a_cluster_counts_nodes(where: Where) -> None:
         "devices": ((0, 1, 2, 3) * 2, (0, 1, 2, 3)),
         "nodes": (2, 1),
     }
+
+
+def test_once_the_nodes_are_there_their_gpus_decide_the_precision(where: Where) -> None:
+    before = chosen(where, nproc=8)
+    given = chosen(where, nproc=8, precision="bf16")
+    assert before.options.precision == "bf16"
+    assert before.seen(where) is before
+    t4 = Gpu("GPU-a", "Tesla T4", 15 << 30, (7, 5))
+    where.nodes = [Node("alpha", (0, 1, 2, 3), Machine((t4,) * 4, "PCIe", 16))]
+    assert before.seen(where).options.precision == "no"
+    assert chosen(where, nproc=8).differing(before.seen(where)) == {}
+    with pytest.raises(OptionError, match="bf16 needs a GPU of compute capability 8"):
+        given.seen(where)
+    undecided = chosen(where, nproc=8, auto=True).seen(where)
+    assert (undecided.undecided, undecided.options.precision) == (True, "no")
 
 
 def test_shards_can_be_replicated_across_its_nodes(where: Where) -> None:

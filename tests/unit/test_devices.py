@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from nbdist import machine
+from nbdist.engines.spread import Spread
 from nbdist.errors import OptionError
 from nbdist.kernel import devices
 from nbdist.kernel.devices import Placement, placement
-from nbdist.machine import Gpu, Machine
+from nbdist.machine import Gpu, Machine, Node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -311,6 +312,42 @@ def test_precisions_follow_the_capability(
     hardware = devices.hardware(placement(None, None, here), here)
     assert (hardware.kind, hardware.world_size, hardware.deepspeed) == ("cuda", 2, True)
     assert (hardware.bf16, hardware.fp8) == ("bf16" in able, "fp8" in able)
+
+
+def nodes_with(*capabilities: tuple[int, int]) -> list[Node]:
+    """Nodes with two GPUs each."""
+    names = {(7, 5): "Tesla T4", (8, 0): "NVIDIA A100", (9, 0): "NVIDIA H100"}
+    return [
+        Node(
+            f"node {i}",
+            (2 * i, 2 * i + 1),
+            Machine((Gpu(f"GPU-{i}", names[one], 16 * GIB, one),) * 2, "PCIe", 8),
+        )
+        for i, one in enumerate(capabilities)
+    ]
+
+
+def test_precisions_follow_the_weakest_gpu_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_installed", lambda _package: True)
+    away = devices.spread_out(Spread("cuda", 2, 2))
+
+    def able(*capabilities: tuple[int, int]) -> tuple[bool, bool]:
+        made = devices.hardware(away, machine_of(4), nodes_with(*capabilities))
+        return made.bf16, made.fp8
+
+    assert able() == (True, True)  # nobody has seen them yet
+    assert able((9, 0), (9, 0)) == (True, True)
+    assert able((9, 0), (8, 0)) == (True, False)
+    assert able((9, 0), (7, 5)) == (False, False)
+
+
+def test_gpus_that_differ_between_nodes_are_told() -> None:
+    assert devices.differing_gpus([]) == ""
+    assert devices.differing_gpus(nodes_with((8, 0), (8, 0))) == ""
+    assert devices.differing_gpus(nodes_with((8, 0), (7, 5), (8, 0))) == (
+        "The GPUs of the nodes differ (NVIDIA A100 16GB on node 0, node 2; Tesla T4 16GB on"
+        " node 1): what one lacks, none uses"
+    )
 
 
 def test_float8_needs_a_library_too(monkeypatch: pytest.MonkeyPatch) -> None:

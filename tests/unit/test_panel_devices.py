@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from nbdist import machine
 from nbdist.kernel.devices import Placement
-from nbdist.machine import Gpu, Machine
+from nbdist.machine import Gpu, Machine, Node
 from nbdist.panel import devices
 from nbdist.panel.devices import Devices, seats
+from nbdist.readings import Now, Reading
 from tests.conftest import eventually
 
 GIB = 1 << 30
@@ -90,7 +92,7 @@ class FakeNvml:
         return [SimpleNamespace(nvmlReturn=0, value=value) for _ in fields]
 
 
-def looked(nvml: FakeNvml, *, times: int = 1) -> devices.Reading:
+def looked(nvml: FakeNvml, *, times: int = 1) -> Reading:
     made = watched(nvml)
     for _ in range(times):
         moment = made.look()
@@ -144,7 +146,7 @@ def test_a_rank_without_a_context_holds_nothing() -> None:
 
 
 def test_a_driver_that_does_not_answer() -> None:
-    assert looked(FakeNvml(dead=True)) == devices.Reading()
+    assert looked(FakeNvml(dead=True)) == Reading()
     gone = Devices(dict, lambda: Placement(1, (0,), ("GPU-b",)), nvml=FakeNvml())
     assert "does not answer" in gone.look().readings[0].note
 
@@ -153,9 +155,9 @@ def test_cpu_ranks_are_resident_memory() -> None:
     made = Devices(lambda: {0: os.getpid()}, lambda: TWO_CPUS)
     own, other = made.look().readings
     assert (own.used_bytes or 0) > 1 << 20
-    assert other == devices.Reading()
+    assert other == Reading()
     assert made.peaks[0] == own.used_bytes
-    assert [seat.capacity_bytes for seat in made.seats] == [devices.host_bytes() // 2] * 2
+    assert [seat.capacity_bytes for seat in made.seats] == [machine.host_bytes() // 2] * 2
 
 
 def test_the_peak_is_kept_and_that_of_a_strategy_begins_anew() -> None:
@@ -171,6 +173,50 @@ def test_the_peak_is_kept_and_that_of_a_strategy_begins_anew() -> None:
 def test_seats_have_the_gpus_names() -> None:
     (seat,) = seats(ONE_GPU, Machine((GPU,)))
     assert (seat.name, seat.capacity_bytes) == ("NVIDIA A100 80GB", 80 * GIB)
+
+
+def nodes() -> list[Node]:
+    """Two: one with a GPU, the other with two CPU ranks."""
+    return [
+        Node("alpha", (0,), Machine((GPU,), None, 96, 512 * GIB)),
+        Node("beta", (1, 2), Machine((), None, 8, 64 * GIB)),
+    ]
+
+
+def test_devices_of_nodes_are_those_that_the_agents_have_found() -> None:
+    away = Placement(3, None, nodes=2, away=True)
+    found = [
+        (one.node, one.name, one.ranks, one.capacity_bytes) for one in seats(away, None, nodes())
+    ]
+    assert found == [
+        ("alpha", "NVIDIA A100 80GB", (0,), 80 * GIB),
+        ("beta", "CPU rank 1", (1,), 32 * GIB),
+        ("beta", "CPU rank 2", (2,), 32 * GIB),
+    ]
+    assert [one.capacity_bytes for one in seats(away)] == [None] * 3  # before they are there
+
+
+def test_each_node_is_asked_for_all_of_its_ranks_and_a_silent_one_is_unknown() -> None:
+    there = nodes()
+    told = {
+        "alpha": Now(300 * GIB, {0: Reading(used_bytes=12 * GIB, others_bytes=GIB)}),
+        "beta": Now(60 * GIB, {1: Reading(used_bytes=5 * GIB), 2: Reading(used_bytes=GIB)}),
+    }
+    made = Devices(
+        lambda: {0: 7, 1: 7, 2: 8},
+        lambda: Placement(3, None, nodes=2, away=True),
+        nodes=lambda: list(there),
+        ask=lambda within_s: told if within_s <= devices.EVERY_S else {},
+    )
+    assert [one.used_bytes for one in made.look().readings] == [12 * GIB, 5 * GIB, GIB]
+    del told["beta"]
+    moment = made.look()
+    assert [one.used_bytes for one in moment.readings] == [12 * GIB, None, None]
+    assert list(moment.nodes) == ["alpha"]
+    assert made.peaks == {0: 12 * GIB, 1: 5 * GIB, 2: GIB}
+    there.pop()  # a restart on what is left
+    assert len(made.seats) == 1
+    assert made.peaks == {}
 
 
 def test_the_thread_samples_only_while_it_is_open() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import html as html_module
 import json
 import os
 import re
@@ -23,11 +24,13 @@ from nbdist.kernel.cell import Cell
 from nbdist.kernel.devices import Placement
 from nbdist.kernel.marks import Mark
 from nbdist.kernel.saving import Save
+from nbdist.machine import Machine, Node
 from nbdist.panel import bundled, html, picture, predicted, text, words
-from nbdist.panel.devices import Devices, Moment, Reading
+from nbdist.panel.devices import Devices, Moment
 from nbdist.panel.live import View
 from nbdist.panel.predicted import Predicted, of_plan
 from nbdist.panel.protocol import PARTS, Picture
+from nbdist.readings import Now, Reading
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -249,6 +252,9 @@ def evil(session: Session) -> tuple[Picture, dict[str, Any]]:
             "problem": EVIL,
         }
     ]
+    found["nodes"] = [{"name": EVIL, "words": EVIL, "host_bytes": 5, "host_used_bytes": 1}]
+    for one in (*found["ranks"], *found["devices"]):
+        one["node"] = EVIL
     for rank in found["ranks"]:
         rank |= {"line": EVIL, "where": EVIL, "device": EVIL}
     for device in found["devices"]:
@@ -430,6 +436,41 @@ def test_the_text_says_the_same(session: Session) -> None:
         "ddp \N{RIGHTWARDS ARROW} zero3",
     ):
         assert part in words_of
+
+
+@pytest.fixture
+def on_nodes(session: Session, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A session on two nodes, of which the second does not answer."""
+    bare = Machine((), None, 8, 64 * GIB)
+    session._gang.nodes = [Node("alpha", (0,), bare), Node("b&ta", (1,), bare)]
+    told = {"alpha": Now(40 * GIB, {0: Reading(used_bytes=3 * GIB)})}
+    monkeypatch.setattr(session._gang, "now", lambda _within_s: told)
+    session.state = "ready"
+    return session
+
+
+@pytest.mark.parametrize("face", [html.page, text.page], ids=["html", "text"])
+def test_devices_and_ranks_stand_below_their_nodes(face: Any, on_nodes: Session) -> None:
+    view = View(on_nodes)
+    view.devices.look()
+    picture_now = view.draw()
+    assert [one["host_used_bytes"] for one in picture_now["nodes"]] == [24 * GIB, None]
+    assert [one["node"] for one in picture_now["ranks"]] == ["alpha", "b&ta"]
+    page = html_module.unescape(re.sub(r"</?[a-z][^>]*>", " ", face(picture_now, {})))
+    order = [
+        "alpha", "host memory 24.0 GiB of 64.0 GiB", "CPU rank 0", "3.0 GiB",
+        "b&ta", "host memory - of 64.0 GiB", "CPU rank 1",
+    ]  # fmt: skip
+    places = [page.index(one) for one in order]
+    assert places == sorted(places)
+    assert page.rindex("alpha") < page.rindex("b&ta")  # those of the ranks
+
+
+def test_the_last_sample_of_nodes_is_not_shown_when_the_ranks_are_dead(on_nodes: Session) -> None:
+    view = View(on_nodes)
+    view.devices.look()
+    on_nodes.state = "dead"
+    assert [one["host_used_bytes"] for one in view.draw()["nodes"]] == [None, None]
 
 
 def test_colours_are_those_of_the_front_end_and_stand_on_light_and_dark() -> None:

@@ -262,29 +262,71 @@ def test_more_cpu_ranks_share_the_same_machine() -> None:
     assert eight.smallest.peak("no") == two.smallest.peak("no") / 4
 
 
-# --------------------------------------------------------------------- this machine
+# --------------------------------------------------------------------- nodes of a cluster
 
 
-def test_other_nodes_are_taken_to_be_like_this_one() -> None:
-    two = Machine((gpu(uuid="GPU-0"), gpu(uuid="GPU-1")), "NVLink", 64)
-    cluster = devices.of_machine(two, host_free_bytes=500 * GIB).on_nodes(3, 6)
+def node_of(*gpus: Gpu, free_gib: float = 500, cores: int = 64, ranks: int = 2) -> devices.Cluster:
+    """One node as its agent tells it."""
+    link = "NVLink" if len(gpus) > 1 else None
+    machine_of = Machine(tuple(gpus), link, cores)
+    return devices.of_machine(machine_of, cpu_ranks=ranks, host_free_bytes=int(free_gib * GIB))
+
+
+def test_nodes_that_are_alike_are_one_cluster() -> None:
+    node = node_of(gpu(uuid="GPU-0"), gpu(uuid="GPU-1"))
+    cluster = devices.of_nodes({"alpha": node, "beta": node, "gamma": node})
     assert (cluster.world_size, cluster.nodes, cluster.ranks_per_node) == (6, 3, 2)
     assert cluster.describe() == "3 x (2 x NVIDIA H100 80GB HBM3, nvlink), 400 Gb/s"
-    assert "The network is not said" in cluster.notes[-1]
-    uneven = devices.of_machine(two).on_nodes(3, 5)
-    assert (uneven.world_size, uneven.nodes) == (5, 3)
-    alone = devices.of_machine(two)
-    assert alone.on_nodes(1, 2) is alone
+    (note,) = cluster.notes
+    assert "The network is not said" in note
+    assert devices.of_nodes({"alpha": node}) is node
 
 
-def test_cpu_ranks_share_the_cores_of_their_own_machine() -> None:
-    bare = Machine((), None, 8)
-    one = devices.of_machine(bare, cpu_ranks=2, host_free_bytes=16 * GIB)
-    cluster = one.on_nodes(2, 4)
+def test_cpu_ranks_share_the_memory_and_the_cores_of_their_own_node() -> None:
+    one = node_of(free_gib=16, cores=8)
+    cluster = devices.of_nodes({"alpha": one, "beta": one})
     assert cluster.describe() == "4 CPU ranks on 2 nodes"
     assert cluster.place_of(cluster.slowest) == one.place_of(one.slowest) == "2 CPU ranks"
     assert cluster.smallest == one.smallest
-    assert (cluster.resized(8).nodes, cluster.resized(8).ranks_per_node) == (2, 4)
+    more = cluster.resized(8)
+    assert (more.nodes, more.ranks_per_node, more.network) == (2, 4, cluster.network)
+    assert more.smallest.free_bytes == 4 * GIB
+
+
+def test_of_unlike_nodes_the_least_counts_and_is_named() -> None:
+    rich = node_of(free_gib=64, cores=32)
+    poor = node_of(free_gib=12, cores=4)
+    cluster = devices.of_nodes({"alpha": rich, "beta": poor})
+    assert cluster.smallest == poor.smallest
+    assert (cluster.host_memory_bytes, cluster.num_cpus) == (12 * GIB, 4)
+    assert cluster.notes[:2] == (
+        (
+            "The nodes differ: beta has the least host memory free, 12.0 GiB to 64.0 GiB of"
+            " another, and no more is planned with on any."
+        ),
+        "The nodes differ: beta has 4 cores to 32 of another, and all ranks wait for its ranks.",
+    )
+
+
+def test_of_unlike_gpus_on_nodes_the_weakest_bind_and_the_slower_link_counts() -> None:
+    fast = node_of(gpu(uuid="GPU-0"), gpu(uuid="GPU-1"))
+    old = [gpu("Tesla T4", 14.6, f"GPU-{i}") for i in range(2)]
+    cluster = devices.of_nodes({"alpha": fast, "beta": node_of(*old)})
+    assert cluster.smallest.name == cluster.slowest.name == "Tesla T4"
+    assert (cluster.link, cluster.ranks_per_node) == ("pcie", 2)
+    assert "2 x NVIDIA H100 80GB HBM3 and 2 x Tesla T4" in cluster.notes[0]
+    assert len([note for note in cluster.notes if "differ" in note]) == 1
+
+
+def test_what_is_said_of_one_node_has_its_name() -> None:
+    held = (Usage(40 * GIB, ("python (pid 4711)",)),)
+    one = devices.of_machine(Machine((gpu(),), None, 8), held)
+    cluster = devices.of_nodes({"alpha": node_of(gpu(), cores=8), "beta": one})
+    assert any(note.startswith("On beta: GPU 0 has 40.0 of 79.1 GiB") for note in cluster.notes)
+    assert cluster.smallest.free_bytes == 40 * GIB
+
+
+# --------------------------------------------------------------------- this machine
 
 
 def test_found_gpus_keep_the_drivers_name_and_memory() -> None:

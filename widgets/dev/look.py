@@ -14,7 +14,7 @@ from playwright.sync_api import Page, sync_playwright
 
 HERE = Path(__file__).parent
 AXE = HERE.parent / "node_modules" / "axe-core" / "axe.min.js"
-SCENES = ("gpu", "cpu", "empty", "dead", "hostile")
+SCENES = ("gpu", "cpu", "nodes", "empty", "dead", "hostile")
 MIDDLE = 900
 """A usual notebook's width in pixels: pictures of the whole alone."""
 LOOKS = [(1400, ""), (1400, "&dark"), (MIDDLE, ""), (480, ""), (480, "&dark")]

@@ -31,7 +31,7 @@ function gpu(index: number, changed: Partial<Device> = {}): Device {
     activations: 18.4, logits: 4.1, buffers: 1.2, temporaries: 0.8, context: 1.6,
   });
   return {
-    name: `GPU ${index} · NVIDIA H100 80GB HBM3`, kind: "cuda", ranks: [index], capacity_bytes: 79.6 * GIB,
+    name: `GPU ${index} · NVIDIA H100 80GB HBM3`, node: "", kind: "cuda", ranks: [index], capacity_bytes: 79.6 * GIB,
     predicted, predicted_bytes: sum(predicted), stated_error: 0.05,
     used_bytes: (46 + index * 0.7) * GIB, peak_bytes: (56.2 + index * 0.4) * GIB, others_bytes: 0, holders: [],
     utilization: 0.97 - 0.02 * index, power_w: 640 - 9 * index, power_limit_w: 700, temperature_c: 61 + index,
@@ -60,7 +60,7 @@ const ROWS = [
 
 function ranks(number: number, device: (rank: number) => string): Rank[] {
   return Array.from({ length: number }, (_, rank) => ({
-    rank, pid: 41_230 + rank, device: device(rank), state: "running" as const,
+    rank, pid: 41_230 + rank, device: device(rank), node: "", state: "running" as const,
     line: `step 1840 loss 2.14${rank} lr 2.0e-05`, written: 4000, where: "",
   }));
 }
@@ -96,6 +96,7 @@ export const SCENES: Record<string, () => Scene> = {
   gpu: () => ({
     picture: {
       header: header({ backend: "fsdp2", world_size: 8, precision: "bf16", offload: "none", options: "clip 1.0", place: "8 x NVIDIA H100 80GB", state: "running", words: "running cell 4", since: NOW - 42 }),
+      nodes: [],
       devices: Array.from({ length: 8 }, (_, index) => gpu(index, index === 5 ? { peak_bytes: 64.4 * GIB, note: "The peak of 64.4 GiB is 11 % above the prediction of 58.1 GiB (stated error 5 %)." } : index === 7 ? { others_bytes: 6.2 * GIB, holders: ["python (pid 9120, 6.2 GiB)"] } : {})),
       profile: PROFILE,
       strategies: { rows: ROWS, note: "Qwen2.5-7B, micro-batch 4 x 2,048 tokens, AdamW: the fullest rank at its fullest moment." },
@@ -133,6 +134,26 @@ export const SCENES: Record<string, () => Scene> = {
     series: { loss: (step) => (step > 60 && step < 70 ? NaN : loss(10 * step)), "tokens/s": (step) => 812 + 30 * noise(step) },
     steps: 180,
   }),
+  nodes: () => {
+    const scene = SCENES.gpu!();
+    const of = (rank: number): string => (rank < 4 ? "alpha" : "beta");
+    const words = "4 x NVIDIA H100 80GB HBM3, NVLink, 96 cores";
+    return {
+      ...scene,
+      picture: {
+        ...scene.picture,
+        header: header({ backend: "fsdp2", world_size: 8, precision: "bf16", options: "clip 1.0", place: "8 GPU ranks on 2 nodes", state: "running", words: "running cell 4", since: NOW - 42 }),
+        nodes: [
+          { name: "alpha", words, host_bytes: 1007 * GIB, host_used_bytes: 214.3 * GIB },
+          { name: "beta", words, host_bytes: 1007 * GIB, host_used_bytes: null },
+        ],
+        devices: scene.picture.devices.map((device, rank) => ({
+          ...device, name: "NVIDIA H100 80GB HBM3", node: of(rank), ...(rank < 4 ? {} : { used_bytes: null, utilization: null, power_w: null, temperature_c: null, pcie_tx: null, pcie_rx: null, nvlink_tx: null, nvlink_rx: null }),
+        })),
+        ranks: ranks(8, (rank) => `cuda:${rank % 4}`).map((rank) => ({ ...rank, node: of(rank.rank) })),
+      },
+    };
+  },
   empty: () => ({ picture: { ...EMPTY, header: header({ place: "4 x NVIDIA A100 80GB, NVLink", started: null }) }, series: {}, steps: 0 }),
   dead: () => {
     const scene = SCENES.gpu!();
@@ -156,14 +177,15 @@ export const SCENES: Record<string, () => Scene> = {
       picture: {
         ...scene.picture,
         header: header({ backend: evil, world_size: 1, precision: long, options: evil, state: "interrupted", words: `interrupted in ${evil}`, since: NOW - 90_000 }),
-        devices: [gpu(0, { name: long, ranks: [0], note: evil, capacity_bytes: null, predicted: [...gib({ "<b>new part</b>": 3, other: 2 })], others_bytes: 1e15 })],
+        nodes: [{ name: evil, words: long, host_bytes: 5, host_used_bytes: 1e15 }],
+        devices: [gpu(0, { name: long, node: evil, ranks: [0], note: evil, capacity_bytes: null, predicted: [...gib({ "<b>new part</b>": 3, other: 2 })], others_bytes: 1e15 })],
         profile: {
           verdict: `${evil} ${long}`, facts: long, gained: evil, time: NOW + 1e6, notes: [evil, long], refused: evil,
           ranks: [profiled(0, { [evil]: 1e9, data: 1, nothing: 0 }, { figures: evil, straggler: true }), profiled(4095, {}), profiled(3, { [long]: 5, constructor: 3 })],
           advice: [{ title: evil, text: long, command: `%nbdist ${long}`, does: evil, arguments: { backend: evil } }, { title: "", text: long, command: "", does: "", arguments: {} }],
         },
         strategies: { rows: [...ROWS, row("7", long, { parameters: 4000 })], note: evil },
-        ranks: [{ rank: 0, pid: 1, device: long, state: "running", line: `${evil} ${long}`, written: 9, where: long }],
+        ranks: [{ rank: 0, pid: 1, device: long, node: evil, state: "running", line: `${evil} ${long}`, written: 9, where: long }],
         checkpoints: [
           { name: evil, step: 12, size_bytes: 12, backend: evil, saved: NOW + 1e6, seconds: 0, path: evil, state: "failed", problem: `disk full: ${long}` },
           { name: long, step: null, size_bytes: 1e15, backend: "zero3", saved: 0, seconds: null, path: long, state: "running", problem: "" },

@@ -4,7 +4,8 @@ import { inWords, percent, Stack } from "./bar.ts";
 import { attribute, h, Keyed, say, style } from "./dom.ts";
 import { bytes, bytesOf, gigabytes, NOTHING, ranks } from "./format.ts";
 import { Legend } from "./legend.ts";
-import type { Device } from "./protocol.ts";
+import { byNode, type Placed } from "./nodes.ts";
+import type { Device, Node } from "./protocol.ts";
 import { Spark } from "./spark.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
@@ -45,11 +46,14 @@ export function devicesView(store: Store): View {
   const legend = new Legend();
   const empty = h("p", { class: "nbd-empty" }, "No device is in use yet: the first %%distribute cell starts the ranks.");
   const root = h("section", { class: "nbd-section", "aria-label": "memory and devices" }, grid, legend.root, empty);
-  const keyed = new Keyed<{ device: Device; index: number }, Row>(
+  const keyed = new Keyed<Placed<Device>, Heading | Row>(
     rows,
-    ({ device, index }) => `${index} ${device.name}`,
-    () => makeRow(store),
-    (row, { device, index }) => row.show(device, index),
+    (one) => (one.heading === null ? `${one.index} ${one.item.name}` : `node ${one.heading}`),
+    (one) => (one.heading === null ? makeRow(store) : makeHeading()),
+    (row, one) => {
+      if (one.heading === null) (row as Row).show(one.item, one.index);
+      else (row as Heading).show(store.picture.nodes.find(({ name }) => name === one.heading));
+    },
   );
 
   function update(): void {
@@ -59,7 +63,7 @@ export function devicesView(store: Store): View {
     for (const [name, tells] of Object.entries(TELLS)) {
       root.classList.toggle(`nbd-no-${name}`, devices.every((device) => tells(device) === null));
     }
-    keyed.show(devices.map((device, index) => ({ device, index })));
+    keyed.show(byNode(devices));
     legend.root.hidden = devices.length === 0;
     legend.show(devices.map((device) => device.predicted), {
       live: devices.some((device) => device.used_bytes !== null),
@@ -67,7 +71,28 @@ export function devicesView(store: Store): View {
       others: devices.some((device) => device.others_bytes > 0),
     });
   }
-  return { root, topics: ["devices", "samples"], update };
+  return { root, topics: ["devices", "nodes", "samples"], update };
+}
+
+interface Heading {
+  root: HTMLElement;
+  show(node: Node | undefined): void;
+}
+
+/** The line above a node's devices. */
+function makeHeading(): Heading {
+  const name = h("span", { class: "nbd-name" });
+  const words = h("span", { class: "nbd-muted" });
+  const memory = h("span", { class: "nbd-muted nbd-figures" });
+  const root = h("div", { class: "nbd-node", role: "listitem" }, name, words, memory);
+  return {
+    root,
+    show(node) {
+      say(name, node?.name ?? "");
+      say(words, node?.words ?? "");
+      say(memory, node ? `host memory ${bytesOf(node.host_used_bytes, node.host_bytes)}` : "");
+    },
+  };
 }
 
 function makeRow(store: Store): Row {
@@ -146,7 +171,7 @@ function makeRow(store: Store): Row {
 function figure(name: string): { root: HTMLElement; spark: Spark; text: HTMLElement } {
   const spark = new Spark();
   const text = h("span", { class: "nbd-figures" });
-  return { root: h("span", { class: name }, spark.root as unknown as Node, text), spark, text };
+  return { root: h("span", { class: name }, spark.root as unknown as globalThis.Node, text), spark, text };
 }
 
 /** Bytes a second out and in, in GB/s as links are sold; its name where no column's head says it. */
@@ -179,6 +204,6 @@ function above(device: Device, total: number): string {
   return `The peak of ${bytes(peak)} is ${more} % above the prediction of ${bytes(total)}.`;
 }
 
-export function title(text: string, ...beside: Node[]): HTMLElement {
+export function title(text: string, ...beside: globalThis.Node[]): HTMLElement {
   return h("div", { class: "nbd-title" }, h("span", {}, text), ...beside);
 }

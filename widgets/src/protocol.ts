@@ -33,8 +33,17 @@ export interface Part {
   part: string;
   bytes: number;
 }
+/** One machine of a cluster; there are none where all ranks are on the notebook's. */
+export interface Node {
+  name: string;
+  words: string;
+  host_bytes: number | null;
+  host_used_bytes: number | null;
+}
 export interface Device {
   name: string;
+  /** As in `Node.name`; empty on the notebook's machine, as for `Rank`. */
+  node: string;
   kind: "cuda" | "cpu";
   ranks: number[];
   capacity_bytes: number | null;
@@ -116,6 +125,7 @@ export interface Rank {
   rank: number;
   pid: number | null;
   device: string;
+  node: string;
   state: RankState;
   line: string;
   /** Characters that it has printed. */
@@ -155,6 +165,7 @@ export interface Notice {
 }
 export interface Picture {
   header: Header;
+  nodes: Node[];
   devices: Device[];
   strategies: Strategies;
   profile: Profile;
@@ -221,6 +232,7 @@ export const EMPTY: Picture = {
     kernel_id: null,
     version: "",
   },
+  nodes: [],
   devices: [],
   strategies: { rows: [], note: "" },
   profile: { verdict: "", facts: "", gained: "", ranks: [], advice: [], notes: [], time: null, refused: "" },
@@ -293,8 +305,15 @@ const header = object<Header>((p) => ({
   kernel_id: typeof p.kernel_id === "string" ? p.kernel_id : null,
   version: text(p.version),
 }));
+const node = object<Node>((p) => ({
+  name: text(p.name, "node"),
+  words: text(p.words),
+  host_bytes: amount(p.host_bytes),
+  host_used_bytes: amount(p.host_used_bytes),
+}));
 const device = object<Device>((p) => ({
   name: text(p.name, "device"),
+  node: text(p.node),
   kind: one(p.kind, ["cuda", "cpu"], "cpu"),
   ranks: list(p.ranks, amount),
   capacity_bytes: amount(p.capacity_bytes),
@@ -360,6 +379,7 @@ const rank = object<Rank>((p) => ({
   rank: amount(p.rank) ?? 0,
   pid: amount(p.pid),
   device: text(p.device),
+  node: text(p.node),
   state: one(p.state, ["ready", "running", "waiting", "dead", "starting", "ended"], "starting"),
   line: text(p.line),
   written: amount(p.written) ?? 0,
@@ -411,6 +431,7 @@ function picture(value: unknown): Partial<Picture> | null {
   if (plan) found.strategies = plan;
   const profiled = profile(value.profile);
   if (profiled) found.profile = profiled;
+  if (Array.isArray(value.nodes)) found.nodes = list(value.nodes, node);
   if (Array.isArray(value.devices)) found.devices = list(value.devices, device);
   if (Array.isArray(value.ranks)) found.ranks = list(value.ranks, rank);
   if (Array.isArray(value.checkpoints)) found.checkpoints = list(value.checkpoints, checkpoint);

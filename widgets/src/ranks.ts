@@ -1,6 +1,7 @@
 // Ranks: what each does, its last line, and its log with search.
 
 import { attribute, h, Keyed, say } from "./dom.ts";
+import { byNode, type Placed } from "./nodes.ts";
 import type { Rank } from "./protocol.ts";
 import { sought, type Store } from "./store.ts";
 import type { View } from "./view.ts";
@@ -22,20 +23,28 @@ export function ranksView(store: Store): View {
   const empty = h("p", { class: "nbd-empty" }, "No ranks yet: the first %%distribute cell starts them.");
   const log = logView(store);
   const root = h("div", {}, h("div", { class: "nbd-scroll", tabindex: 0, role: "group", "aria-label": "ranks" }, table), empty, log.root);
-  const keyed = new Keyed<Rank, Row>(
+  const keyed = new Keyed<Placed<Rank>, Row>(
     body,
-    (rank) => String(rank.rank),
-    ({ rank }) => makeRow(() => log.open(rank)),
-    (row, rank) => row.show(rank),
+    (one) => (one.heading === null ? String(one.item.rank) : `node ${one.heading}`),
+    (one) => (one.heading === null ? makeRow(() => log.open(one.item.rank)) : makeHeading(one.heading, heads.length)),
+    (row, one) => {
+      if (one.heading === null) row.show(one.item);
+    },
   );
   function update(): void {
     const { ranks } = store.picture;
     table.hidden = ranks.length === 0;
     empty.hidden = ranks.length > 0;
-    keyed.show(ranks);
+    keyed.show(byNode(ranks));
     log.update();
   }
   return { root, topics: ["ranks", "log", "link"], update, tick: log.tick, close: log.close };
+}
+
+/** The line above a node's ranks. */
+function makeHeading(node: string, columns: number): Row {
+  const cell = h("th", { class: "nbd-of-node", scope: "rowgroup", colspan: columns }, node);
+  return { root: h("tr", {}, cell), show: () => {} };
 }
 
 function makeRow(open: () => void): Row {

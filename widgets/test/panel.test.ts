@@ -49,6 +49,25 @@ test("stop is there while something runs", async () => {
   }
 });
 
+test("devices and ranks stand below their nodes", async () => {
+  const { root, close } = await panel("nodes");
+  const listed = [...root.querySelectorAll(".nbd-devices-list > *")].map((one) => one.className);
+  const rows = Array.from({ length: 4 }, () => "nbd-device");
+  assert.deepEqual(listed, ["nbd-node", ...rows, "nbd-node", ...rows]);
+  const [alpha, beta] = [...root.querySelectorAll(".nbd-node")].map((one) => one.textContent);
+  assert.match(alpha!, /^alpha4 x NVIDIA H100 .* 96 coreshost memory 214\.3 \/ 1,007\.0 GiB$/);
+  assert.match(beta!, /^beta/);
+  const heads = [...root.querySelectorAll(".nbd-ranks tbody > tr")].map((row) => row.firstElementChild!.textContent);
+  assert.deepEqual(heads, ["alpha", "0", "1", "2", "3", "beta", "4", "5", "6", "7"]);
+  close();
+});
+
+test("on one machine no node is named", async () => {
+  const { root, close } = await panel("gpu");
+  assert.equal(root.querySelectorAll(".nbd-node, .nbd-of-node").length, 0);
+  close();
+});
+
 test("restart asks first, and can be taken back", async () => {
   const { root, sent, close } = await panel("gpu");
   const restart = button(root, "Restart");

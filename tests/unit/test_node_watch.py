@@ -1,0 +1,115 @@
+"""What an agent measures on its node, and what the kernel makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist import machine
+from nbdist.machine import Gpu, Machine, Node, Usage
+from nbdist.node import watch
+from nbdist.node.watch import Watch
+from nbdist.readings import Now, Reading
+from tests.conftest import eventually
+from tests.unit.test_panel_devices import GIB, FakeNvml
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+A100 = Gpu("GPU-a", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    """One GPU, on which this process holds 12 GiB and another 8."""
+    fake = FakeNvml(running=[(os.getpid(), 12 * GIB), (1, 8 * GIB)])
+    monkeypatch.setattr(machine, "pynvml", lambda: fake)
+    return fake
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[Watch, SimpleQueue[tuple[int, dict[str, Any]]]]]:
+    """A watch, and its answers."""
+    answers: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
+    made = Watch(lambda *answer: answers.put(answer))
+    yield made, answers
+    made.close()
+    eventually(lambda: "watch" not in {one.name for one in threading.enumerate()}, within_s=5)
+
+
+def test_one_answer_has_all_ranks_and_the_hosts_memory(
+    nvml: FakeNvml, asked: tuple[Watch, SimpleQueue[tuple[int, dict[str, Any]]]]
+) -> None:
+    made, answers = asked
+    made.ask(7, {4: ("GPU-a", os.getpid()), 5: ("", os.getpid()), 6: ("", None)})
+    number, told = answers.get(timeout=5)
+    now = Now.from_json(json.loads(json.dumps(told)))
+    assert number == 7
+    assert (now.readings[4].used_bytes, now.readings[4].others_bytes) == (12 * GIB, 8 * GIB)
+    assert len(now.readings[4].holders) == 1
+    assert (now.readings[5].used_bytes or 0) > 1 << 20
+    assert now.readings[6] == Reading()  # it is not born yet
+    assert 0 < now.host_free_bytes <= machine.host_bytes()
+    assert nvml.calls == ["init"]
+
+
+def test_nvml_is_let_go_when_nobody_asks_any_more(
+    nvml: FakeNvml,
+    asked: tuple[Watch, SimpleQueue[tuple[int, dict[str, Any]]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "IDLE_S", 0.05)
+    made, answers = asked
+    for number, calls in ((1, ["init", "shutdown"]), (2, ["init", "shutdown"] * 2)):
+        made.ask(number, {0: ("GPU-a", os.getpid())})
+        assert answers.get(timeout=5)[0] == number
+        eventually(lambda calls=calls: nvml.calls == calls, within_s=5)
+
+
+def test_nothing_is_lost_on_the_way() -> None:
+    idle = Reading(used_bytes=0, utilization=0.0, others_bytes=5, holders=("python (pid 7)",))
+    sent = Now(3 * GIB, {0: idle, 1: Reading(), 12: Reading(note="NVML does not answer")})
+    assert Now.from_json(json.loads(json.dumps(sent.to_json()))) == sent
+    assert sent.to_json()["readings"][1] == {}
+
+
+def test_a_machine_travels_as_plain_values() -> None:
+    sent = Machine((A100,), "NVLink", 96, 512 * GIB, "Intel Xeon")
+    assert Machine.from_json(json.loads(json.dumps(sent.to_json()))) == sent
+
+
+def test_memory_of_the_own_ranks_counts_as_free() -> None:
+    node = Node("alpha", (2, 3), Machine((A100, A100)))
+    holds = Reading(used_bytes=12 * GIB, others_bytes=8 * GIB, holders=("python (pid 7)",))
+    found = Now(GIB, {2: holds}).usage(node)
+    assert found == (Usage(72 * GIB, ("python (pid 7)",)), Usage(80 * GIB))
+
+
+def test_nodes_that_are_alike_travel_once() -> None:
+    def node(number: int, cores: int) -> Node:
+        gpu = Gpu(f"GPU-{number}", A100.name, A100.memory_bytes, A100.capability)
+        return Node(f"node {number}", (number,), Machine((gpu,), None, cores))
+
+    sent = [*(node(number, 96) for number in range(1000)), node(1000, 64), node(1001, 96)]
+    told = json.loads(json.dumps(machine.to_runs(sent)))
+    assert [one["nodes"] for one in told] == [1000, 1, 1]
+    read = machine.from_runs(told)
+    assert [(one.name, one.ranks) for one in read] == [(one.name, one.ranks) for one in sent]
+    assert [one.machine.num_cpus for one in read] == [one.machine.num_cpus for one in sent]
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (Node("a", (0, 1), Machine((A100, A100), "NVLink", 96)), "2 x NVIDIA A100 80GB, NVLink"),
+        (Node("a", (0, 1, 2), Machine(num_cpus=96)), "3 CPU ranks"),
+        (Node("a", (5,), Machine(num_cpus=96)), "1 CPU rank"),
+    ],
+)
+def test_nodes_are_described_in_a_few_words(node: Node, words: str) -> None:
+    assert node.describe() == f"{words}, 96 cores"
