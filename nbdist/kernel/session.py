@@ -287,11 +287,6 @@ class Session:
                 raise CellInterrupted(msg) from None
             ready = f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s"
             line.show(". ".join(filter(None, (ready, differing_gpus(self.nodes)))))
-        root, complain = self.checkpoints.root, saving.complain_later()
-        if isinstance(root, Path):
-            self._gang.fleet.see_later(root, complain)
-        elif self.started is None:
-            saving.prove_later(root, complain)
         self._is_up()
         self.started = self.started or time.time()
         _set_current(self)
@@ -317,7 +312,16 @@ class Session:
             checkpoints=self._checkpoints,
             progress=progress,
         )
+        self._look_at_checkpoints()
         return choice
+
+    def _look_at_checkpoints(self) -> None:
+        """Say below the cell, in a while, if they could not be saved where they are to go."""
+        root, complain = self.checkpoints.root, saving.complain_later()
+        if isinstance(root, Path):
+            self._gang.fleet.see_later(root, complain)
+        elif self.started is None:
+            saving.prove_later(root, complain)
 
     def stop(self) -> None:
         """End ranks and launcher; nothing of the session is left on the machine.

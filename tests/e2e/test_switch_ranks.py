@@ -257,12 +257,12 @@ def test_ranks_that_do_not_start(trained: Session, monkeypatch: pytest.MonkeyPat
     build(trained)
     start, fails = trained._start_ranks, [True]
 
-    def failing(choice: Any, progress: Any) -> None:
+    def failing(choice: Any, progress: Any) -> Any:
         if fails.pop():
             trained._gang.close()
             message = "The ranks did not start."
             raise StartError(message)
-        start(choice, progress)
+        return start(choice, progress)
 
     monkeypatch.setattr(trained, "_start_ranks", failing)
     fails[:] = [False, True]

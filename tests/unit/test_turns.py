@@ -96,7 +96,7 @@ def test_a_turn_is_taken_again_and_waited_for(lines: list[str]) -> None:
 def startable(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session whose ranks are none."""
     session = nbdist.Session(nproc=2)
-    monkeypatch.setattr(session, "_start_ranks", lambda *_: None)
+    monkeypatch.setattr(session, "_start_ranks", lambda choice, _: choice)
     monkeypatch.setattr("nbdist.kernel.session._set_current", bool)
     return session
 
@@ -206,8 +206,9 @@ def test_two_threads_start_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> No
     session = nbdist.Session(nproc=2)
     starts: list[str] = []
 
-    def start_ranks(*_: object) -> None:
+    def start_ranks(choice: object, _: object) -> object:
         starts.append("start")
+        return choice
 
     monkeypatch.setattr(session, "_start_ranks", start_ranks)
     monkeypatch.setattr("nbdist.kernel.session._set_current", bool)
