@@ -74,22 +74,20 @@ class Several:
     def text(self, ranks: Sequence[int], name: StreamName, text: str, now: float) -> None:
         """Take a piece of a stream that all of these have written."""
         text = clean(shortened(text))
-        alike: dict[str, tuple[Typist, list[str], list[int]]] = {}
-        """By the style in which a whole line begins, all that it takes to know what it gives."""
+        alike: dict[str, dict[int, Typist]] = {}
+        """Of whole lines the style in which they begin is all that one must know."""
         for rank in ranks:
             typist = self._typists.setdefault((rank, name), Typist())
-            if not typist.between_lines(text):
-                self._put_lines((rank,), name, typist.feed(text, now=now), now)
-            elif typist.style in alike:
-                first, _, others = alike[typist.style]
-                others.append(rank)
+            if typist.between_lines(text):
+                alike.setdefault(typist.style, {})[rank] = typist
             else:
-                begun = typist.style
-                alike[begun] = typist, typist.feed(text, now=now), [rank]
-        for first, lines, few in alike.values():
-            for rank in few:
-                self._typists[rank, name].style = first.style
-            self._put_lines(few, name, lines, now)
+                self._put_lines((rank,), name, typist.feed(text, now=now), now)
+        for typists in alike.values():
+            first, *others = typists.values()
+            lines = first.feed(text, now=now)
+            for other in others:
+                other.style = first.style
+            self._put_lines(tuple(typists), name, lines, now)
 
     def display(
         self, rank: int, bundle: Bundle, metadata: Bundle, *, display_id: str | None, now: float
