@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 
 
 @dataclass
