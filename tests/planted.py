@@ -138,7 +138,7 @@ DDP = (
         blamed="communication",
         said="all_reduce",
     ),
-    Planted(name="an .item() in every step", loop=ITEM, said="total = loss.item()"),
+    Planted(name="an .item() in every step", loop=ITEM, said=".item() in every step"),
 )
 ONE_UNIT = Planted(
     name="a model wrapped as one unit",
@@ -149,7 +149,7 @@ ONE_UNIT = Planted(
 )
 OFFLOADED = Planted(
     name="an offloaded optimizer",
-    build="batch_size=1, length=72, hidden=512",
+    build="batch_size=1, length=120, hidden=512, optimizer=torch.optim.NAdam",
     options={"backend": "zero2", "offload": "cpu"},
     blamed="offload",
     said="offload",

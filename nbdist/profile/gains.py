@@ -48,10 +48,10 @@ class Gain:
 
 
 def without(profile: Profile, seconds: float) -> Gain:
-    """The gain of taking so many seconds out of every step."""
+    """The gain of taking so many seconds out of every step; negative ones are put in."""
     step = profile.step_s
     gone = min(seconds, step)
-    return Gain.of(step, step - gone, gone)
+    return Gain.of(step, step - gone, abs(gone))
 
 
 # ------------------------------------------------------------------------ the data loader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -152,14 +153,19 @@ _TOGETHER: Mapping[str, str] = {
 
 
 def expected(profile: Profile) -> dict[str, int]:
-    """The planner's peak in the categories of the measurement; empty where it is not known."""
+    """The planner's peak in the categories of the measurement; empty where it is not known.
+
+    CPU ranks measure what is offloaded too: it is in the same memory.
+    """
     row = profile.predicted
-    sums: dict[str, int] = {}
-    for part, bytes_ in row.memory.items() if row else ():
-        name = _TOGETHER.get(part, part)
-        if name:
-            sums[name] = sums.get(name, 0) + bytes_
-    return sums
+    if row is None:
+        return {}
+    held = [*row.memory.items(), *(row.host.items() if profile.kind == "cpu" else ())]
+    sums: Counter[str] = Counter()
+    for part, bytes_ in held:
+        sums[_TOGETHER.get(part, part)] += bytes_
+    del sums[""]
+    return dict(sums)
 
 
 def _predicted(predicted: Mapping[str, int], name: str) -> str:

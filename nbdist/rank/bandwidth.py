@@ -9,7 +9,6 @@ Random generators stay as they are, and the memory is given back.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import statistics
 import time
@@ -22,6 +21,7 @@ from torch import distributed
 from nbdist.errors import SessionError
 from nbdist.plan.speeds import COLLECTIVES
 from nbdist.rank import diskspeed, together
+from nbdist.rank.measure import trim
 from nbdist.state import wires
 
 if TYPE_CHECKING:
@@ -98,10 +98,7 @@ def _given_back(device: torch.device) -> Iterator[None]:
     finally:
         if device.type == "cuda" and torch.cuda.memory_reserved(device) > held:
             torch.cuda.empty_cache()
-        # glibc keeps freed buffers of up to 32 MiB for later, tens of MB more with each time
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        trim()
 
 
 def _together(call: Callable[[], Any]) -> Any:

@@ -12,6 +12,7 @@ Optimizer state exists by then, and ZeRO-3 has its trace: `plan.memory` predicts
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import threading
@@ -466,6 +467,13 @@ def _device_used(device: torch.device) -> int:
 
 def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+def trim() -> None:
+    """Give the system what was freed: glibc keeps buffers of up to 32 MiB for later."""
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:
+        give_back(0)
 
 
 def reset_rss_peak() -> None:

@@ -1,9 +1,9 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
     python tests/bench [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
-    python tests/bench [training] [nodes] [scale] [profile] [profiling] [panel] [weight] [faults]
-    python tests/bench [plan_speed] [plan_fsdp] [plan_engines] [plan_traced] [plan_published]
-    python tests/bench [plan_calibrated]
+    python tests/bench [training] [nodes] [scale] [profile] [profiling] [gains] [panel] [weight]
+    python tests/bench [faults] [plan_speed] [plan_fsdp] [plan_engines] [plan_traced]
+    python tests/bench [plan_published] [plan_calibrated]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
 """
@@ -22,6 +22,7 @@ import cells
 import checkpoints
 import exporting
 import faults
+import gains
 import nodes
 import open_panel
 import plan_calibrated
@@ -66,6 +67,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "nodes": lambda: nodes.measure(BUILD),
     "profile": lambda: bottlenecks.measure(BUILD),
     "profiling": profiling.measure,
+    "gains": gains.measure,
     "scale": scale.measure,
     "panel": open_panel.measure,
     "weight": weight.measure,

@@ -155,6 +155,16 @@ def test_the_parts_sum_up_to_the_step_and_nothing_is_left_behind(profiler: Profi
     assert values(profiler.session.run("patched()")) == before
 
 
+def test_what_was_recorded_is_freed(profiler: Profiler) -> None:
+    resident = "import psutil; psutil.Process().memory_info().rss"
+    held = []
+    for _ in range(4):  # each window records tens of MB
+        profiler.run("train(24)", steps=20)
+        held.append(values(profiler.session.run(resident)))
+    for first, *_, last in zip(*held[1:], strict=True):
+        assert last - first < 16 << 20, held
+
+
 def test_ranks_record_the_same_steps_and_see_the_same_collectives(profiler: Profiler) -> None:
     one, other = profiler.run("train(14)", steps=None)
     assert len(one.ends) == len(other.ends)

@@ -146,7 +146,7 @@ def test_switch() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa: ARG001
-    notebook = executed("06_panel.ipynb")
+    notebook = executed("08_panel.ipynb")
     (shown,) = cell(notebook, "panel").outputs
     assert set(shown.data) == {"text/html", "text/plain"}  # no widget is left
     page = shown.data["text/html"]
@@ -163,7 +163,7 @@ def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa:
 @pytest.mark.alone
 def test_make_it_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # what this learns is of a busy machine
-    notebook = executed("07_make_it_faster.ipynb")
+    notebook = executed("06_make_it_faster.ipynb")
     assert "input-bound" in text(notebook, "first")
     # how many depends on how fast this machine computes beside its loader
     assert re.search(r"1\. num_workers=\d+: about", text(notebook, "first"))

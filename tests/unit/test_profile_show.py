@@ -100,6 +100,16 @@ def test_memory_stands_beside_what_was_predicted() -> None:
     assert expected["optimizer"] > 0
 
 
+def test_what_is_offloaded_is_expected_of_cpu_ranks_too() -> None:
+    found = profile(*full(), where=setting(backend="zero2", offload="cpu"))
+    expected = tables.expected(found)
+    row = found.predicted
+    assert row is not None
+    assert row.memory["optimizer"] == 0
+    assert expected["optimizer"] == row.host["master"] + row.host["optimizer"] > 0
+    assert sum(expected.values()) == row.allocated_bytes + row.host_bytes
+
+
 def test_the_html_has_no_script_closes_what_it_opens_and_escapes_what_is_the_user_s() -> None:
     shown = profile(*full())._repr_html_()
     tags = _Tags()

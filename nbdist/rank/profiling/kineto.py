@@ -109,6 +109,10 @@ class Recorder:
             with _quietly():
                 self._profile.stop()
 
+    def forget(self) -> None:
+        """Free the events: torch's profiler (2.13) refers to itself, and they would stay."""
+        self._profile.profiler = None
+
     def synchronize(self) -> None:
         """Wait for the device, so that what was asked for lies before this moment."""
         if self._on_gpu:

@@ -184,12 +184,11 @@ class Window:
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        try:
+        with contextlib.closing(recording):
             if ended != "cell":
                 recording.wait_for_device()
-        finally:
             recording.stop()
-        self._figures = recording.figures(ended)
+            self._figures = recording.figures(ended)
         if ended == "cell" or not self._asked["memory"]:
             self._close()
         else:
@@ -252,9 +251,10 @@ class Window:
         recording, self._recording = self._recording, None
         counting, self._counting = self._counting, None
         with contextlib.ExitStack() as both:
-            for one in (recording, counting):
-                if one is not None:
-                    both.callback(one.stop)
+            if recording is not None:
+                both.callback(recording.close)
+            if counting is not None:
+                both.callback(counting.stop)
 
     @contextlib.contextmanager
     def _harmless(self) -> Iterator[None]:
