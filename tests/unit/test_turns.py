@@ -285,7 +285,8 @@ def test_a_save_is_marked_where_its_state_was_taken() -> None:
     session._take_saved({**said, "state": "running", "size_bytes": 10})  # type: ignore[typeddict-item]
     session.metrics.add(0, [{"step": 9, "time": 2.0, "loss": 1.0}])
     assert session.marks.all() == []
-    done = {"state": "done", "path": "/x/base", "removed": [], "notes": []}
+    done = {"state": "done", "path": "/x/base", "removed": [], "notes": [], "step": 5,
+            "size_bytes": 10, "backend": "ddp"}  # fmt: skip
     session._take_saved({**said, **done})  # type: ignore[typeddict-item]
     assert [(mark.step, mark.text) for mark in session.marks.all()] == [(5, "base")]
 
