@@ -65,6 +65,7 @@ PATCHED = textwrap.dedent(
     def patched():
         found = [torch.autograd.backward, torch.nn.utils.clip_grad_norm_, Work.wait]
         found += [accelerate.data_loader.send_to_device, collectives._call]
+        found += [torch._dynamo.eval_frame.OptimizedModule.__call__]
         found += [collectives.Meeting.__call__, dataloader._BaseDataLoaderIter.__next__]
         for owner in (Accelerator, AcceleratedOptimizer, zero.StepsItself, type(accelerator)):
             found += [vars(owner).get(name) for name in ("backward", "step", "zero_grad")]
@@ -190,6 +191,61 @@ def test_the_model_and_the_loader_are_described(profiler: Profiler) -> None:
     (loader,) = one.loaders
     assert (loader.num_workers, loader.batch_size, loader.batches) == (0, 16, 1)
     assert loader.sharded
+
+
+def test_micro_batches_are_counted_as_the_loop_makes_them(profiler: Profiler) -> None:
+    by_hand = """
+    for micro in range(4 * 9):
+        loss = ((model(torch.ones(16, 256)) - 1) ** 2).mean() / 4
+        accelerator.backward(loss)
+        if micro % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    for one in profiler.run(textwrap.dedent(by_hand)):
+        assert one.model is not None
+        assert (one.model.samples, one.model.accumulate) == (16, 4)
+    twice = """
+    for _ in range(9):
+        x = torch.ones(16, 256)
+        accelerator.backward((model(x) - model(2 * x)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    for one in profiler.run(textwrap.dedent(twice)):
+        assert one.model is not None
+        assert (one.model.samples, one.model.accumulate) == (16, 1)
+
+
+def test_a_loop_that_updates_and_nothing_else_has_no_samples(profiler: Profiler) -> None:
+    if profiler.session.options.backend == "zero2":
+        pytest.skip("DeepSpeed's engine cannot step without gradients")
+    for one in profiler.run("for _ in range(9): optimizer.step()"):
+        assert one.model is not None
+        assert one.model.samples == 0
+
+
+def test_a_model_in_eval_mode_trains_too(profiler: Profiler) -> None:
+    one, _ = profiler.run("_ = model.eval(); train(9); _ = model.train()")
+    assert one.model is not None
+    assert one.model.samples == 16
+    assert sum(kind.bytes for kind in one.traffic) >= 0.7 * 4 * one.model.params
+
+
+def test_a_forward_past_the_engine_is_forward(profiler: Profiler) -> None:
+    code = """
+    bare = getattr(model, "module", model)
+    for _ in range(9):
+        loss = bare(torch.ones(512, 256)).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    del bare
+    """
+    for one in profiler.run(textwrap.dedent(code)):
+        assert one.parts["forward"] > one.parts["python"]
+        assert one.model is not None
+        assert one.model.samples == 512
 
 
 def test_the_phases_agree_with_what_torch_profiler_saw(profiler: Profiler, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ _GLOO = "gloo:"
 _COPY = "aten::copy_"
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 """Not the annotations, which Kineto repeats on the device."""
+_COMPILED = "Torch-Compiled Region"
 _NOT_COMPUTING = (_C10D, "_c10d_functional::", "autograd::engine", "torch::autograd")
 
 
@@ -160,7 +161,7 @@ class Recorder:
 
 def _computes(name: str) -> bool:
     """Whether an operator computes by itself; nodes of autograd may wait inside."""
-    return "::" in name and not name.startswith(_NOT_COMPUTING)
+    return ("::" in name and not name.startswith(_NOT_COMPUTING)) or name.startswith(_COMPILED)
 
 
 def _kernel(event: Any, launches: Mapping[int, int]) -> Kernel:

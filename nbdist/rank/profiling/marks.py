@@ -8,6 +8,7 @@ away all of it.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -23,7 +24,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import distributed_c10d
 from torch.utils.data import dataloader
 
-from nbdist.rank import collectives, training, zero
+from nbdist.rank import collectives, compiling, measure, training, zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +52,7 @@ class Marks:
         self.loaders: dict[int, Taken] = {}
         """By the id of an iterator; facts alone, so that the iterator can end."""
         self.passes: Counter[torch.nn.Module] = Counter()
-        """Training forwards of each prepared model."""
+        """Forwards of each prepared model with gradients."""
         self.size = 0
         """Bytes of the collective that is about to be called."""
         self.begun = 0
@@ -87,6 +88,15 @@ class Marks:
             yield
         finally:
             self.end(name)
+
+    def passes_begin(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A prepared model goes forward, or what an engine has wrapped in it."""
+        if torch.is_grad_enabled() and not any(name == "forward" for name, _ in self._open):
+            self.passes[model] += 1
+            measure.note_call(model, args, kwargs)
+        self.begin("forward")
 
     def closed(self) -> None:
         """End what is still open: a pass that was cut short leaves it so."""
@@ -173,8 +183,23 @@ def _install(marks: Marks, patches: Patches) -> None:
     patches.replace(collectives, "_call", _sizing(marks))
     patches.replace(collectives.Meeting, "__call__", _meeting(marks))
     patches.replace(Work, "wait", _waiting(marks))
-    for one in training.everything():
-        _mark_forward(one.model, marks, patches)
+    models = [one.model for one in training.everything()]
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None:
+        patches.replace(dynamo.OptimizedModule, "__call__", _compiled(marks, models))
+    if not compiling.in_use():  # hooks that come and go would have it compiled anew
+        for model in models:
+            for module in _wrapped(model):
+                _mark_forward(module, model, marks, patches)
+
+
+def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield a prepared model, and what engines and torch.compile have wrapped in it."""
+    found: Any = model
+    while isinstance(found, torch.nn.Module):
+        yield found
+        inside = vars(found)["_modules"]
+        found = inside.get("_orig_mod", inside.get("module"))
 
 
 def _around(marks: Marks, name: str) -> Callable[[Any], Any]:
@@ -189,17 +214,46 @@ def _around(marks: Marks, name: str) -> Callable[[Any], Any]:
     return wrap
 
 
-def _mark_forward(model: torch.nn.Module, marks: Marks, patches: Patches) -> None:
-    def begins(*_: object) -> None:
-        if model.training and torch.is_grad_enabled():
-            marks.passes[model] += 1
-        marks.begin("forward")
+def _mark_forward(
+    module: torch.nn.Module, model: torch.nn.Module, marks: Marks, patches: Patches
+) -> None:
+    def begins(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            marks.passes_begin(model, args, kwargs)
+
+    def ends(*_: object) -> None:
+        if not torch.compiler.is_compiling():
+            marks.end("forward")
 
     # FSDP gathers in hooks: ours comes before them and after them
-    before = model.register_forward_pre_hook(begins, prepend=True)
-    after = model.register_forward_hook(lambda *_: marks.end("forward"), always_call=True)
+    before = module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+    after = module.register_forward_hook(ends, always_call=True)
     patches.later(before.remove)
     patches.later(after.remove)
+
+
+def _compiled(marks: Marks, models: Sequence[torch.nn.Module]) -> Callable[[Any], Any]:
+    """Mark what torch.compile has wrapped from outside."""
+    whose = {id(module): model for model in models for module in _wrapped(model)}
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(wrapper, *args, **kwargs)
+            model = whose.get(id(wrapper._orig_mod))  # noqa: SLF001
+            if model is not None:
+                marks.passes_begin(model, args, kwargs)
+            else:
+                marks.begin("forward")
+            try:
+                return original(wrapper, *args, **kwargs)
+            finally:
+                marks.end("forward")
+
+        return call
+
+    return wrap
 
 
 def _taking(marks: Marks) -> Callable[[Any], Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.profile.figures import RankFigures
-from nbdist.rank import holdings, measure
+from nbdist.rank import compiling, holdings, measure
 from nbdist.rank.profiling import facts, kineto, marks, offload, traffic
 from nbdist.rank.profiling.intervals import common
 from nbdist.rank.profiling.partition import Recorded, told_apart
@@ -23,10 +23,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbdist.profile.figures import Ended
+    from nbdist.rank.profiling.intervals import Span
     from nbdist.rank.profiling.partition import Collective
 
 log = logging.getLogger(__name__)
 NS = 1e-9
+MOST_COMPILED = 5
+"""Steps that are left out because something was compiled in them."""
+COMPILES = (
+    "torch.compile compiles in many of this loop's steps, and their times have that in them;"
+    " TORCH_LOGS=recompiles says why."
+)
 
 
 class Recording:
@@ -48,6 +55,7 @@ class Recording:
         self._patches: marks.Patches | None = None
         try:
             self._patches = marks.install(self._marks)
+            self._patches.later(compiling.hear(self._compiles))
             offload.mark(self._marks, self._patches)
             self._sampler.start()
         except BaseException:
@@ -56,6 +64,12 @@ class Recording:
         self.ends: list[int] = []
         """Moments at which steps ended. The step that is under way here is left out: some rank
         puts its recording in place during it."""
+        self._compiled = False
+        """Something was compiled since the last step ended."""
+        self._compiled_steps = 0
+        self._updates = 0
+        """Of all prepared optimizers."""
+        self._passes_before = 0
 
     @property
     def steps(self) -> int:
@@ -75,15 +89,25 @@ class Recording:
     def optimizer_ended(self) -> None:
         """A prepared optimizer has stepped, perhaps not the one by which steps are counted."""
         self._marks.end("optimizer")
+        self._updates += 1
 
     def step_ended(self) -> None:
-        """A step is whole; the first one opens the window."""
-        if not self.ends:
+        """A step is whole; the first one opens the window, and one that compiled opens it anew."""
+        compiled, self._compiled = self._compiled, False
+        self._compiled_steps += compiled
+        if not self.ends or (compiled and self._compiled_steps <= MOST_COMPILED):
+            self.ends.clear()
             self._recorder.synchronize()  # the device is behind: the step before ends there too
             self._marks.loaders.clear()
             self._marks.passes.clear()
+            self._passes_before = _passes()
+            self._updates = 0
             self._sampler.restart()
         self.ends.append(time.time_ns())
+
+    def _compiles(self) -> None:
+        """Something of the step is compiled, which is no part of those to come."""
+        self._compiled = True
 
     def stop(self) -> None:
         """Remove everything; a second time nothing."""
@@ -115,6 +139,7 @@ class Recording:
         window, device = (self.ends[0], self.ends[-1]), measure.state.device
         main = threading.main_thread().native_id or 0
         seen = self._recorder.seen(window, main, self.steps)
+        did = self._did(window)
         kernels = None
         if device.type == "cuda":
             moved, kernels = traffic.of_device(
@@ -122,7 +147,7 @@ class Recording:
             )
         else:
             moved = traffic.collectives(seen, self._marks.met)
-            _size_those_of_ddp(moved, list(self._marks.passes), self.steps)
+            _size_those_of_ddp(moved, list(did.passes), self.steps)
             if offload.configured():
                 self._marks.spans["offload"] += common(seen.copies, self._marks.spans["optimizer"])
         told = told_apart(
@@ -149,13 +174,27 @@ class Recording:
             lines=self._sampler.lines(self.steps),
             loaders=facts.loaders(self._marks.loaders.values(), self.steps),
             operators=seen.table,
-            model=facts.model(measure.state.watch, self._marks.passes, self.steps),
+            model=facts.model(measure.state.watch, did),
             ended=ended,
         )
-        made.notes += facts.notes(measure.state.watch, made.model, self._marks.passes)
+        made.notes += facts.notes(measure.state.watch, made.model, did.passes)
+        if self._compiled_steps > MOST_COMPILED:
+            made.notes.append(COMPILES)
         if self._trace:
             self._save(made)
         return made
+
+    def _did(self, window: Span) -> facts.Seen:
+        """What the loop did in the window."""
+        watch, passes = measure.state.watch, Counter(self._marks.passes)
+        if watch is not None and (model := watch.prepared) is not None and not passes[model]:
+            passes[model] = watch.passes - self._passes_before  # no hook of ours is in the model
+        return facts.Seen(
+            steps=self.steps,
+            updates=self._updates,
+            passes=+passes,
+            backwards=len(common([window], self._marks.spans["backward"])),
+        )
 
     def _save(self, made: RankFigures) -> None:
         """Write the trace into the folder that was asked for."""
@@ -167,6 +206,11 @@ class Recording:
             made.trace = str(path)
         except (OSError, RuntimeError) as error:
             made.notes.append(f"the trace could not be written to {path}: {error}.")
+
+
+def _passes() -> int:
+    """Forwards of the model that is followed, as its own hook has counted them."""
+    return measure.state.watch.passes if measure.state.watch is not None else 0
 
 
 def _size_those_of_ddp(moved: list[Collective], passed: list[Any], steps: int) -> None:

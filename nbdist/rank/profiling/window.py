@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist import wire
-from nbdist.rank import measure
+from nbdist.rank import compiling, measure
 from nbdist.rank.gate import gate
 from nbdist.rank.profiling.memory import Counting, History
 from nbdist.rank.profiling.recording import Recording
@@ -147,7 +147,7 @@ class Window:
     def _ended(self) -> Ended | None:
         """Why the window is over now; rank 0 says so a step before."""
         recording, asked = self._recording, self._asked
-        if recording is None:
+        if recording is None or not recording.steps:
             return None
         if asked["steps"] and recording.steps >= asked["steps"]:
             return "steps"
@@ -219,7 +219,10 @@ class Window:
             return
         counting.stop()
         with _noted(self._figures):
-            self._figures.memory = counting.figures()
+            if self._figures.kind == "cpu" and compiling.in_use():  # it came in this very step
+                self._figures.notes.append(measure.NOT_SEEN)
+            else:
+                self._figures.memory = counting.figures()
         self._close()
 
     def _tell(self) -> None:
