@@ -64,6 +64,7 @@ PATCHED = textwrap.dedent(
 
     def patched():
         found = [torch.autograd.backward, torch.nn.utils.clip_grad_norm_, Work.wait]
+        found += [torch.autograd.profiler.profile._prepare_trace]
         found += [accelerate.data_loader.send_to_device, collectives._call]
         found += [torch._dynamo.eval_frame.OptimizedModule.__call__]
         found += [collectives.Meeting.__call__, dataloader._BaseDataLoaderIter.__next__]
@@ -390,3 +391,61 @@ def test_two_profiles_at_once_are_refused_and_a_running_loop_can_be_profiled(
         profiler.session.wait()
     _, late = profiler.ask(cells=cells)
     assert "over" in late[0]["error"]
+
+
+OWN = """
+from torch.profiler import profile, schedule
+def rows(other):
+    return sum("addmm" in one.key for one in other.key_averages())
+"""
+
+
+def test_a_profiler_of_the_cell_wins(profiler: Profiler) -> None:
+    profiler.session.run(OWN)
+    own = "with profile() as other:\n    train(12)\nother_rows = rows(other)"
+    assert "a profiler of its own" in profiler.fail(own)
+    assert values(profiler.session.run("other_rows"))[0] > 0
+
+
+def test_a_profiler_that_starts_within_the_window_ends_it(profiler: Profiler) -> None:
+    profiler.session.run(OWN)
+    before = values(profiler.session.run("patched()"))
+    code = """
+    def between(step):
+        global other
+        if step == 5:
+            other = profile()
+            other.start()
+        if step == 8:
+            other.stop()
+    train(20, between)
+    """
+    for one in profiler.run(textwrap.dedent(code), steps=10):
+        assert 1 <= len(one.steps) <= 4
+        assert sum(one.parts.values()) == pytest.approx(one.step_s, rel=0.03)
+        assert one.notes == ["the window ended where the cell started a profiler of its own."]
+    assert values(profiler.session.run("rows(other)"))[0] > 0
+    assert values(profiler.session.run("patched()")) == before
+
+
+SCHEDULED = """
+with profile(schedule=schedule(wait={wait}, warmup={warmup}, active=3, repeat=1)) as other:
+    train(20, lambda step: other.step())
+other_rows = rows(other)
+"""
+
+
+@pytest.mark.parametrize("wait", [5, 12])  # in the window, and after it
+def test_a_profiler_with_a_schedule_gets_its_steps(profiler: Profiler, wait: int) -> None:
+    profiler.session.run(OWN)
+    for one in profiler.run(SCHEDULED.format(wait=wait, warmup=2), steps=6):
+        assert len(one.steps) == (6 if wait == 12 else 3)
+    assert values(profiler.session.run("other_rows"))[0] > 0
+
+
+def test_a_profiler_that_is_prepared_by_a_schedule_wins(profiler: Profiler) -> None:
+    profiler.session.run(OWN)
+    told = profiler.fail(SCHEDULED.format(wait=0, warmup=12), steps=6)
+    assert "a profiler of its own" in told
+    assert values(profiler.session.run("other_rows"))[0] > 0
+    profiler.run("train(9)")  # one that is over is none

@@ -6,6 +6,7 @@ recorded only for a trace that leaves, for they cost as much again as all the re
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -23,10 +24,11 @@ from nbdist.profile.figures import Operator
 from nbdist.rank.profiling.partition import NS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from nbdist.rank.profiling.intervals import Span
+    from nbdist.rank.profiling.marks import Patches
 
 MOST_OPERATORS = 15
 _C10D = "c10d::"
@@ -75,6 +77,18 @@ class Kernel:
     meta: dict[str, Any]
 
 
+def is_running() -> bool:
+    """Whether the cell has a profiler of its own: one that runs, or is prepared to by a schedule.
+
+    Kineto has one session, and the process dies where another profiler has ended a prepared one.
+    """
+    if torch._C._autograd._profiler_enabled():  # noqa: SLF001
+        return True
+    cls = torch.autograd.profiler.profile
+    found = (one for one in gc.get_objects() if type(one) is cls)
+    return any(one.entered and one.kineto_results is None for one in found)
+
+
 class Recorder:
     """PyTorch's profiler for the length of a window."""
 
@@ -93,15 +107,28 @@ class Recorder:
         self._running = False
 
     def start(self) -> None:
-        """Begin.
-
-        Raises:
-            RuntimeError: another profiler runs already.
-        """
+        """Begin, where no other profiler runs."""
         with _quietly():
             self._profile.start()
         self._running = True
         self.synchronize()
+
+    def give_way(self, patches: Patches, yielded: Callable[[], object]) -> None:
+        """Stop where the cell prepares a profiler of its own, for there can be one.
+
+        Args:
+            patches: until these are undone.
+            yielded: called before the other one is prepared; stops this one.
+        """
+
+        def first(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+            def prepared(theirs: Any) -> None:
+                yielded()
+                prepare(theirs)
+
+            return prepared
+
+        patches.replace(torch.autograd.profiler.profile, "_prepare_trace", first)
 
     def stop(self) -> None:
         """End; a second time nothing."""

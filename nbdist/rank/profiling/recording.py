@@ -40,13 +40,14 @@ class Recording:
     """Records from its making until `stop`."""
 
     def __init__(
-        self, cell_of: Callable[[str], tuple[str, str] | None], *, rank: int, trace: str
+        self,
+        cell_of: Callable[[str], tuple[str, str] | None],
+        *,
+        rank: int,
+        trace: str,
+        give_way: Callable[[], object],
     ) -> None:
-        """Put everything in place and begin.
-
-        Raises:
-            RuntimeError: another profiler runs in the cell.
-        """
+        """Put everything in place and begin; `give_way` ends it for a profiler of the cell."""
         self._rank, self._trace = rank, trace
         self._marks = marks.Marks()
         self._sampler = Sampler(self._marks, cell_of)
@@ -56,6 +57,7 @@ class Recording:
         try:
             self._patches = marks.install(self._marks)
             self._patches.later(compiling.hear(self._compiles))
+            self._recorder.give_way(self._patches, give_way)
             offload.mark(self._marks, self._patches)
             self._sampler.start()
         except BaseException:
