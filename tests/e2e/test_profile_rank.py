@@ -297,12 +297,42 @@ def test_a_slow_loader_is_data_and_says_how_long_a_batch_takes(profiler: Profile
         assert figures.loaders[0].fetch_s == pytest.approx(figures.parts["data"], rel=0.2)
 
 
-def test_a_pause_in_the_cell_is_python_on_its_line(profiler: Profiler) -> None:
+def test_a_pause_in_the_cell_is_idle_on_its_line(profiler: Profiler) -> None:
     code = "def pause(step):\n    time.sleep(0.1)\ntrain(9, pause)"
     for one in profiler.run(code):
-        assert one.parts["python"] == pytest.approx(0.1, rel=0.3)
+        assert one.parts["idle"] == pytest.approx(0.1, rel=0.3)
+        assert one.parts["python"] < 0.05
         assert one.lines[0].source == "time.sleep(0.1)"
         assert one.lines[0].seconds == pytest.approx(0.1, rel=0.3)
+
+
+def test_computing_in_the_cell_is_python_on_its_line(profiler: Profiler) -> None:
+    code = """
+    def reckon(step):
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until: pass
+    train(9, reckon)
+    """
+    for one in profiler.run(textwrap.dedent(code)):
+        assert one.parts["python"] > 0.08
+        assert one.lines[0].source == "while time.thread_time() < until: pass"
+
+
+def test_lines_are_of_whole_steps(profiler: Profiler) -> None:
+    code = """
+    def stop(step):
+        time.sleep(0.1)
+        if step == 6:
+            time.sleep(2)
+            raise ValueError('mine')
+    train(20, stop)
+    """
+    name, _ = profiler.ask(steps=10)
+    with pytest.raises(CellError, match="mine"):
+        profiler.session.run(textwrap.dedent(code))
+    one = RankFigures.from_json(profiler.told(name)[0]["figures"])
+    assert sum(line.seconds for line in one.lines) < 1.1 * one.step_s
+    assert one.loaders[0].batches == 1
 
 
 def test_a_rank_that_comes_late_is_waited_for_in_communication(profiler: Profiler) -> None:

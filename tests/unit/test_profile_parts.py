@@ -97,7 +97,7 @@ def test_waiting_for_other_ranks_before_a_collective_is_communication() -> None:
 
 
 def test_waiting_for_a_core_outside_of_everything_is_idle() -> None:
-    told = told_apart(recorded(queued_s=0.006))
+    told = told_apart(recorded(idle_s=0.006))
     assert told.parts["idle"] == pytest.approx(0.003)
     assert told.parts["python"] == pytest.approx(0.005)
 

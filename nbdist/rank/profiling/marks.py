@@ -55,9 +55,12 @@ class Marks:
         """Forwards of each prepared model with gradients."""
         self.size = 0
         """Bytes of the collective that is about to be called."""
-        self.begun = 0
-        """How many marks have begun."""
+        self.idle: list[tuple[int, int]] = []
+        """End of a stay outside of all marks, and the nanoseconds of it in which the main thread
+        did not run: asleep, or another one had its core."""
         self._open: list[tuple[str, int]] = []
+        self._left: tuple[int, int] | None = None
+        """When the last mark ended, and the main thread's own time at that."""
 
     @property
     def now_at(self) -> str:
@@ -69,13 +72,20 @@ class Marks:
 
     def begin(self, name: str) -> None:
         """The main thread comes to it."""
-        self.begun += 1
-        self._open.append((name, time.time_ns()))
+        now = time.time_ns()
+        if self._left is not None:
+            since, ran = self._left
+            self.idle.append((now, max(0, now - since - (time.thread_time_ns() - ran))))
+            self._left = None
+        self._open.append((name, now))
 
     def end(self, name: str) -> None:
         """The main thread has left it."""
         if self._open and self._open[-1][0] == name:
-            self.spans[name].append((self._open.pop()[1], time.time_ns()))
+            now = time.time_ns()
+            self.spans[name].append((self._open.pop()[1], now))
+            if not self._open:
+                self._left = now, time.thread_time_ns()
 
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
@@ -280,7 +290,8 @@ def _meeting(marks: Marks) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def meet(meeting: Any, group: Any, call: Any, *, wait: bool) -> None:
             began = time.time_ns()
-            original(meeting, group, call, wait=wait)
+            with marks.at("collective"):
+                original(meeting, group, call, wait=wait)
             if threading.current_thread() is threading.main_thread():
                 name = distributed_c10d._world.pg_names.get(group, str(group.group_name))  # noqa: SLF001
                 marks.met.append(Met(name, (began, time.time_ns()), marks.size))
@@ -312,7 +323,8 @@ def _waiting(marks: Marks) -> Callable[[Any], Any]:
         def wait(*args: Any, **kwargs: Any) -> Any:
             began = time.time_ns()
             try:
-                return original(*args, **kwargs)
+                with marks.at("collective"):
+                    return original(*args, **kwargs)
             finally:
                 marks.waits.append((began, time.time_ns()))
 

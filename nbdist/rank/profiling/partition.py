@@ -56,8 +56,8 @@ class Recorded:
     collectives: Sequence[Collective]
     waits: Sequence[Span] = ()
     """Python waited for a collective that it had called."""
-    queued_s: float = 0.0
-    """Outside of all marks, the main thread could have run and another one did."""
+    idle_s: float = 0.0
+    """Outside of all marks, the main thread did not run: asleep, or another one had its core."""
     kernels: Mapping[str, Sequence[Span]] | None = None
     """On a GPU: computing by the phase that launched it, and "copies" and "offload"."""
 
@@ -139,7 +139,7 @@ def _on_cpu(seen: Recorded, exposed: list[Span], computing: list[Span]) -> dict[
     divided.give("backward", marks["backward"])
     divided.give("forward", marks["forward"])
     divided.give("forward", common(computing, _losses(seen)))
-    divided.give_seconds("idle", "python", seen.queued_s)
+    divided.give_seconds("idle", "python", seen.idle_s)
     return divided.parts
 
 

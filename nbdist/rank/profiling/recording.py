@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.profile.figures import RankFigures
 from nbdist.rank import compiling, holdings, measure
-from nbdist.rank.profiling import facts, kineto, marks, offload, traffic
+from nbdist.rank.profiling import facts, kineto, marks, offload, sampler, traffic
 from nbdist.rank.profiling.intervals import common
 from nbdist.rank.profiling.partition import Recorded, told_apart
-from nbdist.rank.profiling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.nn import Module
 
     from nbdist.profile.figures import Ended
-    from nbdist.rank.profiling.intervals import Span
     from nbdist.rank.profiling.partition import Collective
+    from nbdist.rank.profiling.sampler import Place
 
 log = logging.getLogger(__name__)
 NS = 1e-9
@@ -34,6 +36,16 @@ COMPILES = (
     "torch.compile compiles in many of this loop's steps, and their times have that in them;"
     " TORCH_LOGS=recompiles says why."
 )
+
+
+@dataclass(slots=True, kw_only=True)
+class Counted:
+    """What is counted and not timed: up to the end of a step."""
+
+    lines: Mapping[Place, float] = field(default_factory=dict)
+    loaders: Sequence[marks.Taken] = ()
+    updates: int = 0
+    passes: Mapping[Module, int] = field(default_factory=dict)
 
 
 class Recording:
@@ -50,7 +62,7 @@ class Recording:
         """Put everything in place and begin; `give_way` ends it for a profiler of the cell."""
         self._rank, self._trace = rank, trace
         self._marks = marks.Marks()
-        self._sampler = Sampler(self._marks, cell_of)
+        self._sampler = sampler.Sampler(self._marks, cell_of)
         self._recorder = kineto.Recorder(measure.state.device, shapes=bool(trace))
         self._recorder.start()
         self._patches: marks.Patches | None = None
@@ -72,6 +84,7 @@ class Recording:
         self._updates = 0
         """Of all prepared optimizers."""
         self._passes_before = 0
+        self._counted = Counted()
 
     @property
     def steps(self) -> int:
@@ -106,6 +119,7 @@ class Recording:
             self._updates = 0
             self._sampler.restart()
         self.ends.append(time.time_ns())
+        self._counted = self._count()
 
     def _compiles(self) -> None:
         """Something of the step is compiled, which is no part of those to come."""
@@ -141,7 +155,7 @@ class Recording:
         window, device = (self.ends[0], self.ends[-1]), measure.state.device
         main = threading.main_thread().native_id or 0
         seen = self._recorder.seen(window, main, self.steps)
-        did = self._did(window)
+        counted = self._counted
         kernels = None
         if device.type == "cuda":
             moved, kernels = traffic.of_device(
@@ -149,7 +163,7 @@ class Recording:
             )
         else:
             moved = traffic.collectives(seen, self._marks.met)
-            _size_those_of_ddp(moved, list(did.passes), self.steps)
+            _size_those_of_ddp(moved, list(counted.passes), self.steps)
             if offload.configured():
                 self._marks.spans["offload"] += common(seen.copies, self._marks.spans["optimizer"])
         told = told_apart(
@@ -160,7 +174,7 @@ class Recording:
                 operators=seen.operators,
                 collectives=moved,
                 waits=self._marks.waits,
-                queued_s=self._sampler.queued_s,
+                idle_s=sum(ns for at, ns in self._marks.idle if window[0] < at <= window[1]) * NS,
                 kernels=kernels,
             )
         )
@@ -173,29 +187,37 @@ class Recording:
             traffic=told.traffic,
             hidden_s=told.hidden_s,
             begins=told.begins,
-            lines=self._sampler.lines(self.steps),
-            loaders=facts.loaders(self._marks.loaders.values(), self.steps),
+            lines=sampler.lines(counted.lines, self.steps),
+            loaders=facts.loaders(counted.loaders, self.steps),
             operators=seen.table,
-            model=facts.model(measure.state.watch, did),
+            model=facts.model(
+                measure.state.watch,
+                facts.Seen(
+                    steps=self.steps,
+                    updates=counted.updates,
+                    passes=counted.passes,
+                    backwards=len(common([window], self._marks.spans["backward"])),
+                ),
+            ),
             ended=ended,
         )
-        made.notes += facts.notes(measure.state.watch, made.model, did.passes)
+        made.notes += facts.notes(measure.state.watch, made.model, counted.passes)
         if self._compiled_steps > MOST_COMPILED:
             made.notes.append(COMPILES)
         if self._trace:
             self._save(made)
         return made
 
-    def _did(self, window: Span) -> facts.Seen:
-        """What the loop did in the window."""
+    def _count(self) -> Counted:
+        """What was counted up to the end of a step; a part of a step may follow."""
         watch, passes = measure.state.watch, Counter(self._marks.passes)
         if watch is not None and (model := watch.prepared) is not None and not passes[model]:
             passes[model] = watch.passes - self._passes_before  # no hook of ours is in the model
-        return facts.Seen(
-            steps=self.steps,
+        return Counted(
+            lines=self._sampler.seconds,
+            loaders=[replace(one) for one in self._marks.loaders.values()],
             updates=self._updates,
             passes=+passes,
-            backwards=len(common([window], self._marks.spans["backward"])),
         )
 
     def _save(self, made: RankFigures) -> None:
