@@ -87,8 +87,7 @@ def test_what_is_compiled_stays_compiled(session: Session, how: str) -> None:
     seen, profile = profiled(session, "train(20, compiled)")
     assert seen == (20, 0)  # the profile made nothing to be compiled anew
     assert session.run("train(8, compiled)", output="none").values[0] == (8, 0)
-    assert profile.parts["forward"] > 0
-    assert "host" not in {blame.kind for blame in profile.blamed}, profile
+    assert profile.parts["forward"] > profile.parts["python"], profile
     assert any("torch.compile is in use" in note for note in profile.notes)
     assert profile.model is not None
     assert (profile.model.samples, profile.model.accumulate) == (64, 1)
@@ -115,6 +114,18 @@ def test_steps_that_compile_are_left_out(session: Session) -> None:
     assert not any("recompiles" in note for note in profile.notes)
 
 
+@pytest.mark.parametrize(
+    "model", ["net", "lambda x: torch.compile(torch.square, backend=backend)(net(x))"]
+)
+def test_a_forward_beside_what_is_compiled_is_forward(session: Session, model: str) -> None:
+    session.run("torch.compiler.reset(); prepare(); blocks = net.module.blocks")
+    session.run("blocks[1] = torch.compile(blocks[1], backend=backend); _ = train(3, net)")
+    _, profile = profiled(session, f"train(20, {model})")
+    assert profile.parts["forward"] > profile.parts["python"], profile
+    assert profile.model is not None
+    assert (profile.model.samples, profile.model.accumulate) == (64, 1)
+
+
 def test_a_model_that_is_compiled_before_it_is_prepared(session: Session) -> None:
     session.run("torch.compiler.reset(); prepare(compiled=True)")
     assert session.run("train(6, net)", output="none").values[0] == (6, 1)
@@ -125,10 +136,18 @@ def test_a_model_that_is_compiled_before_it_is_prepared(session: Session) -> Non
     assert profile.parts["forward"] > 0
 
 
+FAKE = """
+from torch._subclasses import FakeTensorMode
+with FakeTensorMode():
+    fake = torch.empty(100 << 20)  # as torch.compile keeps them
+"""
+
+
 def test_memory_is_counted_again_when_nothing_is_compiled(session: Session) -> None:
     session.run("compiled = None; torch.compiler.reset(); prepare(); import gc; _ = gc.collect()")
+    session.run(FAKE)
     _, profile = profiled(session, "train(20, net)")
     (memory, *_) = [one.memory for one in profile.ranks]
     assert memory is not None, profile.notes
     assert memory.parts["parameters"] == 4 * 4 * (256 * 256 + 256)
-    assert memory.parts.get("other", 0) < 1 << 20  # torch.compile's fake tensors hold nothing
+    assert sum(memory.parts.values()) < 50 << 20

@@ -74,6 +74,21 @@ def test_the_parts_of_a_step_sum_up_to_it() -> None:
     assert told.parts["python"] == pytest.approx(0.008)
 
 
+def test_a_forward_without_a_mark_is_what_is_computed_before_the_backward() -> None:
+    marks = {**recorded().marks, "forward": []}
+    told = told_apart(recorded(marks=marks))
+    assert told.parts["forward"] == pytest.approx(0.031)  # from 21 to 52 ms
+    assert told.parts["python"] == pytest.approx(0.009)
+
+
+def test_a_forward_of_which_parts_are_marked_is_all_that_is_computed() -> None:
+    marks = {**recorded().marks, "forward": [at(30, 40), at(130, 140)]}
+    told = told_apart(recorded(marks=marks))
+    assert told.parts["forward"] == pytest.approx(0.022)  # from 30 to 52 ms
+    told = told_apart(recorded(marks=marks, whole_forwards=False))
+    assert told.parts["forward"] == pytest.approx(0.031)
+
+
 def test_a_collective_is_exposed_where_nothing_is_computed_beside_it() -> None:
     told = told_apart(recorded())
     assert told.parts["communication"] == pytest.approx(0.009)  # from 75 to 84 ms

@@ -53,6 +53,8 @@ class Marks:
         """By the id of an iterator; facts alone, so that the iterator can end."""
         self.passes: Counter[torch.nn.Module] = Counter()
         """Forwards of each prepared model with gradients."""
+        self.hooked = False
+        """Prepared models are marked themselves, and not only what torch.compile returned."""
         self.size = 0
         """Bytes of the collective that is about to be called."""
         self.idle: list[tuple[int, int]] = []
@@ -197,7 +199,8 @@ def _install(marks: Marks, patches: Patches) -> None:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None:
         patches.replace(dynamo.OptimizedModule, "__call__", _compiled(marks, models))
-    if not compiling.in_use():  # hooks that come and go would have it compiled anew
+    marks.hooked = not compiling.in_use()  # hooks that come and go would have it compiled anew
+    if marks.hooked:
         for model in models:
             for module in _wrapped(model):
                 _mark_forward(module, model, marks, patches)

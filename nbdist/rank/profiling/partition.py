@@ -58,6 +58,8 @@ class Recorded:
     """Python waited for a collective that it had called."""
     idle_s: float = 0.0
     """Outside of all marks, the main thread did not run: asleep, or another one had its core."""
+    whole_forwards: bool = True
+    """The marks of forwards hold all of them: not so where torch.compile has parts of a model."""
     kernels: Mapping[str, Sequence[Span]] | None = None
     """On a GPU: computing by the phase that launched it, and "copies" and "offload"."""
 
@@ -169,7 +171,7 @@ def _losses(seen: Recorded) -> list[Span]:
     found = []
     for begin, _ in sorted(seen.marks.get("backward", ())):
         since = _last(forwards, begin)
-        if since <= _last(backwards, begin):
+        if not seen.whole_forwards or since <= _last(backwards, begin):
             since = max(_last(others, begin), seen.window[0])
         found.append((since, begin))
     return found

@@ -175,6 +175,7 @@ class Recording:
                 collectives=moved,
                 waits=self._marks.waits,
                 idle_s=sum(ns for at, ns in self._marks.idle if window[0] < at <= window[1]) * NS,
+                whole_forwards=self._marks.hooked,
                 kernels=kernels,
             )
         )
