@@ -12,6 +12,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.nn import Module
@@ -67,7 +68,8 @@ def everything() -> list[torch.Tensor]:
     Asked by type: some libraries' lazy objects do things when asked for their class.
     """
     found = _objects(torch.Tensor)
-    return [one for one in found if one.layout == torch.strided and not one.is_meta]
+    real = [one for one in found if type(one) is not FakeTensor]  # torch.compile keeps many
+    return [one for one in real if one.layout == torch.strided and not one.is_meta]
 
 
 def of_others(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:

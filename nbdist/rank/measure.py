@@ -26,10 +26,11 @@ import psutil
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from nbdist.plan.calibration import Learned
-from nbdist.rank import holdings, zero
+from nbdist.rank import compiling, holdings, zero
 from nbdist.rank.profiling.steps import slot
 from nbdist.trace.footprint import OTHER, Footprint
 
@@ -48,6 +49,10 @@ _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _CLEAR_PEAK = "5"
 """proc(5): resets VmHWM."""
+NOT_SEEN = (
+    "memory was not told apart: torch.compile is in use, and what compiled code allocates on a CPU"
+    " rank is not seen."
+)
 _DEFAULTS = ("fused", "foreach", "momentum", "amsgrad")
 """What of an optimizer's defaults changes its memory."""
 
@@ -72,6 +77,8 @@ class Watch:
     steps: int = 0
     call: Call = field(default_factory=dict)
     """Tensors of the last training forward."""
+    passes: int = 0
+    """Forwards with gradients so far, but those that torch.compile has seen."""
     counting: Footprint | None = None
     begun: bool = False
     saw_buckets: bool = False
@@ -150,6 +157,12 @@ def fed() -> Call:
     return {} if state.watch is None else state.watch.call
 
 
+def note_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note what a model goes forward with, where it is the one that is followed."""
+    if state.watch is not None and state.watch.prepared is model:
+        state.watch.call = call_of(args, kwargs)
+
+
 def fed_like(before: Call) -> None:
     """After a switch a model is fed as it was before, until a forward tells otherwise."""
     if state.watch is not None and not state.watch.call:
@@ -205,13 +218,19 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the micro-batch; begin to measure where it is time."""
+    """Note the micro-batch; nothing of it becomes part of a compiled model."""
+    if not torch.compiler.is_compiling():
+        _note_pass(model, args, kwargs)
+
+
+@_disable_dynamo  # torch.compiler.disable imports dynamo at once
+def _note_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note a forward with gradients; begin to measure where it is time."""
     following = state.watch
-    if following is None or not model.training or not torch.is_grad_enabled():
+    if following is None or not torch.is_grad_enabled() or following.prepared is not model:
         return
-    if following.prepared is not model:
-        return
-    following.call = call_of(args, kwargs)
+    note_call(model, args, kwargs)
+    following.passes += 1
     if following.counting is not None:  # a further micro-batch of the measured step
         with _logged():
             following.counting.know("gradients", holdings.gradients(model))
@@ -251,6 +270,7 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
 def _begin(following: Watch, model: nn.Module) -> None:
     """Begin to count, unless something else watches operations already."""
     device = state.device
+    following.compiled = following.compiled or compiling.in_use()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif not following.compiled:
@@ -263,9 +283,8 @@ def _begin(following: Watch, model: nn.Module) -> None:
 
 def why_not_counted(following: Watch) -> str | None:
     """Say why no footprint can count the operations of the main thread now; None: it can."""
-    if following.compiled:
-        # A mode would make torch.compile run everything eagerly.
-        return "the memory of a compiled model is not told apart on CPU ranks."
+    if following.compiled or compiling.in_use():
+        return NOT_SEEN
     if _get_current_dispatch_mode() is not None or not _on_main_thread():
         return "memory was not told apart: the cell has a dispatch mode of its own."
     return None
@@ -322,7 +341,7 @@ def _end(following: Watch) -> None:
         following.figures["device_name"] = torch.cuda.get_device_name(device)
         if following.options is not None and torch.distributed.get_rank() == 0:
             _learn(following.options, following.figures)
-    elif counting is not None:
+    elif counting is not None and not compiling.in_use():
         buckets = holdings.ddp_bucket_bytes(model)
         if following.saw_buckets:
             counting.at_peak[OTHER] -= buckets

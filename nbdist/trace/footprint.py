@@ -67,6 +67,11 @@ class Footprint(TorchDispatchMode):
                     self._move(self.at_peak, seen, part)
                 seen.part = part
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile as ever; else dynamo gives up for good what it meets."""
+        return True
+
     def restart_peak(self) -> None:
         """Forget the peak; the present is the first candidate for the next one."""
         self._set_peak()

@@ -64,7 +64,9 @@ PATCHED = textwrap.dedent(
 
     def patched():
         found = [torch.autograd.backward, torch.nn.utils.clip_grad_norm_, Work.wait]
+        found += [torch.autograd.profiler.profile._prepare_trace]
         found += [accelerate.data_loader.send_to_device, collectives._call]
+        found += [torch._dynamo.eval_frame.OptimizedModule.__call__]
         found += [collectives.Meeting.__call__, dataloader._BaseDataLoaderIter.__next__]
         for owner in (Accelerator, AcceleratedOptimizer, zero.StepsItself, type(accelerator)):
             found += [vars(owner).get(name) for name in ("backward", "step", "zero_grad")]
@@ -192,6 +194,61 @@ def test_the_model_and_the_loader_are_described(profiler: Profiler) -> None:
     assert loader.sharded
 
 
+def test_micro_batches_are_counted_as_the_loop_makes_them(profiler: Profiler) -> None:
+    by_hand = """
+    for micro in range(4 * 9):
+        loss = ((model(torch.ones(16, 256)) - 1) ** 2).mean() / 4
+        accelerator.backward(loss)
+        if micro % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    for one in profiler.run(textwrap.dedent(by_hand)):
+        assert one.model is not None
+        assert (one.model.samples, one.model.accumulate) == (16, 4)
+    twice = """
+    for _ in range(9):
+        x = torch.ones(16, 256)
+        accelerator.backward((model(x) - model(2 * x)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    for one in profiler.run(textwrap.dedent(twice)):
+        assert one.model is not None
+        assert (one.model.samples, one.model.accumulate) == (16, 1)
+
+
+def test_a_loop_that_updates_and_nothing_else_has_no_samples(profiler: Profiler) -> None:
+    if profiler.session.options.backend == "zero2":
+        pytest.skip("DeepSpeed's engine cannot step without gradients")
+    for one in profiler.run("for _ in range(9): optimizer.step()"):
+        assert one.model is not None
+        assert one.model.samples == 0
+
+
+def test_a_model_in_eval_mode_trains_too(profiler: Profiler) -> None:
+    one, _ = profiler.run("_ = model.eval(); train(9); _ = model.train()")
+    assert one.model is not None
+    assert one.model.samples == 16
+    assert sum(kind.bytes for kind in one.traffic) >= 0.7 * 4 * one.model.params
+
+
+def test_a_forward_past_the_engine_is_forward(profiler: Profiler) -> None:
+    code = """
+    bare = getattr(model, "module", model)
+    for _ in range(9):
+        loss = bare(torch.ones(512, 256)).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    del bare
+    """
+    for one in profiler.run(textwrap.dedent(code)):
+        assert one.parts["forward"] > one.parts["python"]
+        assert one.model is not None
+        assert one.model.samples == 512
+
+
 def test_the_phases_agree_with_what_torch_profiler_saw(profiler: Profiler, tmp_path: Path) -> None:
     code = textwrap.dedent(
         """
@@ -240,12 +297,42 @@ def test_a_slow_loader_is_data_and_says_how_long_a_batch_takes(profiler: Profile
         assert figures.loaders[0].fetch_s == pytest.approx(figures.parts["data"], rel=0.2)
 
 
-def test_a_pause_in_the_cell_is_python_on_its_line(profiler: Profiler) -> None:
+def test_a_pause_in_the_cell_is_idle_on_its_line(profiler: Profiler) -> None:
     code = "def pause(step):\n    time.sleep(0.1)\ntrain(9, pause)"
     for one in profiler.run(code):
-        assert one.parts["python"] == pytest.approx(0.1, rel=0.3)
+        assert one.parts["idle"] == pytest.approx(0.1, rel=0.3)
+        assert one.parts["python"] < 0.05
         assert one.lines[0].source == "time.sleep(0.1)"
         assert one.lines[0].seconds == pytest.approx(0.1, rel=0.3)
+
+
+def test_computing_in_the_cell_is_python_on_its_line(profiler: Profiler) -> None:
+    code = """
+    def reckon(step):
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until: pass
+    train(9, reckon)
+    """
+    for one in profiler.run(textwrap.dedent(code)):
+        assert one.parts["python"] > 0.08
+        assert one.lines[0].source == "while time.thread_time() < until: pass"
+
+
+def test_lines_are_of_whole_steps(profiler: Profiler) -> None:
+    code = """
+    def stop(step):
+        time.sleep(0.1)
+        if step == 6:
+            time.sleep(2)
+            raise ValueError('mine')
+    train(20, stop)
+    """
+    name, _ = profiler.ask(steps=10)
+    with pytest.raises(CellError, match="mine"):
+        profiler.session.run(textwrap.dedent(code))
+    one = RankFigures.from_json(profiler.told(name)[0]["figures"])
+    assert sum(line.seconds for line in one.lines) < 1.1 * one.step_s
+    assert one.loaders[0].batches == 1
 
 
 def test_a_rank_that_comes_late_is_waited_for_in_communication(profiler: Profiler) -> None:
@@ -334,3 +421,61 @@ def test_two_profiles_at_once_are_refused_and_a_running_loop_can_be_profiled(
         profiler.session.wait()
     _, late = profiler.ask(cells=cells)
     assert "over" in late[0]["error"]
+
+
+OWN = """
+from torch.profiler import profile, schedule
+def rows(other):
+    return sum("addmm" in one.key for one in other.key_averages())
+"""
+
+
+def test_a_profiler_of_the_cell_wins(profiler: Profiler) -> None:
+    profiler.session.run(OWN)
+    own = "with profile() as other:\n    train(12)\nother_rows = rows(other)"
+    assert "a profiler of its own" in profiler.fail(own)
+    assert values(profiler.session.run("other_rows"))[0] > 0
+
+
+def test_a_profiler_that_starts_within_the_window_ends_it(profiler: Profiler) -> None:
+    profiler.session.run(OWN)
+    before = values(profiler.session.run("patched()"))
+    code = """
+    def between(step):
+        global other
+        if step == 5:
+            other = profile()
+            other.start()
+        if step == 8:
+            other.stop()
+    train(20, between)
+    """
+    for one in profiler.run(textwrap.dedent(code), steps=10):
+        assert 1 <= len(one.steps) <= 4
+        assert sum(one.parts.values()) == pytest.approx(one.step_s, rel=0.03)
+        assert one.notes == ["the window ended where the cell started a profiler of its own."]
+    assert values(profiler.session.run("rows(other)"))[0] > 0
+    assert values(profiler.session.run("patched()")) == before
+
+
+SCHEDULED = """
+with profile(schedule=schedule(wait={wait}, warmup={warmup}, active=3, repeat=1)) as other:
+    train(20, lambda step: other.step())
+other_rows = rows(other)
+"""
+
+
+@pytest.mark.parametrize("wait", [5, 12])  # in the window, and after it
+def test_a_profiler_with_a_schedule_gets_its_steps(profiler: Profiler, wait: int) -> None:
+    profiler.session.run(OWN)
+    for one in profiler.run(SCHEDULED.format(wait=wait, warmup=2), steps=6):
+        assert len(one.steps) == (6 if wait == 12 else 3)
+    assert values(profiler.session.run("other_rows"))[0] > 0
+
+
+def test_a_profiler_that_is_prepared_by_a_schedule_wins(profiler: Profiler) -> None:
+    profiler.session.run(OWN)
+    told = profiler.fail(SCHEDULED.format(wait=0, warmup=12), steps=6)
+    assert "a profiler of its own" in told
+    assert values(profiler.session.run("other_rows"))[0] > 0
+    profiler.run("train(9)")  # one that is over is none

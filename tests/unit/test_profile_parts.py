@@ -74,6 +74,21 @@ def test_the_parts_of_a_step_sum_up_to_it() -> None:
     assert told.parts["python"] == pytest.approx(0.008)
 
 
+def test_a_forward_without_a_mark_is_what_is_computed_before_the_backward() -> None:
+    marks = {**recorded().marks, "forward": []}
+    told = told_apart(recorded(marks=marks))
+    assert told.parts["forward"] == pytest.approx(0.031)  # from 21 to 52 ms
+    assert told.parts["python"] == pytest.approx(0.009)
+
+
+def test_a_forward_of_which_parts_are_marked_is_all_that_is_computed() -> None:
+    marks = {**recorded().marks, "forward": [at(30, 40), at(130, 140)]}
+    told = told_apart(recorded(marks=marks))
+    assert told.parts["forward"] == pytest.approx(0.022)  # from 30 to 52 ms
+    told = told_apart(recorded(marks=marks, whole_forwards=False))
+    assert told.parts["forward"] == pytest.approx(0.031)
+
+
 def test_a_collective_is_exposed_where_nothing_is_computed_beside_it() -> None:
     told = told_apart(recorded())
     assert told.parts["communication"] == pytest.approx(0.009)  # from 75 to 84 ms
@@ -97,7 +112,7 @@ def test_waiting_for_other_ranks_before_a_collective_is_communication() -> None:
 
 
 def test_waiting_for_a_core_outside_of_everything_is_idle() -> None:
-    told = told_apart(recorded(queued_s=0.006))
+    told = told_apart(recorded(idle_s=0.006))
     assert told.parts["idle"] == pytest.approx(0.003)
     assert told.parts["python"] == pytest.approx(0.005)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
@@ -18,37 +19,52 @@ if TYPE_CHECKING:
     from nbdist.rank.profiling.marks import Taken
 
 
-def model(watch: measure.Watch | None, passes: Mapping[nn.Module, int], steps: int) -> Model | None:
-    """Facts of the model that is followed; None where it is gone.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the loop did in a window."""
 
-    Args:
-        watch: of the model that was prepared last.
-        passes: training forwards in the window, by model.
-        steps: of the window.
-    """
+    steps: int
+    """By which the window is counted."""
+    updates: int
+    """Steps of all prepared optimizers."""
+    passes: Mapping[nn.Module, int]
+    """Forwards with gradients by model."""
+    backwards: int
+
+    def micro_batches(self, prepared: nn.Module) -> int:
+        """Of a step of a model; 0 where the loop has no backward.
+
+        A model may go forward twice for a loss, and one forward may have two.
+        """
+        if not self.backwards:
+            return 0
+        backwards = self.backwards / max(1, self.updates)
+        passes = self.passes.get(prepared, 0) / max(1, self.steps)
+        return max(1, round(min(backwards, passes or backwards)))
+
+
+def model(watch: measure.Watch | None, seen: Seen) -> Model | None:
+    """Facts of the model that is followed; None where it is gone."""
     prepared = watch.prepared if watch is not None else None
     if watch is None or prepared is None:
         return None
+    whole = watch.twin if watch.twin is not None else prepared  # len() of a compiled one raises
     options = watch.options
     sizes = units(prepared)
     samples, tokens = watch.shape or (0, 0)
+    micro_batches = seen.micro_batches(prepared)
     return Model(
         backend=options.backend if options is not None else "",
-        params=sum(one.numel() for one in (watch.twin or prepared).parameters()),
+        params=sum(one.numel() for one in whole.parameters()),
         units=len(sizes),
         largest_unit=max(sizes, default=0),
         training=prepared.training,
         precision=str(options.precision) if options is not None else "",
         optimizer=str(watch.described.get("class", "")),
-        samples=samples,
+        samples=samples if micro_batches else 0,
         seq_len=tokens,
-        accumulate=_accumulated(watch.accumulate, passes.get(prepared, 0), steps),
+        accumulate=micro_batches or watch.accumulate,
     )
-
-
-def _accumulated(asked: int, passes: int, steps: int) -> int:
-    """Micro-batches of a step: those asked for, where the loop really accumulates."""
-    return min(asked, max(1, round(passes / max(1, steps)))) if passes else asked
 
 
 def notes(

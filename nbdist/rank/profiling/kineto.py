@@ -6,6 +6,8 @@ recorded only for a trace that leaves, for they cost as much again as all the re
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import os
 import tempfile
@@ -23,10 +25,11 @@ from nbdist.profile.figures import Operator
 from nbdist.rank.profiling.partition import NS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from nbdist.rank.profiling.intervals import Span
+    from nbdist.rank.profiling.marks import Patches
 
 MOST_OPERATORS = 15
 _C10D = "c10d::"
@@ -34,6 +37,8 @@ _GLOO = "gloo:"
 _COPY = "aten::copy_"
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 """Not the annotations, which Kineto repeats on the device."""
+_LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
+_COMPILED = "Torch-Compiled Region"
 _NOT_COMPUTING = (_C10D, "_c10d_functional::", "autograd::engine", "torch::autograd")
 
 
@@ -74,6 +79,18 @@ class Kernel:
     meta: dict[str, Any]
 
 
+def is_running() -> bool:
+    """Whether the cell has a profiler of its own: one that runs, or is prepared to by a schedule.
+
+    Kineto has one session, and the process dies where another profiler has ended a prepared one.
+    """
+    if torch._C._autograd._profiler_enabled():  # noqa: SLF001
+        return True
+    cls = torch.autograd.profiler.profile
+    found = (one for one in gc.get_objects() if type(one) is cls)
+    return any(one.entered and one.kineto_results is None for one in found)
+
+
 class Recorder:
     """PyTorch's profiler for the length of a window."""
 
@@ -92,15 +109,28 @@ class Recorder:
         self._running = False
 
     def start(self) -> None:
-        """Begin.
-
-        Raises:
-            RuntimeError: another profiler runs already.
-        """
+        """Begin, where no other profiler runs."""
         with _quietly():
             self._profile.start()
         self._running = True
         self.synchronize()
+
+    def give_way(self, patches: Patches, yielded: Callable[[], object]) -> None:
+        """Stop where the cell prepares a profiler of its own, for there can be one.
+
+        Args:
+            patches: until these are undone.
+            yielded: called before the other one is prepared; stops this one.
+        """
+
+        def first(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+            def prepared(theirs: Any) -> None:
+                yielded()
+                prepare(theirs)
+
+            return prepared
+
+        patches.replace(torch.autograd.profiler.profile, "_prepare_trace", first)
 
     def stop(self) -> None:
         """End; a second time nothing."""
@@ -135,32 +165,35 @@ class Recorder:
         launches: dict[int, int] = {}
         on_device: list[Any] = []
         raw: Any = self._profile.profiler
-        for event in raw.kineto_results.events():
+        for event in raw.kineto_results.events():  # 5,000 a step: training waits for this loop
             begin = event.start_ns()
             end = begin + event.duration_ns()
             if end <= window[0] or begin >= window[1]:
                 continue
-            kind, name = event.activity_type(), event.name()
-            if event.device_type() == DeviceType.CUDA:
+            kind = event.activity_type()
+            if kind == "cpu_op":
+                name, thread = event.name(), event.device_resource_id()
+                if name.startswith(_GLOO):
+                    found.moved.append((begin, end))
+                else:
+                    table.add(thread, begin, end, name)
+                    found.add(name, (begin, end), on_main=thread == main_thread)
+            elif event.device_type() == DeviceType.CUDA:
                 if kind in _ON_DEVICE:
                     on_device.append(event)
-                continue
-            if kind in {"cuda_runtime", "cuda_driver"}:
+            elif kind in _LAUNCHES:
                 launches[event.correlation_id()] = begin
-            elif name.startswith(_GLOO):
+            elif event.name().startswith(_GLOO):
                 found.moved.append((begin, end))
-            elif kind == "cpu_op":
-                thread = event.device_resource_id()
-                table.add(thread, begin, end, name)
-                found.add(name, (begin, end), on_main=thread == main_thread)
         found.device = [_kernel(event, launches) for event in on_device]
         found.table = table.longest(found.device)
         return found
 
 
+@functools.cache
 def _computes(name: str) -> bool:
     """Whether an operator computes by itself; nodes of autograd may wait inside."""
-    return "::" in name and not name.startswith(_NOT_COMPUTING)
+    return ("::" in name and not name.startswith(_NOT_COMPUTING)) or name.startswith(_COMPILED)
 
 
 def _kernel(event: Any, launches: Mapping[int, int]) -> Kernel:
@@ -190,7 +223,7 @@ class _Table:
         self._events[thread].append((begin, -end, name))
 
     def longest(self, device: Sequence[Kernel]) -> list[Operator]:
-        seconds: dict[str, float] = defaultdict(float)
+        spent: dict[str, int] = defaultdict(int)
         counts: dict[str, int] = defaultdict(int)
         for events in self._events.values():
             inside: list[tuple[int, str]] = []
@@ -199,19 +232,19 @@ class _Table:
                 while inside and inside[-1][0] <= begin:
                     inside.pop()
                 if inside:
-                    seconds[inside[-1][1]] -= (end - begin) * NS
+                    spent[inside[-1][1]] += begin - end
                 inside.append((end, name))
-                seconds[name] += (end - begin) * NS
+                spent[name] += end - begin
                 counts[name] += 1
         if device:
-            seconds.clear()
+            spent.clear()
             counts.clear()
             for one in device:
-                seconds[one.name] += (one.span[1] - one.span[0]) * NS
+                spent[one.name] += one.span[1] - one.span[0]
                 counts[one.name] += 1
         found = [
-            Operator(name=name, count=counts[name] / self._steps, seconds=spent / self._steps)
-            for name, spent in seconds.items()
+            Operator(name=name, count=counts[name] / self._steps, seconds=ns * NS / self._steps)
+            for name, ns in spent.items()
         ]
         return sorted(found, key=lambda one: -one.seconds)[:MOST_OPERATORS]
 

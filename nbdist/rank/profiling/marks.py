@@ -8,6 +8,7 @@ away all of it.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -23,7 +24,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import distributed_c10d
 from torch.utils.data import dataloader
 
-from nbdist.rank import collectives, training, zero
+from nbdist.rank import collectives, compiling, measure, training, zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,12 +52,17 @@ class Marks:
         self.loaders: dict[int, Taken] = {}
         """By the id of an iterator; facts alone, so that the iterator can end."""
         self.passes: Counter[torch.nn.Module] = Counter()
-        """Training forwards of each prepared model."""
+        """Forwards of each prepared model with gradients."""
+        self.hooked = False
+        """Prepared models are marked themselves, and not only what torch.compile returned."""
         self.size = 0
         """Bytes of the collective that is about to be called."""
-        self.begun = 0
-        """How many marks have begun."""
+        self.idle: list[tuple[int, int]] = []
+        """End of a stay outside of all marks, and the nanoseconds of it in which the main thread
+        did not run: asleep, or another one had its core."""
         self._open: list[tuple[str, int]] = []
+        self._left: tuple[int, int] | None = None
+        """When the last mark ended, and the main thread's own time at that."""
 
     @property
     def now_at(self) -> str:
@@ -68,13 +74,20 @@ class Marks:
 
     def begin(self, name: str) -> None:
         """The main thread comes to it."""
-        self.begun += 1
-        self._open.append((name, time.time_ns()))
+        now = time.time_ns()
+        if self._left is not None:
+            since, ran = self._left
+            self.idle.append((now, max(0, now - since - (time.thread_time_ns() - ran))))
+            self._left = None
+        self._open.append((name, now))
 
     def end(self, name: str) -> None:
         """The main thread has left it."""
         if self._open and self._open[-1][0] == name:
-            self.spans[name].append((self._open.pop()[1], time.time_ns()))
+            now = time.time_ns()
+            self.spans[name].append((self._open.pop()[1], now))
+            if not self._open:
+                self._left = now, time.thread_time_ns()
 
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
@@ -87,6 +100,15 @@ class Marks:
             yield
         finally:
             self.end(name)
+
+    def passes_begin(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A prepared model goes forward, or what an engine has wrapped in it."""
+        if torch.is_grad_enabled() and not any(name == "forward" for name, _ in self._open):
+            self.passes[model] += 1
+            measure.note_call(model, args, kwargs)
+        self.begin("forward")
 
     def closed(self) -> None:
         """End what is still open: a pass that was cut short leaves it so."""
@@ -173,8 +195,24 @@ def _install(marks: Marks, patches: Patches) -> None:
     patches.replace(collectives, "_call", _sizing(marks))
     patches.replace(collectives.Meeting, "__call__", _meeting(marks))
     patches.replace(Work, "wait", _waiting(marks))
-    for one in training.everything():
-        _mark_forward(one.model, marks, patches)
+    models = [one.model for one in training.everything()]
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None:
+        patches.replace(dynamo.OptimizedModule, "__call__", _compiled(marks, models))
+    marks.hooked = not compiling.in_use()  # hooks that come and go would have it compiled anew
+    if marks.hooked:
+        for model in models:
+            for module in _wrapped(model):
+                _mark_forward(module, model, marks, patches)
+
+
+def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield a prepared model, and what engines and torch.compile have wrapped in it."""
+    found: Any = model
+    while isinstance(found, torch.nn.Module):
+        yield found
+        inside = vars(found)["_modules"]
+        found = inside.get("_orig_mod", inside.get("module"))
 
 
 def _around(marks: Marks, name: str) -> Callable[[Any], Any]:
@@ -189,17 +227,46 @@ def _around(marks: Marks, name: str) -> Callable[[Any], Any]:
     return wrap
 
 
-def _mark_forward(model: torch.nn.Module, marks: Marks, patches: Patches) -> None:
-    def begins(*_: object) -> None:
-        if model.training and torch.is_grad_enabled():
-            marks.passes[model] += 1
-        marks.begin("forward")
+def _mark_forward(
+    module: torch.nn.Module, model: torch.nn.Module, marks: Marks, patches: Patches
+) -> None:
+    def begins(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            marks.passes_begin(model, args, kwargs)
+
+    def ends(*_: object) -> None:
+        if not torch.compiler.is_compiling():
+            marks.end("forward")
 
     # FSDP gathers in hooks: ours comes before them and after them
-    before = model.register_forward_pre_hook(begins, prepend=True)
-    after = model.register_forward_hook(lambda *_: marks.end("forward"), always_call=True)
+    before = module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+    after = module.register_forward_hook(ends, always_call=True)
     patches.later(before.remove)
     patches.later(after.remove)
+
+
+def _compiled(marks: Marks, models: Sequence[torch.nn.Module]) -> Callable[[Any], Any]:
+    """Mark what torch.compile has wrapped from outside."""
+    whose = {id(module): model for model in models for module in _wrapped(model)}
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(wrapper, *args, **kwargs)
+            model = whose.get(id(wrapper._orig_mod))  # noqa: SLF001
+            if model is not None:
+                marks.passes_begin(model, args, kwargs)
+            else:
+                marks.begin("forward")
+            try:
+                return original(wrapper, *args, **kwargs)
+            finally:
+                marks.end("forward")
+
+        return call
+
+    return wrap
 
 
 def _taking(marks: Marks) -> Callable[[Any], Any]:
@@ -226,7 +293,8 @@ def _meeting(marks: Marks) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def meet(meeting: Any, group: Any, call: Any, *, wait: bool) -> None:
             began = time.time_ns()
-            original(meeting, group, call, wait=wait)
+            with marks.at("collective"):
+                original(meeting, group, call, wait=wait)
             if threading.current_thread() is threading.main_thread():
                 name = distributed_c10d._world.pg_names.get(group, str(group.group_name))  # noqa: SLF001
                 marks.met.append(Met(name, (began, time.time_ns()), marks.size))
@@ -258,7 +326,8 @@ def _waiting(marks: Marks) -> Callable[[Any], Any]:
         def wait(*args: Any, **kwargs: Any) -> Any:
             began = time.time_ns()
             try:
-                return original(*args, **kwargs)
+                with marks.at("collective"):
+                    return original(*args, **kwargs)
             finally:
                 marks.waits.append((began, time.time_ns()))
 

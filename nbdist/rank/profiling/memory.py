@@ -16,7 +16,7 @@ import torch
 
 from nbdist.profile.figures import Line, Memory
 from nbdist.rank import holdings, measure
-from nbdist.rank.profiling.sampler import place_of, source
+from nbdist.rank.profiling.sampler import Place, place_of, source
 from nbdist.trace.footprint import OTHER, Footprint
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ _TOLD = {
     OUTSIDE: "other",
 }
 """Part of `rank.holdings` -> as figures name it."""
-
-Place = tuple[str, str, int]
-"""Cell, file, line."""
 
 
 class LineFootprint(Footprint):

@@ -6,6 +6,7 @@ by its number of steps.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -55,8 +56,10 @@ class Recorded:
     collectives: Sequence[Collective]
     waits: Sequence[Span] = ()
     """Python waited for a collective that it had called."""
-    queued_s: float = 0.0
-    """Outside of all marks, the main thread could have run and another one did."""
+    idle_s: float = 0.0
+    """Outside of all marks, the main thread did not run: asleep, or another one had its core."""
+    whole_forwards: bool = True
+    """The marks of forwards hold all of them: not so where torch.compile has parts of a model."""
     kernels: Mapping[str, Sequence[Span]] | None = None
     """On a GPU: computing by the phase that launched it, and "copies" and "offload"."""
 
@@ -138,7 +141,7 @@ def _on_cpu(seen: Recorded, exposed: list[Span], computing: list[Span]) -> dict[
     divided.give("backward", marks["backward"])
     divided.give("forward", marks["forward"])
     divided.give("forward", common(computing, _losses(seen)))
-    divided.give_seconds("idle", "python", seen.queued_s)
+    divided.give_seconds("idle", "python", seen.idle_s)
     return divided.parts
 
 
@@ -162,15 +165,26 @@ _PHASES = ("forward", "backward", "optimizer", "copies")
 
 
 def _losses(seen: Recorded) -> list[Span]:
-    """Between each end of a forward and the backward that follows it."""
-    forwards = sorted(end for _, end in seen.marks.get("forward", ()))
-    begins = sorted(begin for begin, _ in seen.marks.get("backward", ()))
+    """Before each backward: since the forward's end or, where none was marked, since all else's."""
+    forwards, backwards = _ends(seen, "forward"), _ends(seen, "backward")
+    others = _ends(seen, "data", "copies", "optimizer", "backward")
     found = []
-    for begin in begins:
-        before = [end for end in forwards if end <= begin]
-        if before:
-            found.append((before[-1], begin))
+    for begin, _ in sorted(seen.marks.get("backward", ())):
+        since = _last(forwards, begin)
+        if not seen.whole_forwards or since <= _last(backwards, begin):
+            since = max(_last(others, begin), seen.window[0])
+        found.append((since, begin))
     return found
+
+
+def _ends(seen: Recorded, *marks: str) -> list[int]:
+    return sorted(end for mark in marks for _, end in seen.marks.get(mark, ()))
+
+
+def _last(ends: Sequence[int], moment: int) -> int:
+    """The last of ascending moments that is no later than one; 0 where there is none."""
+    place = bisect_right(ends, moment)
+    return ends[place - 1] if place else 0
 
 
 def _traffic(seen: Recorded, exposed: Sequence[Sequence[Span]]) -> list[Traffic]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,41 +14,62 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.profile.figures import RankFigures
-from nbdist.rank import holdings, measure
-from nbdist.rank.profiling import facts, kineto, marks, offload, traffic
+from nbdist.rank import compiling, holdings, measure
+from nbdist.rank.profiling import facts, kineto, marks, offload, sampler, traffic
 from nbdist.rank.profiling.intervals import common
 from nbdist.rank.profiling.partition import Recorded, told_apart
-from nbdist.rank.profiling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.nn import Module
 
     from nbdist.profile.figures import Ended
     from nbdist.rank.profiling.partition import Collective
+    from nbdist.rank.profiling.sampler import Place
 
 log = logging.getLogger(__name__)
 NS = 1e-9
+MOST_COMPILED = 5
+"""Steps that are left out because something was compiled in them."""
+COMPILES = (
+    "torch.compile compiles in many of this loop's steps, and their times have that in them;"
+    " TORCH_LOGS=recompiles says why."
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Counted:
+    """What is counted and not timed: up to the end of a step."""
+
+    lines: Mapping[Place, float] = field(default_factory=dict)
+    loaders: Sequence[marks.Taken] = ()
+    updates: int = 0
+    passes: Mapping[Module, int] = field(default_factory=dict)
 
 
 class Recording:
     """Records from its making until `stop`."""
 
     def __init__(
-        self, cell_of: Callable[[str], tuple[str, str] | None], *, rank: int, trace: str
+        self,
+        cell_of: Callable[[str], tuple[str, str] | None],
+        *,
+        rank: int,
+        trace: str,
+        give_way: Callable[[], object],
     ) -> None:
-        """Put everything in place and begin.
-
-        Raises:
-            RuntimeError: another profiler runs in the cell.
-        """
+        """Put everything in place and begin; `give_way` ends it for a profiler of the cell."""
         self._rank, self._trace = rank, trace
         self._marks = marks.Marks()
-        self._sampler = Sampler(self._marks, cell_of)
+        self._sampler = sampler.Sampler(self._marks, cell_of)
         self._recorder = kineto.Recorder(measure.state.device, shapes=bool(trace))
         self._recorder.start()
         self._patches: marks.Patches | None = None
         try:
             self._patches = marks.install(self._marks)
+            self._patches.later(compiling.hear(self._compiles))
+            self._recorder.give_way(self._patches, give_way)
             offload.mark(self._marks, self._patches)
             self._sampler.start()
         except BaseException:
@@ -56,6 +78,13 @@ class Recording:
         self.ends: list[int] = []
         """Moments at which steps ended. The step that is under way here is left out: some rank
         puts its recording in place during it."""
+        self._compiled = False
+        """Something was compiled since the last step ended."""
+        self._compiled_steps = 0
+        self._updates = 0
+        """Of all prepared optimizers."""
+        self._passes_before = 0
+        self._counted = Counted()
 
     @property
     def steps(self) -> int:
@@ -75,15 +104,26 @@ class Recording:
     def optimizer_ended(self) -> None:
         """A prepared optimizer has stepped, perhaps not the one by which steps are counted."""
         self._marks.end("optimizer")
+        self._updates += 1
 
     def step_ended(self) -> None:
-        """A step is whole; the first one opens the window."""
-        if not self.ends:
+        """A step is whole; the first one opens the window, and one that compiled opens it anew."""
+        compiled, self._compiled = self._compiled, False
+        self._compiled_steps += compiled
+        if not self.ends or (compiled and self._compiled_steps <= MOST_COMPILED):
+            self.ends.clear()
             self._recorder.synchronize()  # the device is behind: the step before ends there too
             self._marks.loaders.clear()
             self._marks.passes.clear()
+            self._passes_before = _passes()
+            self._updates = 0
             self._sampler.restart()
         self.ends.append(time.time_ns())
+        self._counted = self._count()
+
+    def _compiles(self) -> None:
+        """Something of the step is compiled, which is no part of those to come."""
+        self._compiled = True
 
     def stop(self) -> None:
         """Remove everything; a second time nothing."""
@@ -115,6 +155,7 @@ class Recording:
         window, device = (self.ends[0], self.ends[-1]), measure.state.device
         main = threading.main_thread().native_id or 0
         seen = self._recorder.seen(window, main, self.steps)
+        counted = self._counted
         kernels = None
         if device.type == "cuda":
             moved, kernels = traffic.of_device(
@@ -122,7 +163,7 @@ class Recording:
             )
         else:
             moved = traffic.collectives(seen, self._marks.met)
-            _size_those_of_ddp(moved, list(self._marks.passes), self.steps)
+            _size_those_of_ddp(moved, list(counted.passes), self.steps)
             if offload.configured():
                 self._marks.spans["offload"] += common(seen.copies, self._marks.spans["optimizer"])
         told = told_apart(
@@ -133,7 +174,8 @@ class Recording:
                 operators=seen.operators,
                 collectives=moved,
                 waits=self._marks.waits,
-                queued_s=self._sampler.queued_s,
+                idle_s=sum(ns for at, ns in self._marks.idle if window[0] < at <= window[1]) * NS,
+                whole_forwards=self._marks.hooked,
                 kernels=kernels,
             )
         )
@@ -146,16 +188,38 @@ class Recording:
             traffic=told.traffic,
             hidden_s=told.hidden_s,
             begins=told.begins,
-            lines=self._sampler.lines(self.steps),
-            loaders=facts.loaders(self._marks.loaders.values(), self.steps),
+            lines=sampler.lines(counted.lines, self.steps),
+            loaders=facts.loaders(counted.loaders, self.steps),
             operators=seen.table,
-            model=facts.model(measure.state.watch, self._marks.passes, self.steps),
+            model=facts.model(
+                measure.state.watch,
+                facts.Seen(
+                    steps=self.steps,
+                    updates=counted.updates,
+                    passes=counted.passes,
+                    backwards=len(common([window], self._marks.spans["backward"])),
+                ),
+            ),
             ended=ended,
         )
-        made.notes += facts.notes(measure.state.watch, made.model, self._marks.passes)
+        made.notes += facts.notes(measure.state.watch, made.model, counted.passes)
+        if self._compiled_steps > MOST_COMPILED:
+            made.notes.append(COMPILES)
         if self._trace:
             self._save(made)
         return made
+
+    def _count(self) -> Counted:
+        """What was counted up to the end of a step; a part of a step may follow."""
+        watch, passes = measure.state.watch, Counter(self._marks.passes)
+        if watch is not None and (model := watch.prepared) is not None and not passes[model]:
+            passes[model] = watch.passes - self._passes_before  # no hook of ours is in the model
+        return Counted(
+            lines=self._sampler.seconds,
+            loaders=[replace(one) for one in self._marks.loaders.values()],
+            updates=self._updates,
+            passes=+passes,
+        )
 
     def _save(self, made: RankFigures) -> None:
         """Write the trace into the folder that was asked for."""
@@ -167,6 +231,11 @@ class Recording:
             made.trace = str(path)
         except (OSError, RuntimeError) as error:
             made.notes.append(f"the trace could not be written to {path}: {error}.")
+
+
+def _passes() -> int:
+    """Forwards of the model that is followed, as its own hook has counted them."""
+    return measure.state.watch.passes if measure.state.watch is not None else 0
 
 
 def _size_those_of_ddp(moved: list[Collective], passed: list[Any], steps: int) -> None:

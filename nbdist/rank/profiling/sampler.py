@@ -6,9 +6,7 @@ library it calls. Runs in a thread of its own, in a window alone.
 
 from __future__ import annotations
 
-import contextlib
 import linecache
-import os
 import sys
 import threading
 import time
@@ -19,7 +17,7 @@ from nbdist.profile.figures import Line
 from nbdist.rank import where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
     from nbdist.rank.profiling.marks import Marks
@@ -27,9 +25,11 @@ if TYPE_CHECKING:
 EVERY_S = 0.01
 MOST_LINES = 12
 SOURCE_CHARS = 120
-_STATS_BYTES = 128
 _PASSES = frozenset({"forward", "backward", "optimizer", "data", "offload"})
 """Parts of their own: the line is not told."""
+
+Place = tuple[str, str, int]
+"""Cell, file, line."""
 
 
 class Sampler:
@@ -39,12 +39,7 @@ class Sampler:
         """Look by these marks; `cell_of` is IPython's `compile.format_code_name`."""
         self._marks, self._cell_of = marks, cell_of
         self._main = threading.main_thread()
-        self._stats = _opened(f"/proc/self/task/{self._main.native_id}/schedstat")
-        self._seconds: dict[tuple[str, str, int], float] = defaultdict(float)
-        """By cell, file and line."""
-        self.queued_s = 0.0
-        """Outside of marks, the main thread could have run and another one did. Counted where no
-        mark lies between two looks, which are far apart on a machine in use: it is the least."""
+        self._seconds: dict[Place, float] = defaultdict(float)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="nbdist-profile", daemon=True)
 
@@ -55,58 +50,41 @@ class Sampler:
     def restart(self) -> None:
         """Forget what was seen so far."""
         self._seconds.clear()
-        self.queued_s = 0.0
 
     def stop(self) -> None:
         """Look no more."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
-        if self._stats is not None:
-            os.close(self._stats)
-            self._stats = None
 
-    def lines(self, steps: int) -> list[Line]:
-        """Those that took the longest, in seconds of a step."""
-        longest = sorted(self._seconds.items(), key=lambda pair: -pair[1])[:MOST_LINES]
-        return [
-            Line(cell=cell, line=line, source=source(file, line), seconds=spent / max(1, steps))
-            for (cell, file, line), spent in longest
-        ]
+    @property
+    def seconds(self) -> dict[Place, float]:
+        """By line so far."""
+        return dict(self._seconds)
 
     def _look(self) -> None:
-        then, queued = time.perf_counter(), self._queued()
-        begun, was_at = self._marks.begun, self._marks.now_at
+        then = time.perf_counter()
         while not self._ended.wait(EVERY_S):
-            at = self._marks.now_at
-            outside = not at and not was_at and self._marks.begun == begun
-            begun, was_at = self._marks.begun, at
-            now, waited = time.perf_counter(), self._queued()
-            if at not in _PASSES:
+            now = time.perf_counter()
+            if self._marks.now_at not in _PASSES:
                 frame = sys._current_frames().get(self._main.ident or 0)  # noqa: SLF001
                 if (place := place_of(frame, self._cell_of)) is not None:
                     self._seconds[place] += now - then
-                if outside:
-                    self.queued_s += waited - queued
-            then, queued = now, waited
-
-    def _queued(self) -> float:
-        """Seconds for which the main thread has waited for a core, in all."""
-        if self._stats is None:
-            return 0.0
-        return int(os.pread(self._stats, _STATS_BYTES, 0).split()[1]) * 1e-9
+            then = now
 
 
-def _opened(path: str) -> int | None:
-    """A file that is kept open: to open it again takes as long as all the rest of a look."""
-    with contextlib.suppress(OSError):  # a system without the statistics
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    return None
+def lines(seconds: Mapping[Place, float], steps: int) -> list[Line]:
+    """Those that took the longest, in seconds of a step."""
+    longest = sorted(seconds.items(), key=lambda pair: -pair[1])[:MOST_LINES]
+    return [
+        Line(cell=cell, line=line, source=source(file, line), seconds=spent / max(1, steps))
+        for (cell, file, line), spent in longest
+    ]
 
 
 def place_of(
     frame: FrameType | None, cell_of: Callable[[str], tuple[str, str] | None]
-) -> tuple[str, str, int] | None:
+) -> Place | None:
     """Cell, file and line of the innermost frame that is a cell's."""
     while frame is not None:
         name = frame.f_code.co_filename

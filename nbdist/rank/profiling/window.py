@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist import wire
-from nbdist.rank import measure
+from nbdist.rank import compiling, measure
 from nbdist.rank.gate import gate
+from nbdist.rank.profiling import kineto
 from nbdist.rank.profiling.memory import Counting, History
 from nbdist.rank.profiling.recording import Recording
 from nbdist.rank.profiling.steps import slot
@@ -44,6 +45,10 @@ NO_STEP = (
     "the cell made no optimizer step that could be profiled; profile a cell that calls step() of"
     " an optimizer from accelerator.prepare()."
 )
+OTHER_PROFILER = (
+    "the cell runs a profiler of its own, and torch has room for one; profile a cell without it."
+)
+ENDED_BY_OTHER = "the window ended where the cell started a profiler of its own."
 TOO_FEW = (
     "the cell made {made} before it ended; a profile needs more: two or three warm up, and at least"
     " one is recorded."
@@ -115,6 +120,16 @@ class Window:
             else:
                 self._close(self._too_few())
 
+    def _give_way(self) -> None:
+        """The cell starts a profiler of its own, which wins: publish what there is."""
+        with self._harmless():
+            if self._recording is None:
+                return
+            if not self._recording.steps:
+                self._close(OTHER_PROFILER)
+                return
+            self._stop_recording("cell", ENDED_BY_OTHER)
+
     # -- any thread
 
     def expire(self) -> None:
@@ -135,9 +150,15 @@ class Window:
             if (ended := self._ended()) is not None:
                 self._stop_recording(ended)
         elif self._may_begin():
+            if kineto.is_running():
+                self._close(OTHER_PROFILER)
+                return
             self._optimizer = weakref.ref(optimizer)
             self._recording = Recording(
-                self._around.cell_of, rank=self._around.rank, trace=self._asked["trace"]
+                self._around.cell_of,
+                rank=self._around.rank,
+                trace=self._asked["trace"],
+                give_way=self._give_way,
             )
 
     def _may_begin(self) -> bool:
@@ -147,7 +168,7 @@ class Window:
     def _ended(self) -> Ended | None:
         """Why the window is over now; rank 0 says so a step before."""
         recording, asked = self._recording, self._asked
-        if recording is None:
+        if recording is None or not recording.steps:
             return None
         if asked["steps"] and recording.steps >= asked["steps"]:
             return "steps"
@@ -180,7 +201,7 @@ class Window:
             return "time"
         return "stable" if len(seconds) < MOST_STEPS else "steps"
 
-    def _stop_recording(self, ended: Ended) -> None:
+    def _stop_recording(self, ended: Ended, *notes: str) -> None:
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -189,6 +210,7 @@ class Window:
                 recording.wait_for_device()
             recording.stop()
             self._figures = recording.figures(ended)
+            self._figures.notes += notes
         if ended == "cell" or not self._asked["memory"]:
             self._close()
         else:
@@ -219,7 +241,10 @@ class Window:
             return
         counting.stop()
         with _noted(self._figures):
-            self._figures.memory = counting.figures()
+            if self._figures.kind == "cpu" and compiling.in_use():  # it came in this very step
+                self._figures.notes.append(measure.NOT_SEEN)
+            else:
+                self._figures.memory = counting.figures()
         self._close()
 
     def _tell(self) -> None:
