@@ -124,6 +124,16 @@ def test_a_slow_line_gets_an_instruction_and_no_code(source: str, words: str) ->
     assert "step %" not in str(found)
 
 
+@pytest.mark.parametrize(("used", "credited"), [(1, False), (2, False), (4, True), (8, True)])
+def test_fewer_workers_than_advised_are_not_credited_to_the_advice(
+    used: int, *, credited: bool
+) -> None:
+    before = profile(*both(data=0.2))
+    assert titles(before) == ["num_workers=4"]
+    after = profile(*both(data=0.1, loader={"num_workers": used}), before=before)
+    assert bool(after.gained) == credited
+
+
 def test_copies_on_a_gpu_get_page_locked_memory() -> None:
     ranks = both(kind="cuda", copies=0.04)
     found = profile(*ranks, where=setting("2xH100-80GB,nvlink"))
@@ -396,7 +406,7 @@ def test_a_larger_batch_is_compared_per_sample() -> None:
 def test_several_that_were_taken_at_once_are_told_together() -> None:
     before = profile(*both(data=0.2), where=setting(activation_checkpointing=True))
     assert len(before.advice) == 2
-    after = profile(*both(loader={"num_workers": 2}), before=before)
+    after = profile(*both(loader={"num_workers": 4}), before=before)
     assert after.gained.startswith("num_workers=4 and activation checkpointing off together:")
 
 
