@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from nbdist.profile.verdict import Blame
 
 MOST = 3
+_DIVIDED = (
+    " An IterableDataset has to divide its samples among them (torch.utils.data.get_worker_info)."
+)
 _TRAINS = re.compile(r"\b(?:step|backward|model)\(")
 """A line that no training can do less often."""
 
@@ -93,8 +96,9 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
     yield Advice(
         title=f"num_workers={count}",
         why=(
-            f"Batches are made by {now} and a step waits {time(profile.parts['data'])} for them;"
+            f"Batches are made by {now} and a step waits {time(profile.data_s)} for them;"
             f" {count} workers make them while the ranks compute{_at(profile, 'num_workers')}."
+            f"{_DIVIDED if profile.reader else ''}"
         ),
         line=line,
         gain=gain,

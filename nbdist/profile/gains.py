@@ -67,7 +67,7 @@ def workers(profile: Profile) -> tuple[int, Gain] | None:
     loader = profile.loader
     if loader is None:
         return None
-    step, data = profile.step_s, profile.parts["data"]
+    step, data = profile.step_s, profile.data_s
     rest = max(0.0, step - data)
     fetch = _fetch_s(profile, loader)
     found: list[tuple[int, Gain]] = []
@@ -89,7 +89,7 @@ def _fetch_s(profile: Profile, loader: Loader) -> float:
     if loader.fetch_s > 0:
         return loader.fetch_s * max(1.0, loader.batches)
     if loader.num_workers == 0:
-        return profile.parts["data"]
+        return profile.data_s
     return profile.step_s * loader.num_workers  # it is them that the step waits for
 
 

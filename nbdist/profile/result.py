@@ -155,8 +155,19 @@ class Profile:
     @property
     def loader(self) -> Loader | None:
         """The loader that the loop took the most batches from."""
-        loaders = self.ranks[0].loaders
+        loaders = (self.reader or self.ranks[0]).loaders
         return max(loaders, key=lambda one: one.batches, default=None)
+
+    @property
+    def reader(self) -> RankFigures | None:
+        """The rank that takes batches for all, as accelerate does with an IterableDataset."""
+        reading = [one for one in self.ranks if one.loaders]
+        return reading[0] if len(reading) == 1 < len(self.ranks) else None
+
+    @property
+    def data_s(self) -> float:
+        """Seconds that a step waits for batches: all ranks wait for one that reads alone."""
+        return self.reader.parts.get("data", 0.0) if self.reader else self.parts["data"]
 
     @property
     def kind(self) -> str:
@@ -207,8 +218,14 @@ class Profile:
 
     @cached_property
     def slowest(self) -> Straggler | None:
-        """The rank that the others wait for, and why; None where there is none."""
-        return compared.straggler(self.ranks)
+        """The rank that the others wait for, and why; None where there is none.
+
+        Who reads for all is slow in it for all: that is the loader's fault, not the rank's.
+        """
+        slow, reader = compared.straggler(self.ranks), self.reader
+        if slow and reader and (slow.rank, slow.part) == (reader.rank, "data"):
+            return None
+        return slow
 
     @property
     def straggler(self) -> int | None:

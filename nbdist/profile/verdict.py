@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Literal
 from nbdist.profile.words import percent, source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from nbdist.profile.figures import Line, Part
+    from nbdist.profile.figures import Line, Part, RankFigures
     from nbdist.profile.result import Profile
 
 Kind = Literal["straggler", "input", "communication", "offload", "optimizer", "host", "memory"]
@@ -105,7 +105,10 @@ def sentence(profile: Profile) -> str:
 
 def usual(profile: Profile, *parts: Part) -> float:
     """Share of parts in the step, in the mean of the ranks that nobody waits for."""
-    ranks = [one for one in profile.ranks if one.rank != profile.straggler]
+    return _share([one for one in profile.ranks if one.rank != profile.straggler], *parts)
+
+
+def _share(ranks: Sequence[RankFigures], *parts: Part) -> float:
     step = statistics.fmean(one.step_s for one in ranks)
     spent = statistics.fmean(sum(one.parts.get(part, 0.0) for part in parts) for one in ranks)
     return spent / step if step > 0 else 0.0
@@ -131,16 +134,19 @@ def _straggler(profile: Profile) -> Iterator[Blame]:
 
 
 def _input(profile: Profile) -> Iterator[Blame]:
-    share = usual(profile, "data")
+    loader, reader = profile.loader, profile.reader
+    share = _share([reader], "data") if reader else usual(profile, "data")
     if share < _WAITED_FOR_DATA:
         return
-    loader = profile.loader
     workers = f" (num_workers={loader.num_workers})" if loader else ""
+    whose = f", which rank {reader.rank} reads for all" if reader else ""
     yield Blame(
         kind="input",
         share=share,
         parts=("data",),
-        sentence=f"input-bound: {percent(share)} of the step waits for the next batch{workers}",
+        sentence=(
+            f"input-bound: {percent(share)} of the step waits for the next batch{workers}{whose}"
+        ),
     )
 
 
