@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from nbdist.doctor import resources, run_fsdp, run_zero
-from nbdist.doctor.case import NO_MEMORY, Case, last_errors
+from nbdist.doctor.case import LESS_MEMORY, NO_MEMORY, Case, last_errors
 from nbdist.doctor.finding import LEVELS, note, ok, problem
 
 if TYPE_CHECKING:
@@ -82,12 +82,7 @@ def out_of_memory(case: Case) -> Finding | None:
     said = case.error(NO_MEMORY)
     if not said:
         return None
-    return problem(
-        "memory",
-        said,
-        "%nbdist plan says what would fit; a smaller micro-batch with --accumulate, or"
-        " --activation-checkpointing, is the least change",
-    )
+    return problem("memory", said, LESS_MEMORY)
 
 
 def _unseen(case: Case) -> list[Finding]:

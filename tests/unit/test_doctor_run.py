@@ -148,6 +148,34 @@ def test_units_too_large_to_gather_are_made_smaller(backend: str) -> None:
     assert config["min_num_params"] == 10_000_000
 
 
+@pytest.mark.parametrize(
+    ("ranks", "present", "smallest"),
+    [
+        ((), {}, 10_000),  # not profiled: whatever the units are, no layer is larger
+        ((figures(units=8, params=2_000_000),), {}, 15_625),
+        ((), {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 15_625}, 10_000),
+        (
+            (figures(units=8, params=10**9),),
+            {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 4_000_000},
+            2_000_000,
+        ),
+    ],
+)
+def test_units_that_did_not_fit_never_become_larger(
+    ranks: tuple[RankFigures, ...], present: dict[str, Any], smallest: int
+) -> None:
+    given = case("fsdp2", *ranks, errors=OOM, frames=GATHERED, fsdp_config=present or None)
+    assert only(given)[1]["min_num_params"] == smallest
+
+
+def test_units_that_cannot_be_smaller_get_another_remedy() -> None:
+    config = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}
+    given = case("fsdp2", errors=OOM, frames=GATHERED, fsdp_config=config)
+    (one,) = run.recognised(given)
+    assert one.topic == "all_gather"
+    assert "a smaller micro-batch" in one.do
+
+
 def test_fsdp1_gathers_less_ahead_when_memory_ends() -> None:
     config = {"backward_prefetch": "BACKWARD_PRE", "use_orig_params": True}
     given = case("fsdp1", errors=OOM, frames=GATHERED, fsdp_config=config)
@@ -197,6 +225,9 @@ def test_many_small_units_are_told_where_their_gathers_take_time() -> None:
     one, config = only(case("fsdp2", busy))
     assert "200 all_gathers of 20 KiB in a step take 30% of it" in one.says
     assert config["min_num_params"] == 10_000_000
+    small = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000_000}
+    _, config = only(case("fsdp2", busy, fsdp_config=small))
+    assert config["min_num_params"] == 20_000_000
     hidden = figures(traffic=[traffic("all_gather", 200, 20_000, 0.01)])
     assert run.recognised(case("fsdp2", hidden)) == ()
 
