@@ -59,11 +59,17 @@ def one_unit(case: Case) -> Finding | None:
     # accelerate 1.15 makes units of the ends (embedding, head) even under NO_WRAP
     if model.largest_unit < _NEARLY_ALL * model.params:
         return None
+    changed, now = _eighths(case), int(case.fsdp("min_num_params") or 0)
+    if 0 < now <= changed["min_num_params"]:  # and one unit nevertheless
+        changed["min_num_params"] = max(_SMALLEST_UNIT, now // 4)
+    line = case.fsdp_line(**changed)
+    if not line:
+        return None
     return note(
         "FSDP units",
         f"one unit has {model.largest_unit / model.params:.0%} of the parameters: every rank"
         " gathers nearly all of the model at once, before it computes anything",
-        case.fsdp_line(**_eighths(case)),
+        line,
     )
 
 

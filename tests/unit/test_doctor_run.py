@@ -245,6 +245,43 @@ def test_zero3_keeps_small_parameters_whole_where_they_take_time() -> None:
     assert config["zero_optimization"] == {"stage3_param_persistence_threshold": 1_000_000}
 
 
+def test_zero3_that_its_config_holds_back_gets_all_of_it_back() -> None:
+    busy = figures(traffic=[traffic("all_gather", 300, 9_000, 0.2)])
+    present = {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "overlap_comm": False,
+        "stage3_max_live_parameters": 1000,
+    }
+    given = case("zero3", busy, deepspeed_config={"zero_optimization": present})
+    one, config = only(given)
+    assert config["zero_optimization"] == {
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "overlap_comm": True,
+        "stage3_max_live_parameters": 10**9,
+        "stage3_max_reuse_distance": 10**9,
+    }
+    assert "overlap_comm is off" in one.says
+    again = run.recognised(case("zero3", busy, deepspeed_config=config))
+    assert all(pasted(found.do, GPU) != config for found in again)
+
+
+def test_memory_that_ends_under_zero3_makes_a_config_smaller_that_was_small() -> None:
+    frames = "File deepspeed/runtime/zero/partitioned_param_coordinator.py:9, in fetch_sub_module("
+    present = {"stage3_max_live_parameters": 1000}
+    given = case(
+        "zero3", errors=OOM, frames=frames, deepspeed_config={"zero_optimization": present}
+    )
+    assert only(given)[1]["zero_optimization"]["stage3_max_live_parameters"] == 500
+
+
+def test_one_unit_that_was_cut_in_vain_is_cut_smaller() -> None:
+    config = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100_000}
+    given = case("fsdp2", figures(units=1, params=800_000), fsdp_config=config)
+    assert only(given)[1]["min_num_params"] == 25_000
+
+
 # -- slow gathers and reductions
 
 
