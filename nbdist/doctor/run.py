@@ -6,6 +6,7 @@ is asked of the ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from nbdist.doctor import resources, run_fsdp, run_zero
@@ -18,10 +19,19 @@ if TYPE_CHECKING:
     from nbdist.doctor.finding import Finding
     from nbdist.kernel.session import Session
     from nbdist.profile.figures import RankFigures
+    from nbdist.strategies import Options
 
     Rule = Callable[[Case], Finding | None]
 
 TOPIC = "run"
+
+
+class Setting(Protocol):
+    """What was profiled."""
+
+    @property
+    def options(self) -> Options:
+        """Of the session, then."""
 
 
 class Profiled(Protocol):
@@ -30,6 +40,10 @@ class Profiled(Protocol):
     @property
     def ranks(self) -> Sequence[RankFigures]:
         """Of all ranks that took part."""
+
+    @property
+    def setting(self) -> Setting:
+        """What was profiled."""
 
 
 def findings(profile: Profiled | None, session: Session | None) -> tuple[Finding, ...]:
@@ -42,15 +56,34 @@ def findings(profile: Profiled | None, session: Session | None) -> tuple[Finding
     if session is None:
         return (note(TOPIC, "no session was started", "start one with a %%distribute cell"),)
     errors, frames = last_errors(session)
+    before = profile.setting.options if profile is not None else session.options
+    older = _engine(before) != _engine(session.options)
     case = Case(
-        figures=profile.ranks if profile is not None else (),
+        figures=profile.ranks if profile is not None and not older else (),
         options=session.options,
         hardware=session.hardware,
         errors=errors,
         frames=frames,
         host_bytes=resources.memory_total(),
     )
+    if older:
+        return (*recognised(case), _older(before, session.options))
     return (*recognised(case), *_unseen(case))
+
+
+def _engine(options: Options) -> Options:
+    """What decides how the engine lays the model out and moves it."""
+    return replace(options, accumulate=1, precision=None)
+
+
+def _older(before: Options, now: Options) -> Finding:
+    """The figures are those of another engine."""
+    was, is_now = before.describe(), now.describe()
+    words = (
+        f"{was}, and the engine is now {is_now}" if was != is_now else f"{was} with other config"
+    )
+    says = f"the last profile is of {words}: only the options and last errors were looked at"
+    return note(TOPIC, says, "%nbdist profile, then %nbdist doctor --run")
 
 
 def recognised(case: Case) -> tuple[Finding, ...]:

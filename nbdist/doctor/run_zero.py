@@ -150,7 +150,7 @@ def pinned(case: Case) -> Finding | None:
     said = case.error(PINNING) or case.error(NO_MEMORY, PINNING)
     if said:  # zero/offload_config.py: "Disable only on hosts with tight memlock limits"
         says = f"no more host memory can be page-locked: {said}"
-        return problem("pinned memory", says, case.zero_line(**changed))
+        return problem("pinned memory", says, case.zero_line(**changed) or LESS_MEMORY)
     on_host = case.options.offload_device == "cpu" and case.hardware.kind == "cuda"
     pins = _section(case, "offload_optimizer").get("pin_memory", True)
     need = _STATE_BYTES * case.model.params if case.model is not None else 0
@@ -170,19 +170,20 @@ def nvme(case: Case) -> Finding | None:
     depth = _number(aio.get("queue_depth"), _AIO_DEPTH)
     # zero/offload_config.py: reads and writes of the next tile run beside the computing
     pipelined = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 5}
+    line = case.deepspeed_line(
+        {
+            "aio": {
+                "block_size": max(8 * _AIO_BLOCK, block),
+                "queue_depth": max(4 * _AIO_DEPTH, depth),
+            },
+            "zero_optimization": {"offload_optimizer": pipelined},
+        }
+    )
     return note(
         "NVMe",
         f"{waits:.0%} of a step moves state to and from the disk, in blocks of {size(block)},"
         f" {depth} at a time",
-        case.deepspeed_line(
-            {
-                "aio": {
-                    "block_size": max(8 * _AIO_BLOCK, block),
-                    "queue_depth": max(4 * _AIO_DEPTH, depth),
-                },
-                "zero_optimization": {"offload_optimizer": pipelined},
-            }
-        ),
+        line or "the disk is the limit: --offload cpu, where host memory holds it",
     )
 
 

@@ -433,8 +433,34 @@ def test_a_run_without_a_profile_is_asked_for_one() -> None:
 
 
 def test_a_profile_without_a_symptom_is_well() -> None:
-    (one,) = run.findings(SimpleNamespace(ranks=(figures(),)), session())
+    (one,) = run.findings(profiled(figures()), session())
     assert one.level == "ok"
+
+
+def profiled(*ranks: RankFigures, **options: Any) -> Any:
+    """A profile as far as the doctor reads one."""
+    setting = SimpleNamespace(options=Options(**options).checked(CPU))
+    return SimpleNamespace(ranks=ranks, setting=setting)
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"backend": "fsdp2", "offload": "cpu"}, "is of zero3, and the engine is now fsdp2"),
+        ({"backend": "zero3", "deepspeed_config": {"aio": {}}}, "is of zero3"),
+    ],
+)
+def test_a_profile_of_another_engine_is_not_judged(now: dict[str, Any], words: str) -> None:
+    busy = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3)])
+    older = profiled(busy, backend="zero3")
+    (one,) = run.findings(older, session(options=Options(**now).checked(CPU)))
+    assert words in one.says
+    assert "%nbdist profile" in one.do
+
+
+def test_a_profile_with_other_accumulation_is_of_the_same_engine() -> None:
+    found = run.findings(profiled(figures()), session(options=Options(accumulate=4).checked(CPU)))
+    assert [one.level for one in found] == ["ok"]
 
 
 def test_lines_around_those_that_ran_are_no_frames() -> None:
