@@ -186,11 +186,14 @@ def _accumulated(loop: StepLoop) -> Iterator[Remark]:
 
 
 def _guarded(loop: StepLoop) -> tuple[Event, Sure, int | None] | None:
-    """`if step % 8 == 0: optimizer.step()`."""
-    backwards = [len(one.asked(loop.frame)) for one in loop.backwards]
+    """`if step % 8 == 0: optimizer.step()`, with backwards that are not under the same condition.
+
+    A second optimizer that trains now and then, as a GAN's generator, has its own backward there.
+    """
+    rare = {test for one in loop.backwards for test in one.asked(loop.frame)}
     for step in loop.steps:
-        for test in step.asked(loop.frame)[min(backwards) :]:
-            if _has_modulo(test):
+        for test in step.asked(loop.frame):
+            if _has_modulo(test) and test not in rare:
                 return step, "certain", _number(test)
     return None
 

@@ -249,6 +249,20 @@ for real in loader:
     opt_g.step()
 """
     ],
+    "a critic that trains more often": [
+        """\
+for step, real in enumerate(stream):
+    opt_D.zero_grad()
+    d_loss = D(G(noise()).detach()).mean() - D(real).mean()
+    accelerator.backward(d_loss)
+    opt_D.step()
+    if step % n_critic == 0:
+        opt_G.zero_grad()
+        g_loss = -D(G(noise())).mean()
+        accelerator.backward(g_loss)
+        opt_G.step()
+"""
+    ],
     "several losses of one step": [
         """\
 for batch in loader:
