@@ -556,6 +556,34 @@ BAD: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         ],
         [("sharding", "loader = DataLoader(data, batch_size=8, shuffle=True)")],
     ),
+    "a sampler that takes from all samples": (
+        [
+            MAKE.replace("shuffle=True", "sampler=RandomSampler(data)")
+            .replace(", loader)", ")")
+            .replace(", loader =", " =")
+            + LOOP
+        ],
+        [
+            (
+                "sharding",
+                "loader = DataLoader(data, batch_size=8, sampler=RandomSampler(data))",
+            )
+        ],
+    ),
+    "a loader in the loop's own line": (
+        [
+            "model, optimizer = accelerator.prepare(model, optimizer)\n"
+            + LOOP.replace("in loader", "in DataLoader(data, shuffle=True)")
+        ],
+        [("sharding", "for batch in DataLoader(data, shuffle=True):")],
+    ),
+    "a loader under another name": (
+        [
+            "from torch.utils.data import DataLoader as Batches\n"
+            "loader = Batches(data, batch_size=8)\n" + LOOP
+        ],
+        [("sharding", "loader = Batches(data, batch_size=8)")],
+    ),
     "evaluated, and not made to train again": (
         [MAKE, "model.eval()\nprint(model(x).loss.item())", LOOP],
         [("train_mode", "model.eval()")],
