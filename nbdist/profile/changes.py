@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from nbdist.profile import engine, gains
 from nbdist.profile.advice import CHEAP, Advice
 from nbdist.profile.lint_loaders import OF_TRAINER
+from nbdist.profile.loader_calls import made_anew
 from nbdist.profile.words import source, time
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
             yield Advice(
                 title="pin_memory=True",
                 why="Copies from page-locked memory take about half as long.",
-                line="DataLoader(..., pin_memory=True)",
+                line=made_anew(profile.loader_text, pin_memory=True),
                 gain=gains.pinned(profile),
                 change={"pin_memory": True},
             )
@@ -86,11 +87,12 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
     if loader is None or found is None:
         return
     count, gain = found
-    trainer = _of_kind(profile, "num_workers")
+    told = _of_kind(profile, "num_workers")
     line = (
-        f"TrainingArguments(..., {OF_TRAINER}={count}, dataloader_persistent_workers=True)"
-        if trainer and trainer.change.startswith(OF_TRAINER)
-        else f"DataLoader(..., num_workers={count}, persistent_workers=True)"
+        f"# {told.cell}, line {told.line}: TrainingArguments(...,"
+        f" {OF_TRAINER}={count}, dataloader_persistent_workers=True)"
+        if told and told.change.startswith(OF_TRAINER)
+        else made_anew(profile.loader_text, num_workers=count, persistent_workers=True)
     )
     now = f"{loader.num_workers} workers" if loader.num_workers else "the main thread"
     yield Advice(

@@ -12,6 +12,7 @@ from nbdist.profile.advice import Advice
 from nbdist.profile.calibrated import doublings, enough
 from nbdist.profile.compared import NAMES
 from nbdist.profile.gains import NEARLY, without
+from nbdist.profile.loader_calls import made_anew
 from nbdist.profile.verdict import unhidden_unit, usual
 from nbdist.profile.words import time
 
@@ -54,7 +55,7 @@ def changes(profile: Profile, planner: Planner, kinds: AbstractSet[Kind]) -> Ite
     if kinds & _LARGER:
         yield from _accumulated(planner)
     if kinds & _LARGER or _tiny(profile):
-        yield from _larger(planner)
+        yield from _larger(profile, planner)
     if now.offload != "none":
         yield from _switched(planner, replace(now, offload="none", offload_params=False))
     if now.activation_checkpointing:
@@ -152,7 +153,7 @@ def _accumulated(planner: Planner) -> Iterator[Advice]:
         )
 
 
-def _larger(planner: Planner) -> Iterator[Advice]:
+def _larger(profile: Profile, planner: Planner) -> Iterator[Advice]:
     """Larger micro-batches, as far as they fit."""
     found = [
         (count, made)
@@ -167,7 +168,7 @@ def _larger(planner: Planner) -> Iterator[Advice]:
                 f"It fits by the planner ({size(made.row.device_bytes)} of a device), and what a"
                 " step costs whatever its batch is shared by more samples."
             ),
-            line=f"DataLoader(..., batch_size={count})",
+            line=made_anew(profile.loader_text, batch_size=count),
             gain=made.gain,
             change={"micro_batch": count},
         )

@@ -44,7 +44,7 @@ def look(loop: StepLoop, before: Sequence[Event]) -> Iterator[Remark]:
     """What its loader lacks; the first two only a profile can weigh."""
     followed = Followed(loop, before)
     sure = bool(followed.sources)
-    for one in followed.sources or followed.only:
+    for one in followed.likely:
         given = {key.arg: key.value for key in one.call.keywords}
         if None in given or len(one.call.args) > _BY_PLACE:
             continue  # **options: anything may be in them

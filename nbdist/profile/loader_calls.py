@@ -23,6 +23,8 @@ HARMLESS = frozenset(
 )
 """What may take a loader and leave it as it is."""
 _NO_LOADER = frozenset({"range", "trange"})
+_PLACES = ("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn")
+"""Arguments of a DataLoader behind its dataset, that may be given by their place."""
 _NO_LOADERS_OF = frozenset({"np", "numpy", "random", "torch"})
 """Modules whose functions give none."""
 
@@ -64,23 +66,29 @@ class LoaderText:
     that the call runs nowhere else."""
     prepare: str = ""
 
-    def changed(self, words: str, **keywords: bool | int) -> str:
-        """Return the line that makes the loader anew, or else an instruction.
-
-        Args:
-            words: the arguments, as the instruction says them.
-            keywords: the same as values.
-        """
+    def changed(self, keywords: Mapping[str, bool | int]) -> str:
+        """Return the line that makes the loader with other arguments, or else an instruction."""
         call = ast.parse(self.call, mode="eval").body
         if not self.holder or not isinstance(call, ast.Call):
-            return f"# {self.cell}, line {self.line}: DataLoader(..., {words})"
-        kept = [one for one in call.keywords if one.arg not in keywords]
-        added = [
-            ast.keyword(arg=name, value=ast.Constant(value)) for name, value in keywords.items()
-        ]
-        call.keywords = [*kept, *added]
+            return f"# {self.cell}, line {self.line}: {_instruction(keywords)}"
+        by_place = zip(_PLACES, call.args[1:], strict=False)
+        given: dict[str | None, ast.expr] = dict(by_place)
+        given |= {one.arg: one.value for one in call.keywords}
+        given |= {name: ast.Constant(value) for name, value in keywords.items()}
+        call.args = call.args[:1]
+        call.keywords = [ast.keyword(arg=name, value=value) for name, value in given.items()]
         made = ast.unparse(call)
         return f"{self.holder} = {f'{self.prepare}({made})' if self.prepare else made}"
+
+
+def made_anew(text: LoaderText | None, **keywords: bool | int) -> str:
+    """Return the line that makes the loader with other arguments; else what to write there."""
+    return text.changed(keywords) if text else f"# {_instruction(keywords)}"
+
+
+def _instruction(keywords: Mapping[str, bool | int]) -> str:
+    words = ", ".join(f"{name}={value}" for name, value in keywords.items())
+    return f"DataLoader(..., {words})"
 
 
 class Followed:
@@ -118,10 +126,10 @@ class Followed:
                     self._follow(one, event.names, before.index(event), Way(through=("next",)))
 
     @property
-    def only(self) -> list[Source]:
-        """The one call that there is, where it is not known whether the loop has another."""
+    def likely(self) -> list[Source]:
+        """The same; where names do not show it, the one call that there is."""
         if self.sources or not self._lost or len(self._calls) != 1:
-            return []
+            return self.sources
         (event,) = self._calls.values()
         assert isinstance(event.node, ast.Call)  # noqa: S101 - it was chosen so
         return [Source(event, event.node, Way())]
@@ -185,9 +193,11 @@ class Followed:
 
 
 def text_of(source: Source) -> LoaderText | None:
-    """Its text; None where arguments come as **options, in which anything may be."""
+    """Its text; None where arguments come as **options or *options: anything may be in them."""
     call, event, way = source.call, source.event, source.way
-    if any(one.arg is None for one in call.keywords):
+    if any(one.arg is None for one in call.keywords) or len(call.args) > 1 + len(_PLACES):
+        return None
+    if any(isinstance(one, ast.Starred) for one in call.args):
         return None
     runs = not _inside_function(event.cell.tree, call)
     return LoaderText(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nbdist.profile.calibrated import Planner
     from nbdist.profile.compared import Straggler
     from nbdist.profile.figures import Loader, Model, Part, RankFigures, Traffic
+    from nbdist.profile.loader_calls import LoaderText
     from nbdist.profile.remark import Remark
     from nbdist.profile.verdict import Blame
     from nbdist.strategies import Options
@@ -52,6 +53,8 @@ class Profile:
     setting: Setting
     remarks: tuple[Remark, ...] = ()
     """On the text of the cell."""
+    loader_text: LoaderText | None = None
+    """The call that made the loop's loader, where the cells show it."""
     before: Profile | None = field(default=None, repr=False)
     """The profile before this one, whose advice may have been taken."""
     told: tuple[str, ...] = ()
@@ -64,6 +67,7 @@ class Profile:
         setting: Setting,
         *,
         remarks: Sequence[Remark] = (),
+        loader_text: LoaderText | None = None,
         before: Profile | None = None,
         notes: Sequence[str] = (),
     ) -> Self:
@@ -73,6 +77,7 @@ class Profile:
             figures: of each rank that took part; at least one.
             setting: what was profiled.
             remarks: on the text of the cell, confirmed by these figures.
+            loader_text: the call that made the loop's loader, where the cells show it.
             before: the session's profile before this one.
             notes: sentences that a reader must know: who did not take part, and why.
 
@@ -87,6 +92,7 @@ class Profile:
             ranks=ranks,
             setting=setting,
             remarks=tuple(remarks),
+            loader_text=loader_text,
             before=before and before.alone(),
             told=(*notes, *unknown),
         )
@@ -97,6 +103,7 @@ class Profile:
             ranks=self.ranks,
             setting=self.setting,
             remarks=self.remarks,
+            loader_text=self.loader_text,
             told=self.told,
         )
 

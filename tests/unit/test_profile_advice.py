@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from nbdist.plan.models import sizes
 from nbdist.plan.speeds import Links
 from nbdist.profile.advice import CHEAP, Advice
 from nbdist.profile.figures import Line, Memory
-from nbdist.profile.lint import confirmed, remarks
+from nbdist.profile.lint import confirmed, loader, remarks
 from nbdist.profile.remark import Remark
 from nbdist.profile.verdict import blamed
 from tests.unit.profiled import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
@@ -46,10 +47,54 @@ def test_a_slow_loader_gets_as_many_workers_as_hide_it() -> None:
     found = profile(*both(data=0.2))
     (one,) = found.advice
     assert one.title == "num_workers=4"
-    assert one.line == "DataLoader(..., num_workers=4, persistent_workers=True)"
+    assert one.line == "# DataLoader(..., num_workers=4, persistent_workers=True)"
     rest = found.step_s - 0.2
     assert one.gain.faster == pytest.approx(found.step_s / (rest + 0.1 * 0.2 / 4) - 1)
     assert one.gain.low < one.gain.faster < one.gain.high
+
+
+TRAIN = """
+for batch in loader:
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+WORKERS = "num_workers=4, persistent_workers=True"
+
+
+@pytest.mark.parametrize(
+    ("cell", "line"),
+    [
+        (
+            "loader = accelerator.prepare(DataLoader(rows, 8, num_workers=0))",
+            f"loader = accelerator.prepare(DataLoader(rows, batch_size=8, {WORKERS}))",
+        ),
+        (
+            "data = torch.utils.data.DataLoader(rows)\nnet, loader = one.prepare(net, data)",
+            f"loader = one.prepare(torch.utils.data.DataLoader(rows, {WORKERS}))",
+        ),
+        ("loader = DataLoader(rows)", f"loader = DataLoader(rows, {WORKERS})"),
+        (
+            "def build():\n    loader = DataLoader(rows)\n    return loader\nloader = build()",
+            f"# In[1], line 2: DataLoader(..., {WORKERS})",
+        ),
+        ("loader = DataLoader(rows, **options)", f"# DataLoader(..., {WORKERS})"),
+    ],
+)
+def test_the_line_for_a_loader_runs_as_it_is_or_is_an_instruction(cell: str, line: str) -> None:
+    cells = [("In[1]", cell), ("In[2]", TRAIN)]
+    (one,) = profile(*both(data=0.2), loader_text=loader(cells)).advice
+    assert one.line == line
+    ast.parse(one.line)
+
+
+def test_the_line_for_a_larger_batch_is_that_of_the_loader() -> None:
+    cells = [("In[1]", "loader = accelerator.prepare(DataLoader(rows, 8))"), ("In[2]", TRAIN)]
+    found = profile(*both(communication=0.3), loader_text=loader(cells))
+    one = next(one for one in found.advice if "micro_batch" in one.change)
+    size = one.change["micro_batch"]
+    assert one.line == f"loader = accelerator.prepare(DataLoader(rows, batch_size={size}))"
 
 
 def test_the_loader_of_a_trainer_is_changed_in_its_arguments() -> None:
@@ -58,7 +103,8 @@ def test_the_loader_of_a_trainer_is_changed_in_its_arguments() -> None:
     told = confirmed(remarks([("In[1]", setup), ("In[2]", "trainer.train()")]), ranks)
     (one,) = profile(*ranks, remarks=told).advice
     assert one.line == (
-        "TrainingArguments(..., dataloader_num_workers=4, dataloader_persistent_workers=True)"
+        "# In[1], line 1: TrainingArguments(..., dataloader_num_workers=4,"
+        " dataloader_persistent_workers=True)"
     )
     assert "(In[1], line 1)" in one.why
 
