@@ -100,12 +100,20 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
         why=(
             f"Batches are made by {now} and a step waits {time(profile.data_s)} for them;"
             f" {count} workers make them while the ranks compute{_at(profile, 'num_workers')}."
-            f"{_DIVIDED if profile.reader else ''}"
+            f"{_more_than_cores(profile, count)}{_DIVIDED if profile.reader else ''}"
         ),
         line=line,
         gain=gain,
         change={"num_workers": count},
     )
+
+
+def _more_than_cores(profile: Profile, count: int) -> str:
+    """Why so many are advised although torch itself warns of more workers than cores."""
+    cores, loader = profile.setting.cluster.num_cpus, profile.loader
+    if not cores or count <= cores or loader is None or not loader.fetch_s:
+        return ""
+    return f" They wait more than they compute, so {count} do no harm on {cores} cores."
 
 
 def _straggler(profile: Profile, blame: Blame) -> Iterator[Advice]:

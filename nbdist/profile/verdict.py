@@ -91,7 +91,8 @@ def sentence(profile: Profile) -> str:
     """The verdict."""
     if profile.blamed:
         first = profile.blamed[0]
-        alone = first.kind == "optimizer" and profile.planner is not None and not profile.advice
+        known = first.kind == "input" or (first.kind == "optimizer" and profile.planner)
+        alone = known and not profile.advice
         return f"{first.sentence}{_NOTHING_GAINS if alone else ''}"
     computing = profile.share(*_COMPUTING)
     if computing < _HALF:

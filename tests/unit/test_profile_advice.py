@@ -122,6 +122,37 @@ def test_a_loader_with_workers_that_do_not_suffice_gets_more() -> None:
     assert titles(found)[0] in {"num_workers=4", "num_workers=8"}
 
 
+def test_a_loader_that_waits_gets_more_workers_than_there_are_cores() -> None:
+    found = profile(*both(data=0.2, loader={"fetch_s": 0.2, "fetch_cpu_s": 0.01}))
+    (one,) = found.advice
+    assert one.title == "num_workers=4"
+    assert one.why.endswith("They wait more than they compute, so 4 do no harm on 2 cores.")
+
+
+@pytest.mark.parametrize(("cores", "advised"), [(2, []), (8, ["num_workers=2"])])
+def test_a_loader_that_computes_gets_no_more_workers_than_cores(
+    cores: int, advised: list[str]
+) -> None:
+    where = setting()
+    where = replace(where, cluster=replace(where.cluster, num_cpus=cores))
+    computes = {"fetch_s": 0.2, "fetch_cpu_s": 0.19}
+    found = profile(*both(data=0.2, loader=computes), where=where)
+    assert titles(found) == advised
+    assert found.bound == "input"
+    assert found.verdict.endswith("gains 5 %") == (not advised)
+
+
+def test_workers_on_cpu_ranks_take_cores_from_the_ranks() -> None:
+    where = setting()
+    where = replace(where, cluster=replace(where.cluster, num_cpus=8))
+    computes = {"fetch_s": 0.2, "fetch_cpu_s": 0.19}
+    (one,) = profile(*both(data=0.2, loader=computes), where=where).advice
+    (free,) = profile(*both(data=0.2, loader={"fetch_s": 0.2}), where=where).advice
+    step_s = 0.2 + sum(BALANCED.values()) - BALANCED["data"]
+    assert one.gain.faster == pytest.approx(step_s / (step_s - 0.2 + 0.19 / 4) - 1)
+    assert one.gain.faster < free.gain.faster
+
+
 def test_the_straggler_s_own_line_is_named() -> None:
     own = sum(BALANCED.values()) - BALANCED["communication"]
     line = Line(cell="In[2]", line=4, source="time.sleep(0.03)", seconds=0.3 * own)
