@@ -13,7 +13,7 @@ from nbdist.profile.calibrated import doublings, enough
 from nbdist.profile.compared import NAMES
 from nbdist.profile.gains import NEARLY, without
 from nbdist.profile.loader_calls import made_anew
-from nbdist.profile.verdict import unhidden_unit, usual
+from nbdist.profile.verdict import gathers_much, unhidden_unit, usual
 from nbdist.profile.words import time
 
 if TYPE_CHECKING:
@@ -52,9 +52,10 @@ def changes(profile: Profile, planner: Planner, kinds: AbstractSet[Kind]) -> Ite
         yield from _switched(planner, planner.replicated())
         if unhidden_unit(profile):
             yield from _units(profile, planner)
-    if kinds & _LARGER:
+    often = gathers_much(profile)
+    if kinds & _LARGER or often:
         yield from _accumulated(planner)
-    if kinds & _LARGER or _tiny(profile):
+    if kinds & _LARGER or often or _tiny(profile):
         yield from _larger(profile, planner)
     if now.offload != "none":
         yield from _switched(planner, replace(now, offload="none", offload_params=False))

@@ -12,7 +12,7 @@ from nbdist import magics, parsers
 from nbdist.plan.models import sizes
 from nbdist.plan.speeds import Links
 from nbdist.profile.advice import CHEAP, Advice
-from nbdist.profile.figures import Line, Memory
+from nbdist.profile.figures import Line, Memory, RankFigures
 from nbdist.profile.lint import confirmed, loader, remarks
 from nbdist.profile.remark import Remark
 from nbdist.profile.verdict import blamed
@@ -242,6 +242,29 @@ def test_a_tiny_batch_without_one_large_cause_gets_a_larger_one(tiny: dict[str, 
     assert "micro_batch" in one.change
     assert found.verdict.startswith("compute-bound: ")
     assert "nothing cheap" not in found.verdict
+
+
+def small_units(**changes: Any) -> list[RankFigures]:
+    """FSDP on CPU ranks gathers many units: 20 % of the step, hidden by nothing."""
+    model = {"backend": "fsdp2", "units": 5, "largest_unit": 1 << 18}
+    ranks = both(communication=0.027, collective="all_gather", model=model | changes)
+    return [replace(one, traffic=[replace(one.traffic[0], count=10)]) for one in ranks]
+
+
+def test_fsdp_s_gathers_are_shared_by_more_samples_before_they_are_blamed() -> None:
+    found = profile(*small_units(), where=setting(backend="fsdp2"))
+    assert found.blamed == ()
+    assert {next(iter(one.change)) for one in found.advice} == {"micro_batch", "options"}
+    assert "nothing cheap" not in found.verdict
+    quiet = [replace(one, traffic=[]) for one in small_units()]
+    assert profile(*quiet, where=setting(backend="fsdp2")).verdict.endswith("nothing cheap to gain")
+
+
+def test_gathers_that_no_known_change_shares_are_not_denied() -> None:
+    where = replace(setting(backend="fsdp2"), spec=None)
+    assert profile(*small_units(), where=where).verdict == (
+        "compute-bound, but 20 % of the step is communication; none of the known changes gains 5 %"
+    )
 
 
 @pytest.mark.parametrize("share", [0.09, 0.12])
