@@ -395,6 +395,15 @@ for batch in loader:
     optimizer.zero_grad()
 """
     ],
+    "an item of numpy's": [
+        MAKE
+        + LOOP
+        + """\
+    mean = np.mean([1, 2]).item()
+    sizes = np.asarray(batch["sizes"])
+    seen += sizes.sum().item() + sizes[0].item()
+"""
+    ],
     "prints what is no tensor": [
         MAKE
         + """\
