@@ -31,6 +31,9 @@ CUT_AFTER_S = 4.0
 """A phase that has not ended so long after Stop is cut."""
 STILL_S = 1.5
 """Ranks that have stood at one place for so long, all of them, do not get on."""
+AGAIN_S = 1.5
+"""Ranks that were freed and have not answered are cut off once more: code of the user's may have
+swallowed the interrupt, or two of them came as one on a machine in use."""
 
 
 class Joint:
@@ -176,6 +179,7 @@ class _Ladder(Ladder):
     unasked = False
     """Whether ranks that do not get on are stopped without Stop."""
     _cut = False
+    _again_at = 0.0
 
     def _climb(self, now: float) -> None:
         super()._climb(now)
@@ -184,6 +188,9 @@ class _Ladder(Ladder):
         if self.rung == "asked" and not self._cut and now - self._asked_at > CUT_AFTER_S:
             self._cut = True
             self._stop_after(0)
+        if self.rung == "freed" and now - max(self._freed_at, self._again_at) > AGAIN_S:
+            self._again_at = now
+            self._cut_off()
 
     @property
     def _patience_s(self) -> float:

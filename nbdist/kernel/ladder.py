@@ -225,6 +225,10 @@ class Ladder:
         stuck = [rank for rank in self.cell.running if rank in answers]
         places = dict.fromkeys(place(answers[rank]) for rank in stuck)
         self.stuck = f"{rank_names.words(stuck)} in {', '.join(places)}"
+        self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Interrupt the ranks, and cut the connections that they may wait for."""
         self._stop_after(0)
         pids = [member.pid for member in self._gang.members]
         content: Any = wire.ReleaseRequest(pids=pids, id=secrets.token_hex(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -47,6 +48,11 @@ def spring():
         raise SystemExit(3)
     if kind == "death":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "swallows":
+        try:
+            while True: time.sleep(0.05)
+        except KeyboardInterrupt:
+            kind = "hang"
     while kind == "hang": time.sleep(0.05)
     while kind == "busy": pass
 
@@ -121,8 +127,13 @@ def test_one_rank_that_fails_is_named_soon_and_the_models_train_on(
 
 
 @pytest.mark.fault("E14")
-@pytest.mark.parametrize("trap", ["hang", "busy"])
-@pytest.mark.parametrize("work", ["save", "load", "switch", "export", "pull"])
+@pytest.mark.parametrize(
+    ("work", "trap"),
+    [
+        *itertools.product(["save", "load", "switch", "export", "pull"], ["hang", "busy"]),
+        ("switch", "swallows"),
+    ],
+)
 def test_stop_ends_what_does_not_get_on_and_the_models_train_on(
     session: Session, tmp_path: Path, work: str, trap: str
 ) -> None:
