@@ -492,6 +492,38 @@ BAD: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [MAKE + LOOP.replace("report(loss=loss)", "if accelerator.is_main_process: print(loss)")],
         [("sync", "if accelerator.is_main_process: print(loss)")],
     ),
+    "a loop in a comprehension": (
+        [
+            MAKE
+            + """\
+def step(batch):
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+losses = [step(batch) for batch in loader]
+"""
+        ],
+        [("sync", "return loss.item()")],
+    ),
+    "a loop in a method of what is made there": (
+        [
+            MAKE
+            + """\
+class Training:
+    def fit(self):
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item())
+Training().fit()
+"""
+        ],
+        [("sync", "print(loss.item())")],
+    ),
     "a float in each step": (
         [MAKE + LOOP.replace("report(loss=loss)", "total += float(loss)")],
         [("sync", "total += float(loss)")],
