@@ -438,6 +438,7 @@ class NbDist(Magics):
         if asked.help:
             print(parser.format_help())
             return
+        refuse_what_is_ignored(asked)
         session = current()
         if session is None:
             msg = "There is no session to profile; %%distribute --profile starts one."
@@ -606,6 +607,21 @@ def asked_of(line: str) -> argparse.Namespace:
         msg = f"%%distribute {line}: {error}."
         raise UsageError(msg) from None
     return asked
+
+
+def refuse_what_is_ignored(asked: argparse.Namespace) -> None:
+    """Raise OptionError for options of `%nbdist profile` that another one makes useless."""
+    other = "--calibrate" if asked.calibrate else "--show" if asked.show else ""
+    plain = asked.steps is None and asked.trace is None and asked.memory
+    if other and not plain:
+        msg = f"{other} records no steps: leave out --steps, --trace and --no-memory."
+        raise OptionError(msg)
+    if asked.calibrate and asked.show:
+        msg = "--show repeats a profile and --calibrate measures anew; leave one of the two out."
+        raise OptionError(msg)
+    if asked.disk is not None and not asked.calibrate:
+        msg = f"--disk {asked.disk} is measured with --calibrate; add it, or leave --disk out."
+        raise OptionError(msg)
 
 
 def refuse_contradictions(asked: argparse.Namespace) -> None:

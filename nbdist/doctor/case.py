@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 Plain = dict[str, Any]
 
 NO_MEMORY = r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory"
+LESS_MEMORY = (
+    "%nbdist plan says what would fit; a smaller micro-batch with --accumulate, or"
+    " --activation-checkpointing, is the least change"
+)
 PINNING = r"pin_memory|page-?lock|cudaHost|host_alloc|mlock"
 _FRAME = re.compile(r"^\s*File |^-+> ")
 """Of a traceback as IPython or Python write it."""
@@ -91,11 +95,11 @@ class Case:
         return (self.options.fsdp_config or {}).get(key, default)
 
     def fsdp_line(self, **changed: Any) -> str:
-        """A line to paste: the config that is there, with these keys."""
+        """A line to paste: the config that is there, with these keys; "" if it has them already."""
         return self._line("--fsdp-config", self.options.fsdp_config or {}, changed)
 
     def deepspeed_line(self, changed: Mapping[str, Any]) -> str:
-        """A line to paste: the config that is there, with these keys."""
+        """A line to paste: the config that is there, with these keys; "" if it has them already."""
         return self._line("--deepspeed-config", self.options.deepspeed_config or {}, changed)
 
     def zero_line(self, **changed: Any) -> str:
@@ -104,6 +108,8 @@ class Case:
 
     def _line(self, option: str, present: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
         config = _merged(present, changed)
+        if config == present:
+            return ""
         if isinstance(zero := config.get("zero_optimization"), dict):
             zero.pop("stage", None)  # the backend says it
         text = json.dumps(config, default=str)

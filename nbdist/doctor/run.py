@@ -6,11 +6,12 @@ is asked of the ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from nbdist import machine
 from nbdist.doctor import run_fsdp, run_zero
-from nbdist.doctor.case import NO_MEMORY, Case, last_errors
+from nbdist.doctor.case import LESS_MEMORY, NO_MEMORY, Case, last_errors
 from nbdist.doctor.finding import LEVELS, note, ok, problem
 
 if TYPE_CHECKING:
@@ -19,10 +20,19 @@ if TYPE_CHECKING:
     from nbdist.doctor.finding import Finding
     from nbdist.kernel.session import Session
     from nbdist.profile.figures import RankFigures
+    from nbdist.strategies import Options
 
     Rule = Callable[[Case], Finding | None]
 
 TOPIC = "run"
+
+
+class Setting(Protocol):
+    """What was profiled."""
+
+    @property
+    def options(self) -> Options:
+        """Of the session, then."""
 
 
 class Profiled(Protocol):
@@ -31,6 +41,10 @@ class Profiled(Protocol):
     @property
     def ranks(self) -> Sequence[RankFigures]:
         """Of all ranks that took part."""
+
+    @property
+    def setting(self) -> Setting:
+        """What was profiled."""
 
 
 def findings(profile: Profiled | None, session: Session | None) -> tuple[Finding, ...]:
@@ -43,15 +57,34 @@ def findings(profile: Profiled | None, session: Session | None) -> tuple[Finding
     if session is None:
         return (note(TOPIC, "no session was started", "start one with a %%distribute cell"),)
     errors, frames = last_errors(session)
+    before = profile.setting.options if profile is not None else session.options
+    older = _engine(before) != _engine(session.options)
     case = Case(
-        figures=profile.ranks if profile is not None else (),
+        figures=profile.ranks if profile is not None and not older else (),
         options=session.options,
         hardware=session.hardware,
         errors=errors,
         frames=frames,
         host_bytes=machine.host_bytes(),
     )
+    if older:
+        return (*recognised(case), _older(before, session.options))
     return (*recognised(case), *_unseen(case))
+
+
+def _engine(options: Options) -> Options:
+    """What decides how the engine lays the model out and moves it."""
+    return replace(options, accumulate=1, precision=None)
+
+
+def _older(before: Options, now: Options) -> Finding:
+    """The figures are those of another engine."""
+    was, is_now = before.describe(), now.describe()
+    words = (
+        f"{was}, and the engine is now {is_now}" if was != is_now else f"{was} with other config"
+    )
+    says = f"the last profile is of {words}: only the options and last errors were looked at"
+    return note(TOPIC, says, "%nbdist profile, then %nbdist doctor --run")
 
 
 def recognised(case: Case) -> tuple[Finding, ...]:
@@ -83,12 +116,7 @@ def out_of_memory(case: Case) -> Finding | None:
     said = case.error(NO_MEMORY)
     if not said:
         return None
-    return problem(
-        "memory",
-        said,
-        "%nbdist plan says what would fit; a smaller micro-batch with --accumulate, or"
-        " --activation-checkpointing, is the least change",
-    )
+    return problem("memory", said, LESS_MEMORY)
 
 
 def _unseen(case: Case) -> list[Finding]:

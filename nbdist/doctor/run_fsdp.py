@@ -6,9 +6,9 @@ accelerate/utils/dataclasses.py); what they do is read in the files that the rul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nbdist.doctor.case import NO_MEMORY, PINNING
+from nbdist.doctor.case import LESS_MEMORY, NO_MEMORY, PINNING
 from nbdist.doctor.finding import note, problem, size
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ SMALL_BYTES = 1 << 20
 _GATHERING = r"all_?gather|unshard|foreach_all_gather"
 _NEARLY_ALL = 0.8
 _SMALLEST_UNIT, _UNITS_WANTED, _LARGEST_UNIT = 10_000, 8, 10_000_000
+_LAYERS = 16
+"""Of a block of a transformer, which as a rule is a unit: its smallest layer is a twelfth of it."""
 
 
 def gathered_out_of_memory(case: Case) -> Finding | None:
@@ -41,11 +43,11 @@ def gathered_out_of_memory(case: Case) -> Finding | None:
         # and gathers more units than fit; a prefetch holds one more.
         changed |= {"limit_all_gathers": True, "backward_prefetch": "NO_PREFETCH"}
         changed |= {"forward_prefetch": False}
-    changed |= _smaller_units(case)
+    changed |= _layers(case)
     return problem(
         "all_gather",
         f"out of memory while parameters were gathered: {said}",
-        case.fsdp_line(**changed),
+        case.fsdp_line(**changed) or LESS_MEMORY,
     )
 
 
@@ -57,11 +59,17 @@ def one_unit(case: Case) -> Finding | None:
     # accelerate 1.15 makes units of the ends (embedding, head) even under NO_WRAP
     if model.largest_unit < _NEARLY_ALL * model.params:
         return None
+    changed, now = _eighths(case), int(case.fsdp("min_num_params") or 0)
+    if 0 < now <= changed["min_num_params"]:  # and one unit nevertheless
+        changed["min_num_params"] = max(_SMALLEST_UNIT, now // 4)
+    line = case.fsdp_line(**changed)
+    if not line:
+        return None
     return note(
         "FSDP units",
         f"one unit has {model.largest_unit / model.params:.0%} of the parameters: every rank"
         " gathers nearly all of the model at once, before it computes anything",
-        case.fsdp_line(**_smaller_units(case)),
+        line,
     )
 
 
@@ -72,11 +80,13 @@ def small_units(case: Case) -> Finding | None:
     if count < MANY or num_bytes >= SMALL_BYTES or waits < WAITS:
         return None
     # nbdist/trace/units.py cuts by size as accelerate/utils/fsdp_utils.py's policy does.
+    changed = _eighths(case)
+    now = int(case.fsdp("min_num_params") or 0)
     return note(
         "FSDP units",
         f"{count:.0f} all_gathers of {size(num_bytes)} in a step take {waits:.0%} of it: the units"
         " are too small",
-        case.fsdp_line(**_smaller_units(case)),
+        case.fsdp_line(**changed | {"min_num_params": max(2 * now, changed["min_num_params"])}),
     )
 
 
@@ -134,10 +144,20 @@ def pinned(case: Case) -> Finding | None:
     )
 
 
-def _smaller_units(case: Case) -> dict[str, object]:
+def _eighths(case: Case) -> dict[str, Any]:
     """About eight units, and not too large ones."""
     params = case.model.params if case.model is not None else _LARGEST_UNIT * _UNITS_WANTED
     smallest = max(_SMALLEST_UNIT, min(params // _UNITS_WANTED, _LARGEST_UNIT))
+    return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": smallest}
+
+
+def _layers(case: Case) -> dict[str, object]:
+    """Each layer a unit of its own, and never larger units than now: they did not fit."""
+    model, said = case.model, int(case.fsdp("min_num_params") or 0)
+    known = [_LARGEST_UNIT, said // 2] if said else [_LARGEST_UNIT]
+    # without a profile any layer is smaller than the block that it is in
+    known.append(model.largest_unit // _LAYERS if model is not None else 0)
+    smallest = max(_SMALLEST_UNIT, min(known))
     return {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": smallest}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.doctor.case import NO_MEMORY, PINNING
+from nbdist.doctor.case import LESS_MEMORY, NO_MEMORY, PINNING
 from nbdist.doctor.finding import note, problem, size
 from nbdist.doctor.run_fsdp import GATHERS, MANY, SMALL_BYTES, WAITS
 
@@ -37,14 +37,18 @@ def gathered_out_of_memory(case: Case) -> Finding | None:
     if case.options.strategy.level == SHARDED:
         # zero/partitioned_param_coordinator.py: fetches ahead while fewer are live than allowed
         line = case.zero_line(
-            stage3_max_live_parameters=_LIVE // 10,
-            stage3_max_reuse_distance=_LIVE // 10,
-            stage3_prefetch_bucket_size=_PREFETCH // 5,
+            stage3_max_live_parameters=_less(case, "stage3_max_live_parameters", _LIVE // 10),
+            stage3_max_reuse_distance=_less(case, "stage3_max_reuse_distance", _LIVE // 10),
+            stage3_prefetch_bucket_size=_less(case, "stage3_prefetch_bucket_size", _PREFETCH // 5),
         )
     else:
         # zero/stage_1_and_2.py: updated weights are gathered in pieces of this many elements
-        line = case.zero_line(allgather_bucket_size=_BUCKET // 10, reduce_bucket_size=_BUCKET // 10)
-    return problem("all_gather", f"out of memory while parameters were gathered: {said}", line)
+        line = case.zero_line(
+            allgather_bucket_size=_less(case, "allgather_bucket_size", _BUCKET // 10),
+            reduce_bucket_size=_less(case, "reduce_bucket_size", _BUCKET // 10),
+        )
+    says = f"out of memory while parameters were gathered: {said}"
+    return problem("all_gather", says, line or LESS_MEMORY)
 
 
 def small_parameters(case: Case) -> Finding | None:
@@ -55,11 +59,13 @@ def small_parameters(case: Case) -> Finding | None:
     if not sharded or count < MANY or num_bytes >= SMALL_BYTES or waits < WAITS:
         return None
     now = _number(case.zero("stage3_param_persistence_threshold"), _PERSISTENT)
+    changed, why = _held_back(case)
+    changed["stage3_param_persistence_threshold"] = max(10 * now, _PERSISTENT)
     return note(
         "small modules",
         f"{count:.0f} all_gathers of {size(num_bytes)} in a step take {waits:.0%} of it:"
-        f" parameters above {now} elements are shared out one by one",
-        case.zero_line(stage3_param_persistence_threshold=now * 10),
+        f" {', '.join([f'parameters above {now} elements are shared out one by one', *why])}",
+        case.zero_line(**changed),
     )
 
 
@@ -72,19 +78,31 @@ def slow_gathers(case: Case) -> Finding | None:
         return None
     prefetch = _number(case.zero("stage3_prefetch_bucket_size"), _PREFETCH)
     largest = case.model.largest_unit if case.model is not None else 0
-    changed: dict[str, object] = {"stage3_prefetch_bucket_size": max(4 * prefetch, largest)}
-    why = [f"at most {prefetch:,} parameters are fetched ahead"]
+    changed, why = _held_back(case)
+    changed["stage3_prefetch_bucket_size"] = max(4 * prefetch, largest, _PREFETCH)
+    ahead = f"at most {prefetch:,} parameters are fetched ahead"
+    return note(
+        "slow ZeRO-3",
+        f"{waits:.0%} of a step waits for all_gather: {', '.join(dict.fromkeys([ahead, *why]))}",
+        case.zero_line(**changed),
+    )
+
+
+def _held_back(case: Case) -> tuple[dict[str, object], list[str]]:
+    """What the user's config takes from the fetching ahead, given back; and why."""
+    changed: dict[str, object] = {}
+    why = []
+    prefetch = _number(case.zero("stage3_prefetch_bucket_size"), _PREFETCH)
+    if prefetch < _PREFETCH // 10:
+        changed["stage3_prefetch_bucket_size"] = _PREFETCH
+        why.append(f"at most {prefetch:,} parameters are fetched ahead")
     if case.zero("overlap_comm") is False:  # zero/config.py: true under stage 3 unless said
         changed["overlap_comm"] = True
         why.append("overlap_comm is off")
     if _number(case.zero("stage3_max_live_parameters"), _LIVE) < _LIVE:
         changed |= {"stage3_max_live_parameters": _LIVE, "stage3_max_reuse_distance": _LIVE}
         why.append("parameters are given up early (stage3_max_live_parameters)")
-    return note(
-        "slow ZeRO-3",
-        f"{waits:.0%} of a step waits for all_gather: {', '.join(why)}",
-        case.zero_line(**changed),
-    )
+    return changed, why
 
 
 def small_buckets(case: Case) -> Finding | None:
@@ -132,7 +150,7 @@ def pinned(case: Case) -> Finding | None:
     said = case.error(PINNING) or case.error(NO_MEMORY, PINNING)
     if said:  # zero/offload_config.py: "Disable only on hosts with tight memlock limits"
         says = f"no more host memory can be page-locked: {said}"
-        return problem("pinned memory", says, case.zero_line(**changed))
+        return problem("pinned memory", says, case.zero_line(**changed) or LESS_MEMORY)
     on_host = case.options.offload_device == "cpu" and case.hardware.kind == "cuda"
     pins = _section(case, "offload_optimizer").get("pin_memory", True)
     need = _STATE_BYTES * case.model.params if case.model is not None else 0
@@ -152,19 +170,20 @@ def nvme(case: Case) -> Finding | None:
     depth = _number(aio.get("queue_depth"), _AIO_DEPTH)
     # zero/offload_config.py: reads and writes of the next tile run beside the computing
     pipelined = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 5}
+    line = case.deepspeed_line(
+        {
+            "aio": {
+                "block_size": max(8 * _AIO_BLOCK, block),
+                "queue_depth": max(4 * _AIO_DEPTH, depth),
+            },
+            "zero_optimization": {"offload_optimizer": pipelined},
+        }
+    )
     return note(
         "NVMe",
         f"{waits:.0%} of a step moves state to and from the disk, in blocks of {size(block)},"
         f" {depth} at a time",
-        case.deepspeed_line(
-            {
-                "aio": {
-                    "block_size": max(8 * _AIO_BLOCK, block),
-                    "queue_depth": max(4 * _AIO_DEPTH, depth),
-                },
-                "zero_optimization": {"offload_optimizer": pipelined},
-            }
-        ),
+        line or "the disk is the limit: --offload cpu, where host memory holds it",
     )
 
 
@@ -176,6 +195,11 @@ def _section(case: Case, name: str) -> dict[str, object]:
 def _number(value: object, default: int) -> int:
     """A number of elements; "auto" and what is not said are the default."""
     return int(value) if isinstance(value, (int, float)) else default
+
+
+def _less(case: Case, key: str, wanted: int) -> int:
+    """So many elements, and at the most half of what the config in force has."""
+    return min(wanted, _number(case.zero(key), 2 * wanted) // 2)
 
 
 RULES = (

@@ -5,6 +5,7 @@ What it measured counts in every later plan for this machine.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import wire
+from nbdist.errors import OptionError
 from nbdist.kernel.status_line import StatusLine
 from nbdist.kernel.unstopped import not_stopped
 from nbdist.paths import expanded
@@ -19,7 +21,6 @@ from nbdist.plan import cost, here, learning
 from nbdist.plan.speeds import COLLECTIVES, Disk
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Mapping
 
     from nbdist.kernel.gang import Gang
@@ -106,8 +107,11 @@ def calibrate(
             session offloads to is measured in any case.
 
     Raises:
+        OptionError: nothing can be written in the folder `disk`.
         SessionError: the ranks cannot be measured; nothing was kept.
     """
+    if isinstance(disk, (str, os.PathLike)) and hardware.nodes == 1:
+        _check_disk(disk)
     kind = hardware.kind
     began, precision = time.monotonic(), options.precision or "no"
     request = wire.BandwidthRequest(
@@ -149,6 +153,20 @@ def _folder(disk: str | os.PathLike[str] | Literal[True] | None, options: Option
     return tempfile.gettempdir() if disk is True else None
 
 
+def _check_disk(disk: str | os.PathLike[str]) -> None:
+    """Raise OptionError where nothing can be written, before the ranks measure for seconds."""
+    try:
+        with tempfile.TemporaryFile(dir=expanded(disk)):
+            return
+    except OSError as error:
+        why = error.strerror or error
+        message = (
+            f"--disk {os.fspath(disk)}: nothing can be written there ({why}); name a folder on the"
+            " disk that is to be measured."
+        )
+        raise OptionError(message) from None
+
+
 def _lines(
     figures: Mapping[int, Mapping[str, Any]], before: Cluster, after: Cluster, *, kinds: list[str]
 ) -> Iterator[Line]:
@@ -169,8 +187,10 @@ def _lines(
             before=_flops(then_device.reached(asked)),
         )
     precision = _PRECISIONS.get(kinds[-1], kinds[-1])
+    own = min(one["memory"] for one in figures.values())
+    yield Line(what="elementwise kernels", measured=_speed(own))
     yield Line(
-        what="elementwise kernels",
+        what="  of these in a training loop",
         measured=_speed(device.memory_reached(precision)),
         before=_speed(then_device.memory_reached(precision)),
     )

@@ -37,6 +37,7 @@ def judged(session: Session, gang: Gang, one: Profiling) -> Profile:
         figures,
         setting,
         remarks=lint.confirmed(lint.remarks(one.sources), figures, bf16=session.hardware.bf16),
+        loader_text=lint.loader(one.sources),
         before=session.profiles[-1] if session.profiles else None,
         notes=_absent(one, session.world_size),
     )

@@ -7,12 +7,15 @@ goes to the ranks with the next cell, so that nothing of it outlives a cell on a
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Self
 
 from nbdist import ranks as rank_names
@@ -22,7 +25,6 @@ from nbdist.paths import expanded
 from nbdist.profile.figures import RankFigures
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Sequence
 
     from nbdist.kernel.cell import Cell
@@ -54,6 +56,26 @@ class Wish:
     memory: bool = True
 
     @classmethod
+    def given(cls, profile: object) -> Self | None:
+        """Read what `Session.run` is given as `profile`; None: no profile.
+
+        Raises:
+            OptionError: neither a truth nor the arguments of `of`, or one of these is not allowed.
+        """
+        if profile is None or profile is False:
+            return None
+        known = [one.name for one in fields(cls)]
+        if profile is True:
+            return cls.of()
+        if isinstance(profile, Mapping) and profile.keys() <= set(known):
+            return cls.of(**profile)
+        message = (
+            f"profile={profile!r}: give True, False, or a dict of {', '.join(known)}, as"
+            ' profile={"steps": 10}.'
+        )
+        raise OptionError(message)
+
+    @classmethod
     def of(
         cls,
         steps: int | None = None,
@@ -72,10 +94,21 @@ class Wish:
                 " out to stop when the figures are stable."
             )
             raise OptionError(message)
+        _check_types(trace, memory)
         folder = None if trace is None else Path.cwd() / expanded(trace)
         if folder is not None:
             _check_writable(folder)
         return cls(steps=steps, trace=folder, memory=memory)
+
+
+def _check_types(trace: object, memory: object) -> None:
+    """Raise OptionError for what is no folder's name, or no truth."""
+    if not isinstance(trace, (str, os.PathLike, NoneType)) or trace == "":
+        message = f"--trace {trace!r}: name a folder for the traces, or leave it out."
+        raise OptionError(message)
+    if not isinstance(memory, bool):
+        message = f"memory={memory!r}: give True or False."
+        raise OptionError(message)
 
 
 def _check_writable(folder: Path) -> None:

@@ -468,13 +468,14 @@ class Session:
 
         Raises:
             SyntaxError: of the code, or nothing to run; nothing was sent.
+            OptionError: `profile` is none of the above.
             CellError: the code raised on a rank.
             CellInterrupted: Stop was pressed; the ranks keep their variables.
             RankDied: a rank ended; its message says how.
             SessionBusy: a background cell is still running.
         """
         source.check(code)
-        wish = None if profile is False else Wish.of(**({} if profile is True else profile))
+        wish = Wish.given(profile)
         chosen = rank_names.chosen(ranks, self.world_size)
         shown = self._shown(output)
         self._ensure_free()

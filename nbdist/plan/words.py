@@ -15,11 +15,11 @@ def gib(size: float, *, unit: bool = False) -> str:
 
 
 def size(bytes_: float) -> str:
-    """Bytes in the unit that fits: "36.4 TiB", "31.2 GiB", "12.0 MiB"."""
-    for power, unit in ((40, "TiB"), (30, "GiB")):
+    """Bytes in the unit that fits: "36.4 TiB", "31.2 GiB", "12.0 MiB", "0.5 KiB"."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
         if bytes_ >= 1 << power:
             return f"{bytes_ / (1 << power):.1f} {unit}"
-    return f"{bytes_ / (1 << 20):.1f} MiB"
+    return f"{bytes_ / (1 << 10):.1f} KiB" if bytes_ > 0 else "0.0 MiB"
 
 
 def count(number: float) -> str:

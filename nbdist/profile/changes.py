@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from nbdist.profile import engine, gains
 from nbdist.profile.advice import CHEAP, Advice
 from nbdist.profile.lint_loaders import OF_TRAINER
+from nbdist.profile.loader_calls import made_anew
 from nbdist.profile.words import source, time
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from nbdist.profile.verdict import Blame
 
 MOST = 3
+_DIVIDED = (
+    " An IterableDataset has to divide its samples among them (torch.utils.data.get_worker_info)."
+)
 _TRAINS = re.compile(r"\b(?:step|backward|model)\(")
 """A line that no training can do less often."""
 
@@ -74,7 +78,7 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
             yield Advice(
                 title="pin_memory=True",
                 why="Copies from page-locked memory take about half as long.",
-                line="DataLoader(..., pin_memory=True)",
+                line=made_anew(profile.loader_text, pin_memory=True),
                 gain=gains.pinned(profile),
                 change={"pin_memory": True},
             )
@@ -83,23 +87,33 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
     if loader is None or found is None:
         return
     count, gain = found
-    trainer = _of_kind(profile, "num_workers")
+    told = _of_kind(profile, "num_workers")
     line = (
-        f"TrainingArguments(..., {OF_TRAINER}={count}, dataloader_persistent_workers=True)"
-        if trainer and trainer.change.startswith(OF_TRAINER)
-        else f"DataLoader(..., num_workers={count}, persistent_workers=True)"
+        f"# {told.cell}, line {told.line}: TrainingArguments(...,"
+        f" {OF_TRAINER}={count}, dataloader_persistent_workers=True)"
+        if told and told.change.startswith(OF_TRAINER)
+        else made_anew(profile.loader_text, num_workers=count, persistent_workers=True)
     )
     now = f"{loader.num_workers} workers" if loader.num_workers else "the main thread"
     yield Advice(
         title=f"num_workers={count}",
         why=(
-            f"Batches are made by {now} and a step waits {time(profile.parts['data'])} for them;"
+            f"Batches are made by {now} and a step waits {time(profile.data_s)} for them;"
             f" {count} workers make them while the ranks compute{_at(profile, 'num_workers')}."
+            f"{_more_than_cores(profile, count)}{_DIVIDED if profile.reader else ''}"
         ),
         line=line,
         gain=gain,
         change={"num_workers": count},
     )
+
+
+def _more_than_cores(profile: Profile, count: int) -> str:
+    """Why so many are advised although torch itself warns of more workers than cores."""
+    cores, loader = profile.setting.cluster.num_cpus, profile.loader
+    if not cores or count <= cores or loader is None or not loader.fetch_s:
+        return ""
+    return f" They wait more than they compute, so {count} do no harm on {cores} cores."
 
 
 def _straggler(profile: Profile, blame: Blame) -> Iterator[Advice]:

@@ -12,7 +12,8 @@ from nbdist.profile.advice import Advice
 from nbdist.profile.calibrated import doublings, enough
 from nbdist.profile.compared import NAMES
 from nbdist.profile.gains import NEARLY, without
-from nbdist.profile.verdict import unhidden_unit, usual
+from nbdist.profile.loader_calls import made_anew
+from nbdist.profile.verdict import gathers_much, unhidden_unit, usual
 from nbdist.profile.words import time
 
 if TYPE_CHECKING:
@@ -51,10 +52,11 @@ def changes(profile: Profile, planner: Planner, kinds: AbstractSet[Kind]) -> Ite
         yield from _switched(planner, planner.replicated())
         if unhidden_unit(profile):
             yield from _units(profile, planner)
-    if kinds & _LARGER:
+    often = gathers_much(profile)
+    if kinds & _LARGER or often:
         yield from _accumulated(planner)
-    if kinds & _LARGER or _tiny(profile):
-        yield from _larger(planner)
+    if kinds & _LARGER or often or _tiny(profile):
+        yield from _larger(profile, planner)
     if now.offload != "none":
         yield from _switched(planner, replace(now, offload="none", offload_params=False))
     if now.activation_checkpointing:
@@ -152,7 +154,7 @@ def _accumulated(planner: Planner) -> Iterator[Advice]:
         )
 
 
-def _larger(planner: Planner) -> Iterator[Advice]:
+def _larger(profile: Profile, planner: Planner) -> Iterator[Advice]:
     """Larger micro-batches, as far as they fit."""
     found = [
         (count, made)
@@ -167,7 +169,7 @@ def _larger(planner: Planner) -> Iterator[Advice]:
                 f"It fits by the planner ({size(made.row.device_bytes)} of a device), and what a"
                 " step costs whatever its batch is shared by more samples."
             ),
-            line=f"DataLoader(..., batch_size={count})",
+            line=made_anew(profile.loader_text, batch_size=count),
             gain=made.gain,
             change={"micro_batch": count},
         )

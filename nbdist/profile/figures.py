@@ -98,6 +98,8 @@ class Loader:
     """Taken in a step."""
     fetch_s: float
     """That one batch takes to make where nothing is fetched ahead; 0 where it is not known."""
+    fetch_cpu_s: float = 0.0
+    """Of these, the main thread computed; the rest it waited, as for a disk."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -62,22 +62,45 @@ def workers(profile: Profile) -> tuple[int, Gain] | None:
 
     While a step computes, W workers make W batches in the time of one. What they do not make
     during the rest of the step, R, is waited for: max(0, n f / W - R) for n batches of f
-    seconds.
+    seconds. On CPU ranks batches that are computed take cores from the ranks all the same.
     """
     loader = profile.loader
     if loader is None:
         return None
-    step, data = profile.step_s, profile.parts["data"]
+    step, data = profile.step_s, profile.data_s
     rest = max(0.0, step - data)
     fetch = _fetch_s(profile, loader)
+    shared = _computing_s(loader) / _cores(profile) if profile.kind == "cpu" else 0.0
     found: list[tuple[int, Gain]] = []
-    count = 2 * max(1, loader.num_workers)
-    while count <= max(_MOST_WORKERS, 2 * loader.num_workers):
+    most = _most(profile, loader)
+    count = min(most, 2 * max(1, loader.num_workers))
+    while loader.num_workers < count <= most:
         left = max(0.0, _UNEVEN * fetch / count - rest) + _NEVER_FETCHED_AHEAD * fetch / count
-        found.append((count, Gain.of(step, rest + min(data, left), max(0.0, data - left))))
+        left = min(data, max(left, shared))
+        found.append((count, Gain.of(step, rest + left, data - left)))
         count *= 2
-    best = max(gain.faster for _, gain in found)
+    best = max((gain.faster for _, gain in found), default=0.0)
     return next((one for one in found if one[1].faster >= NEARLY * best > 0), None)
+
+
+def _most(profile: Profile, loader: Loader) -> int:
+    """Workers that compute need cores; those that wait for a disk or a network do not."""
+    if _computing_s(loader) > loader.fetch_s * loader.batches / 2:
+        return max(1, int(min(_MOST_WORKERS, _cores(profile))))
+    return max(_MOST_WORKERS, 2 * loader.num_workers)
+
+
+def _computing_s(loader: Loader) -> float:
+    """Seconds of a core that the batches of a step take; 0 where it is not known."""
+    return loader.fetch_cpu_s * loader.batches
+
+
+def _cores(profile: Profile) -> float:
+    """Of the machine, for one rank; as many as are ever wanted where nobody said."""
+    cluster = profile.setting.cluster
+    if cluster.num_cpus is None:
+        return _MOST_WORKERS
+    return cluster.num_cpus * cluster.nodes / len(cluster.devices)
 
 
 NEARLY = 0.9
@@ -89,7 +112,7 @@ def _fetch_s(profile: Profile, loader: Loader) -> float:
     if loader.fetch_s > 0:
         return loader.fetch_s * max(1.0, loader.batches)
     if loader.num_workers == 0:
-        return profile.parts["data"]
+        return profile.data_s
     return profile.step_s * loader.num_workers  # it is them that the step waits for
 
 

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 from nbdist.profile import lint_loaders, lint_loops, lint_modes
 from nbdist.profile.cells import parsed
 from nbdist.profile.confirm import confirmed
+from nbdist.profile.loader_calls import Followed, text_of
 from nbdist.profile.loops import step_loops
 from nbdist.profile.walk import events
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from nbdist.profile.loader_calls import LoaderText
     from nbdist.profile.remark import Remark
     from nbdist.profile.walk import Event
 
-__all__ = ["confirmed", "remarks"]
+__all__ = ["confirmed", "loader", "remarks"]
 
 _MOST_CELLS = 64
 """Those of before define what the last one calls."""
@@ -34,23 +36,38 @@ def remarks(cells: Sequence[tuple[str, str]]) -> list[Remark]:
         cells: name and text, the oldest first: [("In[3]", "..."), ...]. What the earlier ones
             define is known; loops that they ran are not judged again.
     """
-    read = [parsed(name, source) for name, source in cells[-_MOST_CELLS:]]
-    if not read or read[-1] is None:
-        return []
-    known = [one for one in read if one is not None]
     try:
-        found = list(_found(events(known), known[-1].lines))
+        all_events = _events(cells)
+        found = list(_found(all_events)) if all_events else []
     except RecursionError:
         return []  # thousands of brackets: nobody's training loop
     unique = {(one.kind, one.cell, one.line): one for one in reversed(found)}
     return sorted(unique.values(), key=lambda one: (one.cell, one.line))
 
 
-def _found(all_events: list[Event], lines: list[str]) -> Iterator[Remark]:
-    root = all_events[-1].root if all_events else None
-    if root is None or root.lines is not lines:
-        return
-    loops = step_loops(all_events, root)
+def loader(cells: Sequence[tuple[str, str]]) -> LoaderText | None:
+    """The call that made the only loader of the last cell's loops; None where it is not clear."""
+    try:
+        all_events = _events(cells)
+        loops = step_loops(all_events, all_events[-1].root) if all_events else []
+        made = {id(one.call): one for loop in loops for one in Followed(loop, all_events).likely}
+    except RecursionError:
+        return None
+    return text_of(*made.values()) if len(made) == 1 else None
+
+
+def _events(cells: Sequence[tuple[str, str]]) -> list[Event]:
+    """What running the cells comes by; nothing where the last one cannot be read."""
+    read = [parsed(name, source) for name, source in cells[-_MOST_CELLS:]]
+    known = [one for one in read if one is not None]
+    if not known or read[-1] is None:
+        return []
+    found = events(known)
+    return found if found and found[-1].root is known[-1] else []
+
+
+def _found(all_events: list[Event]) -> Iterator[Remark]:
+    loops = step_loops(all_events, all_events[-1].root)
     for loop in loops:
         yield from lint_loops.look(loop, all_events)
         yield from lint_modes.modes(loop, all_events)

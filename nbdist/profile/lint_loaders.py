@@ -5,19 +5,17 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from nbdist.profile.loader_calls import HARMLESS, Followed
 from nbdist.profile.remark import remark
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from nbdist.profile.loader_calls import Source
     from nbdist.profile.loops import StepLoop
     from nbdist.profile.remark import Remark
     from nbdist.profile.walk import Event
 
-_HARMLESS = frozenset(
-    {"cycle", "enumerate", "iter", "islice", "len", "next", "print", "tqdm", "trange", "zip"}
-)
-"""What may take a loader and leave it as it is."""
 OF_TRAINER = "dataloader_num_workers"
 """What a Trainer calls it."""
 _BY_PLACE = 3
@@ -36,24 +34,24 @@ _SHARES = frozenset(
     }
 )
 """Words of code that divides its data by itself."""
+_OF_ALL = frozenset(
+    {"RandomSampler", "SequentialSampler", "SubsetRandomSampler", "WeightedRandomSampler"}
+)
+"""Samplers that take from all samples on every rank."""
 
 
 def look(loop: StepLoop, before: Sequence[Event]) -> Iterator[Remark]:
     """What its loader lacks; the first two only a profile can weigh."""
-    made = _made(before)
-    used = _used(loop, before) & made.keys()
-    certain = bool(used)
-    if not used and len(made) == 1:  # through ways that names do not show
-        used = set(made)
-    for name in sorted(used):
-        event, call = made[name]
-        given = {one.arg: one.value for one in call.keywords}
-        if None in given or len(call.args) > _BY_PLACE:
+    followed = Followed(loop, before)
+    sure = bool(followed.sources)
+    for one in followed.likely:
+        given = {key.arg: key.value for key in one.call.keywords}
+        if None in given or len(one.call.args) > _BY_PLACE:
             continue  # **options: anything may be in them
         workers = given.get("num_workers")
         if workers is None or _is(workers, 0):
             yield remark(
-                event,
+                one.event,
                 "num_workers",
                 "num_workers=0: the loop makes each batch itself, and nothing computes meanwhile",
                 "num_workers=4, persistent_workers=True",
@@ -62,15 +60,15 @@ def look(loop: StepLoop, before: Sequence[Event]) -> Iterator[Remark]:
             )
         if given.get("pin_memory") is None or _is(given["pin_memory"], value=False):
             yield remark(
-                event,
+                one.event,
                 "pin_memory",
                 "without pin_memory a copy to the GPU cannot run beside the computing",
                 "pin_memory=True",
                 "worth a look",
                 "copies",
             )
-        if certain and not given.keys() & {"sampler", "batch_sampler"}:
-            yield from _unsharded(name, event, before)
+        if sure and _takes_all(given, one.event, before):
+            yield from _unsharded(one, before)
 
 
 def of_trainer(trains: Event, before: Sequence[Event]) -> Remark:
@@ -91,57 +89,58 @@ def of_trainer(trains: Event, before: Sequence[Event]) -> Remark:
     )
 
 
-def _unsharded(name: str, made: Event, before: Sequence[Event]) -> Iterator[Remark]:
+def _takes_all(given: Mapping[str | None, ast.expr], at: Event, before: Sequence[Event]) -> bool:
+    """Whether its samplers, where it is given some, leave nothing to other ranks."""
+    for key in ("sampler", "batch_sampler"):
+        if key not in given:
+            continue
+        made = [given[key], *_written(at.name(given[key]), before)]
+        calls = {_called(one, at) for node in made for one in ast.walk(node)}
+        if not calls & _OF_ALL:
+            return False
+    return True
+
+
+def _written(name: str, before: Sequence[Event]) -> list[ast.expr]:
+    """What a variable was last assigned."""
+    found = [
+        one.node.value
+        for one in before
+        if isinstance(one.node, ast.Assign) and name in map(one.name, one.node.targets)
+    ]
+    return found[-1:] if name else []
+
+
+def _called(node: ast.AST, at: Event) -> str:
+    return at.name(node.func) if isinstance(node, ast.Call) else ""
+
+
+def _unsharded(one: Source, before: Sequence[Event]) -> Iterator[Remark]:
     """A loader that nothing divides: every rank gets all samples."""
+    if not HARMLESS.issuperset(one.way.through):
+        return  # prepared, or in the hands of a function that may do it
     for event in before:
         if _word(event.node) in _SHARES:
             return
         call = event.node
-        if isinstance(call, ast.Call) and event.name(call.func) not in _HARMLESS:
+        if isinstance(call, ast.Call) and event.name(call.func) not in HARMLESS:
             given = [*call.args, *(one.value for one in call.keywords)]
             given = [one.value if isinstance(one, ast.Starred) else one for one in given]
-            if any(event.name(one) == name for part in given for one in ast.walk(part)):
-                return  # prepared, or in the hands of a function that may do it
+            if any(
+                event.name(inner) in one.way.names for part in given for inner in ast.walk(part)
+            ):
+                return
+    name = one.way.names[-1] if one.way.names else "the loop's DataLoader"
     yield remark(
-        made,
+        one.event,
         "sharding",
         f"{name} is not prepared: each rank trains on all samples, and the ranks on the same ones",
-        f"{name} = accelerator.prepare({name})",
+        f"{name} = accelerator.prepare({name})"
+        if one.way.names
+        else "accelerator.prepare(DataLoader(...))",
         "likely",
         "sharded",
     )
-
-
-def _made(before: Sequence[Event]) -> dict[str, tuple[Event, ast.Call]]:
-    """Variable -> the DataLoader call that it was made by."""
-    found: dict[str, tuple[Event, ast.Call]] = {}
-    for event in before:
-        node = event.node
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Call):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if event.name(node.value.func) == "DataLoader":
-                found |= {event.name(one): (event, node.value) for one in targets}
-    return found
-
-
-def _used(loop: StepLoop, before: Sequence[Event]) -> set[str]:
-    """Names in what the loop goes through, or that it calls next() on."""
-    frame = loop.frame
-    sources: list[ast.AST] = [] if isinstance(frame.node, ast.While) else [frame.node.iter]
-    sources += [call for event, call in loop.calls() if event.name(call.func) == "next"]
-    names = {
-        frame.names.get(one.id, one.id)
-        for source in sources
-        for one in ast.walk(source)
-        if isinstance(one, ast.Name)
-    }
-    for event in before:  # batches = iter(loader)
-        node = event.node
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
-            continue
-        if any(event.name(one) in names for one in node.targets):
-            names |= {event.name(one) for one in node.value.args}
-    return names
 
 
 def _word(node: ast.AST) -> str:

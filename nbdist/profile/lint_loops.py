@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _SHOWING = frozenset({"print", "set_postfix", "set_description", "info", "write"})
 _TAKING = frozenset({"cpu", "numpy", "tolist"})
 _NUMBERS = frozenset({"float", "int"})
+_ON_THE_HOST = frozenset({"math", "np", "numpy", "pd", "random", "statistics", "time"})
+"""Modules whose functions give numbers and arrays of the host."""
 _OF_A_RANK = frozenset(
     {
         "accelerator",
@@ -84,7 +86,7 @@ def _waits(loop: StepLoop, event: Event, call: ast.Call) -> str:
     """What of a call waits for the device, in words; "" for nothing."""
     name = event.name(call.func)
     if isinstance(call.func, ast.Attribute) and not call.args:
-        if name == "item":
+        if name == "item" and not _of_the_host(loop, event, call.func.value):
             return ".item()"
         if name in _TAKING and loop.is_tensor(event, call.func.value):
             return f".{name}()"
@@ -94,6 +96,32 @@ def _waits(loop: StepLoop, event: Event, call: ast.Call) -> str:
     if name in _SHOWING and any(loop.shows_tensor(event, one) for one in given):
         return f"{name}() of a tensor"
     return ""
+
+
+def _of_the_host(loop: StepLoop, event: Event, node: ast.AST) -> bool:
+    """Whether numpy or the like has made it, which no device is waited for."""
+    root = _root(node)
+    if isinstance(root, ast.Name) and not isinstance(node, ast.Name):
+        return root.id in _ON_THE_HOST or _of_the_host(loop, event, root)
+    made = [
+        one.node.value
+        for one in loop.events
+        if isinstance(one.node, ast.Assign)
+        and any(
+            isinstance(target, ast.Name) and one.name(target) == event.name(node)
+            for target in one.node.targets
+        )
+    ]
+    roots = [_root(one) for one in made if isinstance(one, ast.Call)]
+    of_host = [one for one in roots if isinstance(one, ast.Name) and one.id in _ON_THE_HOST]
+    return bool(made) and len(of_host) == len(made)
+
+
+def _root(node: ast.AST) -> ast.AST:
+    """The first name of a chain: `np` of np.mean(x)[0]."""
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node
 
 
 def _is_item_of_tensor(loop: StepLoop, event: Event, call: ast.Call) -> bool:
@@ -186,11 +214,14 @@ def _accumulated(loop: StepLoop) -> Iterator[Remark]:
 
 
 def _guarded(loop: StepLoop) -> tuple[Event, Sure, int | None] | None:
-    """`if step % 8 == 0: optimizer.step()`."""
-    backwards = [len(one.asked(loop.frame)) for one in loop.backwards]
+    """`if step % 8 == 0: optimizer.step()`, with backwards that are not under the same condition.
+
+    A second optimizer that trains now and then, as a GAN's generator, has its own backward there.
+    """
+    rare = {test for one in loop.backwards for test in one.asked(loop.frame)}
     for step in loop.steps:
-        for test in step.asked(loop.frame)[min(backwards) :]:
-            if _has_modulo(test):
+        for test in step.asked(loop.frame):
+            if _has_modulo(test) and test not in rare:
                 return step, "certain", _number(test)
     return None
 

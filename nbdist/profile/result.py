@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nbdist.profile.calibrated import Planner
     from nbdist.profile.compared import Straggler
     from nbdist.profile.figures import Loader, Model, Part, RankFigures, Traffic
+    from nbdist.profile.loader_calls import LoaderText
     from nbdist.profile.remark import Remark
     from nbdist.profile.verdict import Blame
     from nbdist.strategies import Options
@@ -52,6 +53,8 @@ class Profile:
     setting: Setting
     remarks: tuple[Remark, ...] = ()
     """On the text of the cell."""
+    loader_text: LoaderText | None = None
+    """The call that made the loop's loader, where the cells show it."""
     before: Profile | None = field(default=None, repr=False)
     """The profile before this one, whose advice may have been taken."""
     told: tuple[str, ...] = ()
@@ -64,6 +67,7 @@ class Profile:
         setting: Setting,
         *,
         remarks: Sequence[Remark] = (),
+        loader_text: LoaderText | None = None,
         before: Profile | None = None,
         notes: Sequence[str] = (),
     ) -> Self:
@@ -73,6 +77,7 @@ class Profile:
             figures: of each rank that took part; at least one.
             setting: what was profiled.
             remarks: on the text of the cell, confirmed by these figures.
+            loader_text: the call that made the loop's loader, where the cells show it.
             before: the session's profile before this one.
             notes: sentences that a reader must know: who did not take part, and why.
 
@@ -87,6 +92,7 @@ class Profile:
             ranks=ranks,
             setting=setting,
             remarks=tuple(remarks),
+            loader_text=loader_text,
             before=before and before.alone(),
             told=(*notes, *unknown),
         )
@@ -97,6 +103,7 @@ class Profile:
             ranks=self.ranks,
             setting=self.setting,
             remarks=self.remarks,
+            loader_text=self.loader_text,
             told=self.told,
         )
 
@@ -155,8 +162,19 @@ class Profile:
     @property
     def loader(self) -> Loader | None:
         """The loader that the loop took the most batches from."""
-        loaders = self.ranks[0].loaders
+        loaders = (self.reader or self.ranks[0]).loaders
         return max(loaders, key=lambda one: one.batches, default=None)
+
+    @property
+    def reader(self) -> RankFigures | None:
+        """The rank that takes batches for all, as accelerate does with an IterableDataset."""
+        reading = [one for one in self.ranks if one.loaders]
+        return reading[0] if len(reading) == 1 < len(self.ranks) else None
+
+    @property
+    def data_s(self) -> float:
+        """Seconds that a step waits for batches: all ranks wait for one that reads alone."""
+        return self.reader.parts.get("data", 0.0) if self.reader else self.parts["data"]
 
     @property
     def kind(self) -> str:
@@ -207,8 +225,14 @@ class Profile:
 
     @cached_property
     def slowest(self) -> Straggler | None:
-        """The rank that the others wait for, and why; None where there is none."""
-        return compared.straggler(self.ranks)
+        """The rank that the others wait for, and why; None where there is none.
+
+        Who reads for all is slow in it for all: that is the loader's fault, not the rank's.
+        """
+        slow, reader = compared.straggler(self.ranks), self.reader
+        if slow and reader and (slow.rank, slow.part) == (reader.rank, "data"):
+            return None
+        return slow
 
     @property
     def straggler(self) -> int | None:

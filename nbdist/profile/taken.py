@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def gained(before: Profile, now: Profile) -> str:
     """What advice of the profile before was taken, what it promised and what it brought."""
-    taken = [one for one in before.advice if _taken(one, before, now)]
+    taken = [one for one in before.advice if _taken(one, now)]
     if not taken or not _alike(before, now, taken):
         return ""
     was, is_now = _speed(before), _speed(now)
@@ -46,37 +46,33 @@ def _speed(profile: Profile) -> float:
     return profile.samples_per_s or 1 / profile.step_s
 
 
-def _taken(one: Advice, before: Profile, now: Profile) -> bool:
+def _taken(one: Advice, now: Profile) -> bool:
     """Whether the profile now shows the change."""
-    return any(_RECOGNISED[name](value, before, now) for name, value in one.change.items())
+    return any(_RECOGNISED[name](value, now) for name, value in one.change.items())
 
 
-def _options_taken(wanted: dict[str, Any], _before: Profile, now: Profile) -> bool:
+def _options_taken(wanted: dict[str, Any], now: Profile) -> bool:
     options = now.options.to_json()
     return all(options[name] == value for name, value in wanted.items())
 
 
-def _micro_batch_taken(wanted: int, _before: Profile, now: Profile) -> bool:
+def _micro_batch_taken(wanted: int, now: Profile) -> bool:
     return now.model is not None and now.model.samples == wanted
 
 
-def _workers_taken(_wanted: int, before: Profile, now: Profile) -> bool:
-    return (
-        before.loader is not None
-        and now.loader is not None
-        and now.loader.num_workers > before.loader.num_workers
-    )
+def _workers_taken(wanted: int, now: Profile) -> bool:
+    return now.loader is not None and now.loader.num_workers >= wanted
 
 
-def _pinning_taken(_wanted: bool, _before: Profile, now: Profile) -> bool:  # noqa: FBT001 - a value of `change`
+def _pinning_taken(_wanted: bool, now: Profile) -> bool:  # noqa: FBT001 - a value of `change`
     return now.loader is not None and now.loader.pin_memory
 
 
-def _units_taken(wanted: int, _before: Profile, now: Profile) -> bool:
+def _units_taken(wanted: int, now: Profile) -> bool:
     return now.model is not None and 0 < now.model.largest_unit <= wanted
 
 
-_RECOGNISED: dict[str, Callable[[Any, Profile, Profile], bool]] = {
+_RECOGNISED: dict[str, Callable[[Any, Profile], bool]] = {
     "options": _options_taken,
     "micro_batch": _micro_batch_taken,
     "num_workers": _workers_taken,

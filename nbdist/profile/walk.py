@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.AsyncFor | ast.While
+Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 _DEEPEST = 6
 """Calls inside one another that are followed."""
@@ -33,7 +34,7 @@ _SOMETIMES = ast.Constant(value="in an error, or in one case of several")
 class Frame:
     """A loop that is being run."""
 
-    node: Loop
+    node: Loop | ast.comprehension
     cell: Parsed
     names: Mapping[str, str]
     conditions: int
@@ -105,7 +106,7 @@ class _Known:
         if isinstance(call.func, ast.Name):
             return self.functions.get(call.func.id)
         if isinstance(call.func, ast.Attribute):
-            owner = last_name(call.func.value, names)
+            owner = last_name(_bare(call.func.value), names)
             return self.methods.get((self.made_of.get(owner, owner), call.func.attr))
         return None
 
@@ -161,6 +162,8 @@ class _Walker:
             return
         if isinstance(node, Loop):
             self._loop(at, node)
+        elif isinstance(node, Comprehension):
+            self._comprehension(at, node)
         elif isinstance(node, (ast.If, ast.IfExp)):
             self._all(at, [node.test])
             asked = replace(at, conditions=(*at.conditions, node.test))
@@ -196,6 +199,17 @@ class _Walker:
         self._all(inside, node.body)
         self._all(at, node.orelse)
 
+    def _comprehension(self, at: Event, node: Comprehension) -> None:
+        """Its loops are inside one another, with what it makes in the innermost."""
+        for one in node.generators:
+            self._all(at, [one.iter])
+            frame = Frame(one, at.cell, at.names, len(at.conditions))
+            at = replace(at, loops=(*at.loops, frame))
+            self._all(at, [one.target, *one.ifs])
+            at = replace(at, conditions=(*at.conditions, *one.ifs))
+        made = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        self._all(at, made)
+
     def _follow(self, at: Event, call: ast.Call) -> None:
         """Go into a function that a cell defines."""
         found = self.known.called(call, at.names)
@@ -218,7 +232,7 @@ def _given(function: Function, call: ast.Call, names: Mapping[str, str]) -> dict
     """Parameters that were given a variable -> its name."""
     parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
     if isinstance(call.func, ast.Attribute) and parameters:
-        owner = last_name(call.func.value, names)
+        owner = last_name(_bare(call.func.value), names)
         return {parameters[0]: owner} | _paired(parameters[1:], call, names)
     return _paired(parameters, call, names)
 

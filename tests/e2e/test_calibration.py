@@ -9,7 +9,8 @@ import pytest
 
 import nbdist
 from nbdist import PlanError, Session, SessionBusy, SessionError
-from nbdist.kernel import planning
+from nbdist.errors import OptionError
+from nbdist.kernel import calibrating, planning
 from nbdist.plan import cost, here, known, speeds
 from nbdist.rank import bandwidth
 from tests.conftest import eventually
@@ -95,6 +96,9 @@ def test_each_collective_is_measured_at_four_sizes_and_its_latency(measured: Cal
         assert figures["disk"]["write"] > 0
     assert "all_reduce of 64 MiB" in str(measured)
     assert "<td>matrix products in bf16</td>" in measured._repr_html_()
+    own = next(one for one in measured.lines if one.what == "elementwise kernels")
+    slowest = min(one["memory"] for one in measured.figures.values())
+    assert own.measured == f"{slowest / 1e9:.3g} GB/s"
     assert measured.figures[0]["disk"]["filesystem"] in str(measured)
 
 
@@ -156,7 +160,17 @@ def test_the_memory_is_given_back(ranks: Session) -> None:
         assert last[rank] - max(first[rank], second[rank]) < 32 * MIB, held
 
 
-def test_a_folder_that_is_not_there_is_refused_on_all_ranks(ranks: Session, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_refused_before_the_ranks_measure(
+    ranks: Session, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match="nothing can be written there"):
+        ranks.calibrate(disk=tmp_path / "missing")
+
+
+def test_a_folder_that_only_the_ranks_miss_is_refused_on_all_of_them(
+    ranks: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrating, "_check_disk", lambda _: None)  # as on other machines
     with pytest.raises(SessionError, match="No such file or directory"):
         ranks.calibrate(disk=tmp_path / "missing")
     assert value(ranks, "1 + 1") == 2, "and the ranks are in step"

@@ -294,6 +294,7 @@ def test_a_slow_loader_is_data_and_says_how_long_a_batch_takes(profiler: Profile
     profiler.session.run("Slow.pause_s = 0.0")
     for figures in (one, other):
         assert figures.parts["data"] > 0.06
+        assert 0 < figures.loaders[0].fetch_cpu_s <= figures.loaders[0].fetch_s
         assert figures.loaders[0].fetch_s == pytest.approx(figures.parts["data"], rel=0.2)
 
 

@@ -249,6 +249,20 @@ for real in loader:
     opt_g.step()
 """
     ],
+    "a critic that trains more often": [
+        """\
+for step, real in enumerate(stream):
+    opt_D.zero_grad()
+    d_loss = D(G(noise()).detach()).mean() - D(real).mean()
+    accelerator.backward(d_loss)
+    opt_D.step()
+    if step % n_critic == 0:
+        opt_G.zero_grad()
+        g_loss = -D(G(noise())).mean()
+        accelerator.backward(g_loss)
+        opt_G.step()
+"""
+    ],
     "several losses of one step": [
         """\
 for batch in loader:
@@ -381,6 +395,15 @@ for batch in loader:
     optimizer.zero_grad()
 """
     ],
+    "an item of numpy's": [
+        MAKE
+        + LOOP
+        + """\
+    mean = np.mean([1, 2]).item()
+    sizes = np.asarray(batch["sizes"])
+    seen += sizes.sum().item() + sizes[0].item()
+"""
+    ],
     "prints what is no tensor": [
         MAKE
         + """\
@@ -469,6 +492,38 @@ BAD: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [MAKE + LOOP.replace("report(loss=loss)", "if accelerator.is_main_process: print(loss)")],
         [("sync", "if accelerator.is_main_process: print(loss)")],
     ),
+    "a loop in a comprehension": (
+        [
+            MAKE
+            + """\
+def step(batch):
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+losses = [step(batch) for batch in loader]
+"""
+        ],
+        [("sync", "return loss.item()")],
+    ),
+    "a loop in a method of what is made there": (
+        [
+            MAKE
+            + """\
+class Training:
+    def fit(self):
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item())
+Training().fit()
+"""
+        ],
+        [("sync", "print(loss.item())")],
+    ),
     "a float in each step": (
         [MAKE + LOOP.replace("report(loss=loss)", "total += float(loss)")],
         [("sync", "total += float(loss)")],
@@ -541,6 +596,34 @@ BAD: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
             + LOOP
         ],
         [("sharding", "loader = DataLoader(data, batch_size=8, shuffle=True)")],
+    ),
+    "a sampler that takes from all samples": (
+        [
+            MAKE.replace("shuffle=True", "sampler=RandomSampler(data)")
+            .replace(", loader)", ")")
+            .replace(", loader =", " =")
+            + LOOP
+        ],
+        [
+            (
+                "sharding",
+                "loader = DataLoader(data, batch_size=8, sampler=RandomSampler(data))",
+            )
+        ],
+    ),
+    "a loader in the loop's own line": (
+        [
+            "model, optimizer = accelerator.prepare(model, optimizer)\n"
+            + LOOP.replace("in loader", "in DataLoader(data, shuffle=True)")
+        ],
+        [("sharding", "for batch in DataLoader(data, shuffle=True):")],
+    ),
+    "a loader under another name": (
+        [
+            "from torch.utils.data import DataLoader as Batches\n"
+            "loader = Batches(data, batch_size=8)\n" + LOOP
+        ],
+        [("sharding", "loader = Batches(data, batch_size=8)")],
     ),
     "evaluated, and not made to train again": (
         [MAKE, "model.eval()\nprint(model(x).loss.item())", LOOP],

@@ -148,6 +148,34 @@ def test_units_too_large_to_gather_are_made_smaller(backend: str) -> None:
     assert config["min_num_params"] == 10_000_000
 
 
+@pytest.mark.parametrize(
+    ("ranks", "present", "smallest"),
+    [
+        ((), {}, 10_000),  # not profiled: whatever the units are, no layer is larger
+        ((figures(units=8, params=2_000_000),), {}, 15_625),
+        ((), {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 15_625}, 10_000),
+        (
+            (figures(units=8, params=10**9),),
+            {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 4_000_000},
+            2_000_000,
+        ),
+    ],
+)
+def test_units_that_did_not_fit_never_become_larger(
+    ranks: tuple[RankFigures, ...], present: dict[str, Any], smallest: int
+) -> None:
+    given = case("fsdp2", *ranks, errors=OOM, frames=GATHERED, fsdp_config=present or None)
+    assert only(given)[1]["min_num_params"] == smallest
+
+
+def test_units_that_cannot_be_smaller_get_another_remedy() -> None:
+    config = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}
+    given = case("fsdp2", errors=OOM, frames=GATHERED, fsdp_config=config)
+    (one,) = run.recognised(given)
+    assert one.topic == "all_gather"
+    assert "a smaller micro-batch" in one.do
+
+
 def test_fsdp1_gathers_less_ahead_when_memory_ends() -> None:
     config = {"backward_prefetch": "BACKWARD_PRE", "use_orig_params": True}
     given = case("fsdp1", errors=OOM, frames=GATHERED, fsdp_config=config)
@@ -197,6 +225,9 @@ def test_many_small_units_are_told_where_their_gathers_take_time() -> None:
     one, config = only(case("fsdp2", busy))
     assert "200 all_gathers of 20 KiB in a step take 30% of it" in one.says
     assert config["min_num_params"] == 10_000_000
+    small = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000_000}
+    _, config = only(case("fsdp2", busy, fsdp_config=small))
+    assert config["min_num_params"] == 20_000_000
     hidden = figures(traffic=[traffic("all_gather", 200, 20_000, 0.01)])
     assert run.recognised(case("fsdp2", hidden)) == ()
 
@@ -212,6 +243,43 @@ def test_zero3_keeps_small_parameters_whole_where_they_take_time() -> None:
     one, config = only(case("zero3", busy))
     assert one.topic == "small modules"
     assert config["zero_optimization"] == {"stage3_param_persistence_threshold": 1_000_000}
+
+
+def test_zero3_that_its_config_holds_back_gets_all_of_it_back() -> None:
+    busy = figures(traffic=[traffic("all_gather", 300, 9_000, 0.2)])
+    present = {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "overlap_comm": False,
+        "stage3_max_live_parameters": 1000,
+    }
+    given = case("zero3", busy, deepspeed_config={"zero_optimization": present})
+    one, config = only(given)
+    assert config["zero_optimization"] == {
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "overlap_comm": True,
+        "stage3_max_live_parameters": 10**9,
+        "stage3_max_reuse_distance": 10**9,
+    }
+    assert "overlap_comm is off" in one.says
+    again = run.recognised(case("zero3", busy, deepspeed_config=config))
+    assert all(pasted(found.do, GPU) != config for found in again)
+
+
+def test_memory_that_ends_under_zero3_makes_a_config_smaller_that_was_small() -> None:
+    frames = "File deepspeed/runtime/zero/partitioned_param_coordinator.py:9, in fetch_sub_module("
+    present = {"stage3_max_live_parameters": 1000}
+    given = case(
+        "zero3", errors=OOM, frames=frames, deepspeed_config={"zero_optimization": present}
+    )
+    assert only(given)[1]["zero_optimization"]["stage3_max_live_parameters"] == 500
+
+
+def test_one_unit_that_was_cut_in_vain_is_cut_smaller() -> None:
+    config = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100_000}
+    given = case("fsdp2", figures(units=1, params=800_000), fsdp_config=config)
+    assert only(given)[1]["min_num_params"] == 25_000
 
 
 # -- slow gathers and reductions
@@ -365,8 +433,34 @@ def test_a_run_without_a_profile_is_asked_for_one() -> None:
 
 
 def test_a_profile_without_a_symptom_is_well() -> None:
-    (one,) = run.findings(SimpleNamespace(ranks=(figures(),)), session())
+    (one,) = run.findings(profiled(figures()), session())
     assert one.level == "ok"
+
+
+def profiled(*ranks: RankFigures, **options: Any) -> Any:
+    """A profile as far as the doctor reads one."""
+    setting = SimpleNamespace(options=Options(**options).checked(CPU))
+    return SimpleNamespace(ranks=ranks, setting=setting)
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"backend": "fsdp2", "offload": "cpu"}, "is of zero3, and the engine is now fsdp2"),
+        ({"backend": "zero3", "deepspeed_config": {"aio": {}}}, "is of zero3"),
+    ],
+)
+def test_a_profile_of_another_engine_is_not_judged(now: dict[str, Any], words: str) -> None:
+    busy = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3)])
+    older = profiled(busy, backend="zero3")
+    (one,) = run.findings(older, session(options=Options(**now).checked(CPU)))
+    assert words in one.says
+    assert "%nbdist profile" in one.do
+
+
+def test_a_profile_with_other_accumulation_is_of_the_same_engine() -> None:
+    found = run.findings(profiled(figures()), session(options=Options(accumulate=4).checked(CPU)))
+    assert [one.level for one in found] == ["ok"]
 
 
 def test_lines_around_those_that_ran_are_no_frames() -> None:

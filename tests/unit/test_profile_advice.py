@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,8 @@ from nbdist import magics, parsers
 from nbdist.plan.models import sizes
 from nbdist.plan.speeds import Links
 from nbdist.profile.advice import CHEAP, Advice
-from nbdist.profile.figures import Line, Memory
-from nbdist.profile.lint import confirmed, remarks
+from nbdist.profile.figures import Line, Memory, RankFigures
+from nbdist.profile.lint import confirmed, loader, remarks
 from nbdist.profile.remark import Remark
 from nbdist.profile.verdict import blamed
 from tests.unit.profiled import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
@@ -46,10 +47,54 @@ def test_a_slow_loader_gets_as_many_workers_as_hide_it() -> None:
     found = profile(*both(data=0.2))
     (one,) = found.advice
     assert one.title == "num_workers=4"
-    assert one.line == "DataLoader(..., num_workers=4, persistent_workers=True)"
+    assert one.line == "# DataLoader(..., num_workers=4, persistent_workers=True)"
     rest = found.step_s - 0.2
     assert one.gain.faster == pytest.approx(found.step_s / (rest + 0.1 * 0.2 / 4) - 1)
     assert one.gain.low < one.gain.faster < one.gain.high
+
+
+TRAIN = """
+for batch in loader:
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+WORKERS = "num_workers=4, persistent_workers=True"
+
+
+@pytest.mark.parametrize(
+    ("cell", "line"),
+    [
+        (
+            "loader = accelerator.prepare(DataLoader(rows, 8, num_workers=0))",
+            f"loader = accelerator.prepare(DataLoader(rows, batch_size=8, {WORKERS}))",
+        ),
+        (
+            "data = torch.utils.data.DataLoader(rows)\nnet, loader = one.prepare(net, data)",
+            f"loader = one.prepare(torch.utils.data.DataLoader(rows, {WORKERS}))",
+        ),
+        ("loader = DataLoader(rows)", f"loader = DataLoader(rows, {WORKERS})"),
+        (
+            "def build():\n    loader = DataLoader(rows)\n    return loader\nloader = build()",
+            f"# In[1], line 2: DataLoader(..., {WORKERS})",
+        ),
+        ("loader = DataLoader(rows, **options)", f"# DataLoader(..., {WORKERS})"),
+    ],
+)
+def test_the_line_for_a_loader_runs_as_it_is_or_is_an_instruction(cell: str, line: str) -> None:
+    cells = [("In[1]", cell), ("In[2]", TRAIN)]
+    (one,) = profile(*both(data=0.2), loader_text=loader(cells)).advice
+    assert one.line == line
+    ast.parse(one.line)
+
+
+def test_the_line_for_a_larger_batch_is_that_of_the_loader() -> None:
+    cells = [("In[1]", "loader = accelerator.prepare(DataLoader(rows, 8))"), ("In[2]", TRAIN)]
+    found = profile(*both(communication=0.3), loader_text=loader(cells))
+    one = next(one for one in found.advice if "micro_batch" in one.change)
+    size = one.change["micro_batch"]
+    assert one.line == f"loader = accelerator.prepare(DataLoader(rows, batch_size={size}))"
 
 
 def test_the_loader_of_a_trainer_is_changed_in_its_arguments() -> None:
@@ -58,7 +103,8 @@ def test_the_loader_of_a_trainer_is_changed_in_its_arguments() -> None:
     told = confirmed(remarks([("In[1]", setup), ("In[2]", "trainer.train()")]), ranks)
     (one,) = profile(*ranks, remarks=told).advice
     assert one.line == (
-        "TrainingArguments(..., dataloader_num_workers=4, dataloader_persistent_workers=True)"
+        "# In[1], line 1: TrainingArguments(..., dataloader_num_workers=4,"
+        " dataloader_persistent_workers=True)"
     )
     assert "(In[1], line 1)" in one.why
 
@@ -74,6 +120,37 @@ def test_a_loader_slower_than_the_step_however_many_workers_keeps_what_they_do_n
 def test_a_loader_with_workers_that_do_not_suffice_gets_more() -> None:
     found = profile(*both(data=0.1, loader={"num_workers": 2}))
     assert titles(found)[0] in {"num_workers=4", "num_workers=8"}
+
+
+def test_a_loader_that_waits_gets_more_workers_than_there_are_cores() -> None:
+    found = profile(*both(data=0.2, loader={"fetch_s": 0.2, "fetch_cpu_s": 0.01}))
+    (one,) = found.advice
+    assert one.title == "num_workers=4"
+    assert one.why.endswith("They wait more than they compute, so 4 do no harm on 2 cores.")
+
+
+@pytest.mark.parametrize(("cores", "advised"), [(2, []), (8, ["num_workers=2"])])
+def test_a_loader_that_computes_gets_no_more_workers_than_cores(
+    cores: int, advised: list[str]
+) -> None:
+    where = setting()
+    where = replace(where, cluster=replace(where.cluster, num_cpus=cores))
+    computes = {"fetch_s": 0.2, "fetch_cpu_s": 0.19}
+    found = profile(*both(data=0.2, loader=computes), where=where)
+    assert titles(found) == advised
+    assert found.bound == "input"
+    assert found.verdict.endswith("gains 5 %") == (not advised)
+
+
+def test_workers_on_cpu_ranks_take_cores_from_the_ranks() -> None:
+    where = setting()
+    where = replace(where, cluster=replace(where.cluster, num_cpus=8))
+    computes = {"fetch_s": 0.2, "fetch_cpu_s": 0.19}
+    (one,) = profile(*both(data=0.2, loader=computes), where=where).advice
+    (free,) = profile(*both(data=0.2, loader={"fetch_s": 0.2}), where=where).advice
+    step_s = 0.2 + sum(BALANCED.values()) - BALANCED["data"]
+    assert one.gain.faster == pytest.approx(step_s / (step_s - 0.2 + 0.19 / 4) - 1)
+    assert one.gain.faster < free.gain.faster
 
 
 def test_the_straggler_s_own_line_is_named() -> None:
@@ -124,6 +201,16 @@ def test_a_slow_line_gets_an_instruction_and_no_code(source: str, words: str) ->
     assert "step %" not in str(found)
 
 
+@pytest.mark.parametrize(("used", "credited"), [(1, False), (2, False), (4, True), (8, True)])
+def test_fewer_workers_than_advised_are_not_credited_to_the_advice(
+    used: int, *, credited: bool
+) -> None:
+    before = profile(*both(data=0.2))
+    assert titles(before) == ["num_workers=4"]
+    after = profile(*both(data=0.1, loader={"num_workers": used}), before=before)
+    assert bool(after.gained) == credited
+
+
 def test_copies_on_a_gpu_get_page_locked_memory() -> None:
     ranks = both(kind="cuda", copies=0.04)
     found = profile(*ranks, where=setting("2xH100-80GB,nvlink"))
@@ -155,6 +242,29 @@ def test_a_tiny_batch_without_one_large_cause_gets_a_larger_one(tiny: dict[str, 
     assert "micro_batch" in one.change
     assert found.verdict.startswith("compute-bound: ")
     assert "nothing cheap" not in found.verdict
+
+
+def small_units(**changes: Any) -> list[RankFigures]:
+    """FSDP on CPU ranks gathers many units: 20 % of the step, hidden by nothing."""
+    model = {"backend": "fsdp2", "units": 5, "largest_unit": 1 << 18}
+    ranks = both(communication=0.027, collective="all_gather", model=model | changes)
+    return [replace(one, traffic=[replace(one.traffic[0], count=10)]) for one in ranks]
+
+
+def test_fsdp_s_gathers_are_shared_by_more_samples_before_they_are_blamed() -> None:
+    found = profile(*small_units(), where=setting(backend="fsdp2"))
+    assert found.blamed == ()
+    assert {next(iter(one.change)) for one in found.advice} == {"micro_batch", "options"}
+    assert "nothing cheap" not in found.verdict
+    quiet = [replace(one, traffic=[]) for one in small_units()]
+    assert profile(*quiet, where=setting(backend="fsdp2")).verdict.endswith("nothing cheap to gain")
+
+
+def test_gathers_that_no_known_change_shares_are_not_denied() -> None:
+    where = replace(setting(backend="fsdp2"), spec=None)
+    assert profile(*small_units(), where=where).verdict == (
+        "compute-bound, but 20 % of the step is communication; none of the known changes gains 5 %"
+    )
 
 
 @pytest.mark.parametrize("share", [0.09, 0.12])
@@ -396,7 +506,7 @@ def test_a_larger_batch_is_compared_per_sample() -> None:
 def test_several_that_were_taken_at_once_are_told_together() -> None:
     before = profile(*both(data=0.2), where=setting(activation_checkpointing=True))
     assert len(before.advice) == 2
-    after = profile(*both(loader={"num_workers": 2}), before=before)
+    after = profile(*both(loader={"num_workers": 4}), before=before)
     assert after.gained.startswith("num_workers=4 and activation checkpointing off together:")
 
 

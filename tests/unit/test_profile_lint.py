@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nbdist.profile.cells import parsed
 from nbdist.profile.figures import Line, Loader, Model, RankFigures
 from nbdist.profile.lint import confirmed, remarks
-from tests.unit.loops import BAD, GOOD
+from tests.unit.loops import BAD, GOOD, LOOP, MAKE
 
 if TYPE_CHECKING:
     from nbdist.profile.remark import Remark
@@ -136,6 +136,35 @@ def test_a_loader_without_workers_is_told_where_the_step_waits_for_data() -> Non
     assert (one.kind, one.sure, one.seconds) == ("num_workers", "certain", 0.4)
     assert "40% of the step (400 ms) waits for batches" in one.reason
     assert "num_workers=4" in one.change
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "own = accelerator.prepare(DataLoader(rest))\n" + LOOP.replace("loader", "own"),
+        "own = DataLoader(rest)\nown = accelerator.prepare(own)\n" + LOOP.replace("loader", "own"),
+        "a, own = accelerator.prepare(b, DataLoader(rest))\n" + LOOP.replace("loader", "own"),
+        "own = accelerator.prepare(DataLoader(rest))\nround = iter(own)\nwhile True:\n"
+        "    batch = next(round)\n" + "\n".join(LOOP.splitlines()[1:]),
+        LOOP.replace("loader", "accelerator.prepare(DataLoader(rest))"),
+    ],
+)
+def test_another_loader_of_the_notebook_is_not_meant(own: str) -> None:
+    (one,) = judged([MAKE + LOOP, own], rank(loaders=[loader()], data=0.4))
+    assert one.cell == "In[2]"
+    assert "rest" in one.source
+
+
+@pytest.mark.parametrize("made", ["range(9)", "torch.randn(100, 4)"])
+def test_a_loop_without_a_loader_is_not_told_of_one(made: str) -> None:
+    assert judged([MAKE + LOOP, LOOP.replace("loader", made)], rank(data=0.4)) == []
+
+
+def test_a_loader_that_a_function_gives_back_is_the_one_that_there_is() -> None:
+    build = "def build():\n    data = DataLoader(rows)\n    return accelerator.prepare(net, data)\n"
+    cells = [build, "net, mine = build()\n" + LOOP.replace("loader", "mine")]
+    (one,) = judged(cells, rank(loaders=[loader()], data=0.4))
+    assert one.source == "data = DataLoader(rows)"
 
 
 def test_a_loader_that_has_workers_at_run_time_is_not_told() -> None:

@@ -70,6 +70,30 @@ def test_what_the_slow_rank_alone_does_is_not_blamed_on_all(part: str) -> None:
     assert found.slowest.part == part
 
 
+def test_a_rank_that_reads_the_batches_of_all_is_input_bound() -> None:
+    # accelerate reads an IterableDataset on rank 0 and sends the batches out
+    waits, reads = slow_rank("data", by=2.0)
+    waits.loaders = []
+    found = profile(waits, reads)
+    data = reads.parts["data"]
+    assert found.straggler is None
+    assert kinds(found) == ["input"]
+    assert found.blamed[0].share == pytest.approx(data / found.step_s)
+    assert found.verdict.endswith(
+        "of the step waits for the next batch (num_workers=0), which rank 1 reads for all"
+    )
+    workers, *_ = found.advice
+    assert workers.title.startswith("num_workers=")
+    assert workers.gain.faster > 1
+    assert "get_worker_info" in workers.why
+
+
+def test_a_rank_that_reads_for_all_and_computes_longer_is_named_for_its_computing() -> None:
+    waits, reads = slow_rank("backward")
+    waits.loaders = []
+    assert kinds(profile(waits, reads)) == ["straggler"]
+
+
 def test_a_model_wrapped_as_one_unit_is_said_with_its_collective() -> None:
     found = profile(*one_unit(), where=setting(backend="fsdp2"))
     assert found.verdict == (

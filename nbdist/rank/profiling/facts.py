@@ -117,7 +117,7 @@ def loaders(taken: Iterable[Taken], steps: int) -> list[Loader]:
     found = []
     for same in kinds.values():
         first, batches = same[0], sum(one.batches for one in same)
-        seconds = sum(one.seconds for one in same)
+        each = 1 / batches if batches and not first.num_workers else 0.0
         found.append(
             Loader(
                 num_workers=first.num_workers,
@@ -125,7 +125,8 @@ def loaders(taken: Iterable[Taken], steps: int) -> list[Loader]:
                 batch_size=first.batch_size,
                 sharded=first.sharded,
                 batches=batches / max(1, steps),
-                fetch_s=seconds / batches if batches and not first.num_workers else 0.0,
+                fetch_s=each * sum(one.seconds for one in same),
+                fetch_cpu_s=each * sum(one.cpu_seconds for one in same),
             )
         )
     return found

@@ -126,6 +126,8 @@ class Taken:
     sharded: bool
     batches: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Of these, this thread had a core."""
 
     @classmethod
     def of(cls, iterator: Any) -> Taken:
@@ -273,7 +275,7 @@ def _taking(marks: Marks) -> Callable[[Any], Any]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def take(iterator: Any) -> Any:
-            began = time.perf_counter()
+            began, computed = time.perf_counter(), time.thread_time()
             with marks.at("data"):
                 batch = original(iterator)
             taken = marks.loaders.get(id(iterator))
@@ -281,6 +283,7 @@ def _taking(marks: Marks) -> Callable[[Any], Any]:
                 taken = marks.loaders[id(iterator)] = Taken.of(iterator)
             taken.batches += 1
             taken.seconds += time.perf_counter() - began
+            taken.cpu_seconds += time.thread_time() - computed
             return batch
 
         return take

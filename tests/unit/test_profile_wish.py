@@ -1,0 +1,94 @@
+"""What a profile or a calibration is asked for with: taken, or refused in a sentence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist import magics, parsers
+from nbdist.errors import OptionError
+from nbdist.kernel import calibrating
+from nbdist.kernel.profiling import Wish
+from nbdist.plan.words import size
+from nbdist.strategies import Hardware, Options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_truth_or_the_arguments_of_a_profile_are_taken(tmp_path: Path) -> None:
+    assert Wish.given(False) is None  # noqa: FBT003 - as Session.run is given it
+    assert Wish.given(True) == Wish()  # noqa: FBT003
+    assert Wish.given({}) == Wish()
+    given = {"steps": 3, "trace": tmp_path, "memory": False}
+    assert Wish.given(given) == Wish(steps=3, trace=tmp_path, memory=False)
+
+
+@pytest.mark.parametrize("given", [{"stepz": 1}, 0, 1, "yes", ["steps"], {1: 2}])
+def test_anything_else_is_refused_with_what_is_allowed(given: object) -> None:
+    with pytest.raises(OptionError, match=r"give True, False, or a dict of steps, trace, memory"):
+        Wish.given(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"trace": 5}, "--trace 5: name a folder"),
+        ({"trace": ""}, "--trace '': name a folder"),
+        ({"memory": "no"}, "memory='no': give True or False"),
+        ({"steps": 0}, "1 to 1000 optimizer steps"),
+    ],
+)
+def test_an_argument_that_is_not_allowed_is_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        Wish.given(given)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--show --steps 3", "--show records no steps"),
+        ("--calibrate --steps 3", "--calibrate records no steps"),
+        ("--calibrate --trace out", "--calibrate records no steps"),
+        ("--show --no-memory", "--show records no steps"),
+        ("--show --calibrate", "leave one of the two out"),
+        ("--disk /tmp", "--disk /tmp is measured with --calibrate"),
+    ],
+)
+def test_no_option_of_the_magic_is_ignored(line: str, words: str) -> None:
+    asked = parsers.profile().parse_args(parsers.words(line, "profile"))
+    with pytest.raises(OptionError, match=words):
+        magics.refuse_what_is_ignored(asked)
+
+
+@pytest.mark.parametrize("line", ["", "--steps 3 --trace out", "--show", "--calibrate --disk /tmp"])
+def test_options_that_hold_together_are_taken(line: str) -> None:
+    magics.refuse_what_is_ignored(parsers.profile().parse_args(parsers.words(line, "profile")))
+
+
+def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    def ask(*_: object, **__: object) -> None:
+        pytest.fail("the ranks were asked to measure")
+
+    with pytest.raises(OptionError, match=f"--disk {tmp_path}/nope: nothing can be written"):
+        calibrating.calibrate(
+            type("Gang", (), {"ask": ask})(),
+            lambda _: None,
+            options=Options(),
+            world_size=2,
+            hardware=Hardware(world_size=2),
+            own=(),
+            disk=tmp_path / "nope",
+        )
+    assert not (tmp_path / "nope").exists()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [(0, "0.0 MiB"), (512, "0.5 KiB"), (40_000, "39.1 KiB"), (1 << 20, "1.0 MiB")],
+)
+def test_sizes_under_a_mib_are_told_in_kib(num_bytes: int, words: str) -> None:
+    assert size(num_bytes) == words
