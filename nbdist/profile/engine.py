@@ -53,7 +53,8 @@ def changes(profile: Profile, planner: Planner, kinds: AbstractSet[Kind]) -> Ite
         if unhidden_unit(profile):
             yield from _units(profile, planner)
     often = gathers_much(profile)
-    if kinds & _LARGER or often:
+    by_hand = now.accumulate != profile.setting.options.accumulate
+    if (kinds & _LARGER or often) and not by_hand:  # the loop would not notice
         yield from _accumulated(planner)
     if kinds & _LARGER or often or _tiny(profile):
         yield from _larger(profile, planner)

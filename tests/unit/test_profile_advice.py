@@ -391,6 +391,14 @@ def test_one_unit_on_cpu_ranks_is_advised_for_its_memory_and_says_what_it_costs(
     assert '"min_num_params": 131072' in one.line
 
 
+def test_a_loop_that_accumulates_by_hand_is_not_told_to_let_the_engine_do_it() -> None:
+    model = {"accumulate": 4}
+    by_engine = profile(*both(communication=0.05, model=model), where=setting(accumulate=4))
+    by_hand = profile(*both(communication=0.05, model=model), where=setting())
+    assert any("accumulate" in title for title in titles(by_engine))
+    assert not any("accumulate" in title for title in titles(by_hand))
+
+
 def test_one_unit_on_gpus_is_advised_for_its_time() -> None:
     model = {"backend": "fsdp2", "units": 1, "largest_unit": 1 << 30, "params": 1 << 30}
     ranks = both(
