@@ -10,6 +10,7 @@ from nbdist import magics, parsers
 from nbdist.errors import OptionError
 from nbdist.kernel import calibrating
 from nbdist.kernel.profiling import Wish
+from nbdist.plan import devices
 from nbdist.plan.words import size
 from nbdist.strategies import Hardware, Options
 
@@ -80,7 +81,7 @@ def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
             options=Options(),
             world_size=2,
             hardware=Hardware(world_size=2),
-            own=(),
+            there=devices.cpu_ranks(2, host_memory_bytes=1 << 30, num_cpus=2),
             disk=tmp_path / "nope",
         )
     assert not (tmp_path / "nope").exists()
