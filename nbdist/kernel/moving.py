@@ -54,17 +54,21 @@ class Moving:
         """Say in one line how it ended, where it took long enough to be seen.
 
         Raises:
-            CellInterrupted: Stop was pressed half-way.
+            CellInterrupted: Stop was pressed.
         """
-        half_way = f"stopped after {size(self._done)} of {size(self._total)}"
+        half_way = self._done < self._total
+        stopped = "stopped"
+        if half_way:
+            stopped = f"stopped after {size(self._done)} of {size(self._total)}"
         if self._shown:
             now = time.monotonic()
             done = f"{size(self._done)} in {now - self._began:.1f} s, {self._rate(now)}"
-            self._show(done if self._done == self._total else half_way)
+            self._show(stopped if half_way else done)
         with self._line:
-            if kind is KeyboardInterrupt and self._done < self._total:
-                msg = f"the {self._doing} was {half_way}; all variables are as they were."
-                raise CellInterrupted(msg) from None
+            if kind is KeyboardInterrupt:
+                late = self._doing == "push" and not half_way
+                kept = "the ranks may have the values" if late else "all variables are as they were"
+                raise CellInterrupted(f"the {self._doing} was {stopped}; {kept}.") from None
 
     def _rate(self, now: float) -> str:
         return f"{size(int(self._done / max(now - self._began, 1e-6)))}/s"

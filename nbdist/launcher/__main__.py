@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -69,6 +70,8 @@ def next_launch(link: Link) -> wire.Launch:
 def main() -> None:
     """Serve launches until the kernel is gone."""
     started = time.monotonic()
+    # Stop is a signal, and Ray (2.60) starts its workers, and so their children, with it blocked
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     blackbox.install(sys.argv[2], "launcher")
     family.adopt_orphans()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # no warning at each start

@@ -30,6 +30,7 @@ from nbdist.payload.form import (
     aligned,
 )
 from nbdist.payload.refusal import damaged
+from nbdist.unstopped import unstopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -324,7 +325,8 @@ def _octets(body: Any) -> bytes:
 def _package(name: Literal["torch", "numpy"]) -> Any:
     """Import torch or numpy: the file holds values of its."""
     try:
-        return importlib.import_module(name)
+        with unstopped():  # an import that is cut in two leaves a package that no later one repairs
+            return importlib.import_module(name)
     except ImportError as error:
         sentence = f"the value holds {name} values and {name} cannot be imported ({error})"
         advice = ": install it" if name == "numpy" else ": install it, or pull with as_numpy=True"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from nbdist.rank.unstopped import unstopped
+from nbdist.unstopped import unstopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable

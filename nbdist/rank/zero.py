@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
 from nbdist.rank import leftovers, rehearsal, wrap
-from nbdist.rank.unstopped import unstopped
+from nbdist.unstopped import unstopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
@@ -177,6 +178,25 @@ def test_push_and_pull(session: Session) -> None:
     assert back["n"] == ["a", ("b", 1)]
     assert session.pull("rank", "scale", rank=0) == [0, 2.5]
     assert torch.equal(weights["w"], torch.arange(6, dtype=torch.bfloat16).reshape(2, 3))
+
+
+def test_stop_in_the_import_of_torch_cuts_nothing_in_two(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, whole = importlib.import_module, []
+
+    def stopped(name: str, package: str | None = None) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        whole.append(original(name, package))
+        return whole[-1]
+
+    session.run("ones = torch.ones(3)")
+    monkeypatch.setattr("nbdist.payload.reading.importlib.import_module", stopped)
+    with pytest.raises(CellInterrupted, match="the pull was stopped; all variables are as they"):
+        session.pull("ones")
+    assert [one.__name__ for one in whole] == ["torch"]
+    monkeypatch.undo()
+    assert session.pull("ones").tolist() == [1.0, 1.0, 1.0]
 
 
 def test_send_arrives_while_the_cell_runs(session: Session) -> None:

@@ -127,6 +127,18 @@ def test_stop_in_python_ends_all_ranks_and_keeps_everything(plain: Session) -> N
     assert can_add(plain)
 
 
+def test_stop_reaches_ranks_that_began_with_signals_blocked() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        session = nbdist.Session(nproc=1).start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with session:
+        said, seconds = stopped(session, "while True: pass", when=runs_for(session, 0.2))
+    assert "every variable is kept" in said
+    assert seconds < 5
+
+
 @pytest.mark.fault("C1")
 @pytest.mark.fault("C3")
 def test_a_rank_alone_in_a_collective_is_told_and_stopped(plain: Session) -> None:

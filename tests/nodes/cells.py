@@ -40,6 +40,10 @@ while True:
     dist.all_reduce(torch.ones(1))
     time.sleep(0.01)
 """
+ALONE = """%%distribute
+print("loops")
+while True: pass
+"""
 DEATH_S = 5.0
 CUT_OFF_S = 15.0
 
@@ -56,12 +60,15 @@ def dies(kernel: LiveKernel, kill: Callable[[], object], within_s: float = DEATH
     return shown
 
 
-def stops(kernel: LiveKernel) -> Shown:
-    """Press Stop under a cell of ranks that run; what the cell shows."""
-    cell = kernel.send(FOREVER)
-    kernel.collect(cell, until="loops")
-    kernel.manager.interrupt_kernel()
-    return kernel.collect(cell)
+def stops(kernel: LiveKernel) -> None:
+    """Press Stop under a cell of ranks that wait for one another, and of ranks that do not."""
+    for forever in (FOREVER, ALONE):
+        cell = kernel.send(forever)
+        kernel.collect(cell, until="loops")
+        kernel.manager.interrupt_kernel()
+        shown = kernel.collect(cell)
+        assert shown.error["ename"] == "CellInterrupted"
+        assert "every variable is kept" in shown.text
 
 
 def refused(kernel: LiveKernel, options: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "nbdist"
 PURE = {"errors", "machine", "strategies", "wire", "payload", "ranks", "owner", "shared_memory"}
-PURE |= {"builds", "paths", "readings", "redacted", "signed", "wire_nodes"}
+PURE |= {"builds", "paths", "readings", "redacted", "signed", "unstopped", "wire_nodes"}
 MAY_IMPORT = {
     "errors": {"wire"},
     "wire": set(),
@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "redacted": set(),
     "signed": set(),
     "ranks": {"errors"},
-    "payload": {"errors"},
+    "payload": {"errors", "unstopped"},
+    "unstopped": set(),
     "checkpoint": {"errors", "owner", "redacted"},
     "strategies": {"errors", "paths"},
     "trace": {"errors"},

@@ -1,4 +1,4 @@
-"""Short work that Stop must not cut in two; runs on a rank."""
+"""Short work that Stop must not cut in two; on a rank, and where values are read."""
 
 from __future__ import annotations
 
