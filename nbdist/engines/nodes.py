@@ -709,6 +709,8 @@ class Nodes:
 
     def _named(self, index: int) -> str:
         place = self.places[index]
+        if place.address in place.name:  # as it is where several have one host name
+            return f"node {place.name}"
         return f"node {place.name} ({place.address})"
 
     def _launcher_name(self, index: int) -> str:

@@ -246,9 +246,9 @@ class SlurmCluster:
         """Slurm's words, and what there is."""
         only = [f"--partition={self._given['partition']}"] if "partition" in self._given else []
         listed = slurm_nodes.run(
-            "sinfo", "--noheader", "--format", "%P: %D nodes, %c CPUs, %G, %l", *only
+            "sinfo", "--noheader", "--format", "%P: %D nodes, %c CPUs and %G on each, %l", *only
         )
-        has = "; ".join(line.replace(", (null)", "") for line in listed.splitlines())
+        has = "; ".join(line.replace("(null)", "no GPUs") for line in listed.splitlines())
         return f"Slurm does not give the nodes: {words}. It has {has or 'no such partition'}."
 
     def start(self, tickets: Sequence[str]) -> None:

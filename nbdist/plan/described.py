@@ -148,6 +148,12 @@ def _finished(cluster: Cluster, more: Sequence[str], text: str) -> Cluster:
         if word.lower() in _LINKS:
             cluster = replace(cluster, link=_link(word.lower(), cluster))
         elif network := _NETWORK.fullmatch(word):
+            if cluster.nodes == 1:
+                message = (
+                    f"devices {_short(text)} is one machine, and {word} would be between several,"
+                    " which are written as 2x(8xH100-80GB,nvlink),400Gb/s."
+                )
+                raise PlanError(message)
             speed = int(network[1] or 1) * _positive(network[2], text) * GB / 8
             cluster = replace(cluster, network=speed)
         elif store := _STORE.fullmatch(word):
