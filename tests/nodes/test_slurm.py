@@ -13,7 +13,7 @@ import pytest
 from nbdist.engines import leftovers
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
-from tests.nodes.cells import SUM, dies, refused, values_come_and_go
+from tests.nodes.cells import SUM, dies, refused, stops, values_come_and_go
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +56,14 @@ def readable(process: psutil.Process) -> list[str]:
 
 def test_values_come_and_go(login: LiveKernel) -> None:
     values_come_and_go(login, CELL)
+
+
+def test_stop_keeps_the_job(login: LiveKernel, slurm: Slurm) -> None:
+    login.run(CELL + SUM)
+    jobs = slurm.jobs()
+    stops(login)
+    assert "sum 3.0 of 2" in login.run("%%distribute\n" + SUM).text
+    assert slurm.jobs() == jobs
 
 
 def test_a_full_cluster_is_waited_for_and_stop_leaves_the_queue(
