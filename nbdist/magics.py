@@ -27,7 +27,7 @@ from nbdist.kernel import saving, source, status
 from nbdist.kernel.session import Session, current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -249,14 +249,15 @@ class NbDist(Magics):
         changes = session_options(asked)
         session = current()
         if session is not None and asked.on is not None and asked.on != session.on:
+            moved = self.new_session(asked, changes)  # what cannot be had there ends nothing here
             print(
                 f"nbdist: on {session.on} -> {asked.on}: new ranks; the variables of the old ones"
                 " are lost"
             )
             session.stop()
-            session = None
+            return moved.start()
         if session is None:
-            return Session(**{**self.defaults(asked), **changes}, engine=self.engine).start()
+            return self.new_session(asked, changes).start()
         differing = session.differing(**changes)
         if asked.fresh:
             session.restart(**changes)
@@ -267,6 +268,10 @@ class NbDist(Magics):
         elif differing:
             print(session.switch(**changes))
         return session
+
+    def new_session(self, asked: argparse.Namespace, options: Mapping[str, Any]) -> Session:
+        """A session with the options of the line, checked and not started."""
+        return Session(**{**self.defaults(asked), **options}, engine=self.engine)
 
     def defaults(self, asked: argparse.Namespace) -> dict[str, Any]:
         """Settings for a new session; --auto chooses backend and offload itself."""
