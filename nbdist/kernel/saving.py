@@ -459,7 +459,16 @@ def complain_later() -> Callable[[str], object]:
 
 
 def folder(given: str | os.PathLike[str]) -> Path | Url:
-    """A folder or a URL as the user gives it; the folder is absolute."""
+    """A folder or a URL as the user gives it; the folder is absolute.
+
+    Raises:
+        CheckpointError: neither of the two.
+    """
+    if isinstance(given, str) and not given.strip():
+        raise CheckpointError(
+            f"{given!r} names no folder; use one such as checkpoints, or a URL such as"
+            " s3://bucket/path."
+        )
     return Url(given) if checkpoint.is_url(given) else Path.cwd() / expanded(given)
 
 

@@ -267,3 +267,9 @@ def test_the_magics_take_a_url(notebook: LiveKernel, tmp_path: Path) -> None:
     assert "best (step 4" in notebook.run(f"%nbdist load {other}/best").text
     assert [one.name for one in checkpoint.place(Url(other)).entries()] == ["best"]
     assert not Path(os.fspath(tmp_path / "checkpoints")).exists()
+
+
+@pytest.mark.parametrize("given", ["", " ", "file://", "s3://"])
+def test_no_place_is_refused(given: str) -> None:
+    with pytest.raises(CheckpointError, match="names no folder"):
+        Session(nproc=1, checkpoints=given)
