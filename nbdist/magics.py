@@ -17,17 +17,17 @@ from IPython.core.magic_arguments import (
     parse_argstring,
 )
 from IPython.display import display
-from traitlets import Enum, Int, TraitError, Unicode
+from traitlets import Bunch, Enum, Int, TraitError, Unicode, validate
 
 import nbdist
 from nbdist import completion, machine, parsers, plan_magic, strategies
 from nbdist.engines.local import LocalEngine
-from nbdist.errors import CellSyntaxError, OptionError, SessionError
+from nbdist.errors import CellSyntaxError, NbdistError, OptionError, SessionError
 from nbdist.kernel import saving, source, status
 from nbdist.kernel.session import Session, current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -66,6 +66,8 @@ class NbDist(Magics):
     def __init__(self, shell: InteractiveShell, **traits: Any) -> None:
         """Start to warm up a launcher."""
         super().__init__(shell, **traits)
+        self.observe(self._move_checkpoints, "checkpoints")
+        self.observe(self._say_when_it_counts, [one for one in DEFAULTS if one != "checkpoints"])
         self.engine = LocalEngine()
         self.ended: Session | None = None
         """That `%nbdist stop` has ended last; the panel still shows it."""
@@ -74,6 +76,31 @@ class NbDist(Magics):
     def warm_up(self) -> None:
         """Start a launcher in the background for the devices found here."""
         self.engine.warm_up("cuda" if machine.found().gpus else "cpu")
+
+    @validate("checkpoints")
+    def _a_place_for_checkpoints(self, proposal: Bunch) -> str | None:
+        given: str | None = proposal.value
+        try:
+            if given is not None:
+                saving.checked(given)
+        except NbdistError as error:
+            raise TraitError(f"The 'checkpoints' trait: {error}") from None
+        return given
+
+    def _move_checkpoints(self, change: Bunch) -> None:
+        """Let a living session save to where its user says."""
+        session = current()
+        if session is not None:
+            session.save_to(change.new)
+            print(f"nbdist: checkpoints of this session go to {session.checkpoints.root} from now")
+
+    def _say_when_it_counts(self, change: Bunch) -> None:
+        """Leave a living session as it is."""
+        if current() is not None:
+            print(
+                f"nbdist: {change.name} = {change.new!r} is for the next session; an option of"
+                " %%distribute changes this one"
+            )
 
     @no_var_expand
     @magic_arguments("%distribute")
@@ -249,14 +276,15 @@ class NbDist(Magics):
         changes = session_options(asked)
         session = current()
         if session is not None and asked.on is not None and asked.on != session.on:
+            moved = self.new_session(asked, changes)  # what cannot be had there ends nothing here
             print(
                 f"nbdist: on {session.on} -> {asked.on}: new ranks; the variables of the old ones"
                 " are lost"
             )
             session.stop()
-            session = None
+            return moved.start()
         if session is None:
-            return Session(**{**self.defaults(asked), **changes}, engine=self.engine).start()
+            return self.new_session(asked, changes).start()
         differing = session.differing(**changes)
         if asked.fresh:
             session.restart(**changes)
@@ -267,6 +295,10 @@ class NbDist(Magics):
         elif differing:
             print(session.switch(**changes))
         return session
+
+    def new_session(self, asked: argparse.Namespace, options: Mapping[str, Any]) -> Session:
+        """A session with the options of the line, checked and not started."""
+        return Session(**{**self.defaults(asked), **options}, engine=self.engine)
 
     def defaults(self, asked: argparse.Namespace) -> dict[str, Any]:
         """Settings for a new session; --auto chooses backend and offload itself."""
@@ -418,8 +450,10 @@ class NbDist(Magics):
         session = current()
         if asked.help:
             print(parser.format_help())
-        elif asked.dir is not None or session is None:
-            print(saving.Checkpoints(saving.folder(asked.dir or saving.FOLDER)))
+        elif asked.dir is not None:
+            print(saving.Checkpoints(saving.checked(asked.dir)))
+        elif session is None:
+            print(saving.Checkpoints(saving.folder(self.checkpoints or saving.FOLDER)))
         else:
             print(session.checkpoints)
 

@@ -99,6 +99,8 @@ class CellNote(TypedDict):
 
     count: int
     """The notebook's own In[count], so that tracebacks name the cell the user sees."""
+    checkpoints: str
+    """Where checkpoints go from now on, as in `Launch`."""
 
 
 class Execute(TypedDict):

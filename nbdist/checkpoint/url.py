@@ -60,6 +60,10 @@ class Url:
         """
         from fsspec.core import url_to_fs
 
+        if _SCHEME.fullmatch(self.full):
+            raise CheckpointError(
+                f"{self} names no folder; use a URL such as s3://bucket/path, or a folder."
+            )
         try:
             system, path = url_to_fs(self.full)
         except ImportError as error:

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import nbdist
 from nbdist.engines import agreement, there
@@ -52,6 +52,8 @@ class RayCluster:
     """
 
     name = "ray"
+    connected_to: ClassVar[str] = ""
+    """Address of the connection that is nbdist's own: Ray has one for the whole process."""
 
     def __init__(self, address: str = "", interface: str = "") -> None:
         """Connect to nothing yet."""
@@ -170,6 +172,7 @@ class RayCluster:
         """Connect, with our package and perhaps a folder for the nodes."""
         ray = _ray()
         if ray.is_initialized():
+            self._refuse_another()
             return
         self._knock()
         env: dict[str, Any] = {"py_modules": [str(Path(nbdist.__file__).parent)]}
@@ -185,12 +188,21 @@ class RayCluster:
             )
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             raise StartError(self._refused(error)) from error
-        self._ours = True
+        self._ours, RayCluster.connected_to = True, self._address
         self._warn_of_open_doors()
+
+    def _refuse_another(self) -> None:
+        """See that nobody takes the cluster of a living session for its own."""
+        there = RayCluster.connected_to
+        if there not in {"", self._address}:
+            raise StartError(
+                "A notebook can be connected to one Ray cluster at a time, and this one's session"
+                f" is on another ({there}); end it with %nbdist stop, then go to {self._address}."
+            )
 
     def _disconnect(self) -> None:
         if self._ours:
-            self._ours = self._copied = False
+            self._ours, self._copied, RayCluster.connected_to = False, False, ""
             _ray().shutdown()
 
     def _knock(self) -> None:

@@ -97,6 +97,7 @@ class SlurmCluster:
 
         Raises:
             OptionError: contradictions, or nothing that says how many ranks.
+            StartError: this machine has no Slurm.
         """
         environ = os.environ if self._allocation else {}
         if gpus_per_node is None:
@@ -114,6 +115,7 @@ class SlurmCluster:
                 "--on slurm needs to know how many ranks: say -n N, or --nodes N with"
                 " --gpus-per-node N."
             )
+        _found_srun()
         count = count or 1
         return Spread(kind, count, each or (nproc // count if nproc else 1))
 
@@ -169,12 +171,6 @@ class SlurmCluster:
 
     def _command(self, spread: Spread, avoided: Sequence[str] = ()) -> list[str]:
         """The line that starts the tasks; it has no secret."""
-        srun = shutil.which("srun")
-        if srun is None:
-            raise StartError(
-                "--on slurm needs Slurm's srun, which is not found here; open the notebook on a"
-                " login node of the cluster, or inside a job."
-            )
         options = {
             "nodes": spread.nodes,
             "ntasks": spread.nodes,
@@ -190,7 +186,7 @@ class SlurmCluster:
         }
         words = [f"--{name}={value}" for name, value in options.items() if value is not None]
         flags = ["--no-kill", *(["--overlap"] if self._allocation else [])]
-        return [srun, *words, *flags, sys.executable, "-P", "-m", "nbdist.engines.there"]
+        return [_found_srun(), *words, *flags, sys.executable, "-P", "-m", "nbdist.engines.there"]
 
     def _environ(self) -> dict[str, str]:
         """Without what the step that holds this notebook was given: srun would take it as asked."""
@@ -286,6 +282,21 @@ class SlurmCluster:
             srun.close()
 
     leave = close
+
+
+def _found_srun() -> str:
+    """Where Slurm's program is.
+
+    Raises:
+        StartError: nowhere here.
+    """
+    found = shutil.which("srun")
+    if found is None:
+        raise StartError(
+            "--on slurm needs Slurm's srun, which is not found here; open the notebook on a login"
+            " node of the cluster, or inside a job."
+        )
+    return found
 
 
 class Srun:

@@ -57,8 +57,8 @@ class Cells:
         """Number of the next cell: the notebook's own, or counted here."""
         return given or next(self._counter)
 
-    def send(self, cell: Cell, *, world_size: int) -> None:
-        """Send a cell to its ranks."""
+    def send(self, cell: Cell, *, world_size: int, checkpoints: str) -> None:
+        """Send a cell to its ranks, with where its `save()` goes."""
         self._ladder = Ladder(cell, self._gang, self._whereabouts, world_size=world_size)
         with self._lock:
             self.running = cell
@@ -66,7 +66,7 @@ class Cells:
             old, self._kept = self._kept[:-KEPT_CELLS], self._kept[-KEPT_CELLS:]
         for one in old:
             self._gang.forget(set(one.requests.values()))
-        note = wire.CellNote(count=cell.count)
+        note = wire.CellNote(count=cell.count, checkpoints=checkpoints)
         content = wire.execute(cell.code)
         request = self._gang.post(
             cell.ranks, "shell", "execute_request", content, cell.deliver, note=note, together=True

@@ -229,11 +229,12 @@ class Save:
     def __str__(self) -> str:
         """Say it in a few lines."""
         pause = f"training paused {self.pause_s:.2f} s"
+        where = "" if self.root == Path.cwd() / FOLDER else f" to {self.root}"
         if not self.done:
-            return f"{self.name}: being written; {pause}"
+            return f"{self.name}: being written{where}; {pause}"
         if self.error:
             return f"{self.name} was not saved: {self.error}"
-        lines = [f"{self.name}: saved in {self.seconds:.1f} s; {pause}"]
+        lines = [f"{self.name}: saved in {self.seconds:.1f} s{where}; {pause}"]
         lines += [f"  removed: {', '.join(self.removed)}"] if self.removed else []
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
@@ -254,6 +255,12 @@ class Checkpoints(Sequence[Checkpoint]):
         self._entries: list[Checkpoint] = []
         self.problem = ""
         """Why a URL could not be listed; then those are given that were seen before."""
+
+    def move(self, root: Path | Url) -> None:
+        """Look somewhere else from now on."""
+        if root != self.root:
+            self.root, self.problem = root, ""
+            self._seen, self._entries = None, []
 
     def _now(self) -> list[Checkpoint]:
         """Read the folder where a name in it has changed; a URL each time."""
@@ -342,21 +349,28 @@ class Saves:
             root: folder or URL of all checkpoints. Default: "checkpoints" where the notebook runs.
 
         Raises:
-            CheckpointError: a URL that fsspec does not know, or for which a package is missing.
+            CheckpointError: as of `checked`.
         """
-        self._given = None if root is None else folder(root)
-        if isinstance(self._given, Url):
-            self._given.opened()
-        self.checkpoints = Checkpoints(self._given or Path.cwd() / FOLDER)
+        self._given = None if root is None else checked(root)
+        self._beside = Path.cwd() / FOLDER
+        self.checkpoints = Checkpoints(self._given or self._beside)
         self._saves: dict[str, Save] = {}
         self._lock = threading.Lock()
 
-    def settle(self) -> str:
-        """The ranks begin: where checkpoints go from now on, "" if that was left to nbdist."""
-        if self._given is None:
-            self.checkpoints.root = Path.cwd() / FOLDER
-            return ""
-        return checkpoint.full(self._given)
+    @property
+    def told(self) -> str:
+        """What ranks are told of where checkpoints go; "" if that is left to nbdist."""
+        return "" if self._given is None else checkpoint.full(self._given)
+
+    def settle(self) -> None:
+        """The ranks begin: the folder beside the notebook is the one of now."""
+        self._beside = Path.cwd() / FOLDER
+        self.checkpoints.move(self._given or self._beside)
+
+    def go_to(self, root: str | os.PathLike[str] | None) -> None:
+        """Have checkpoints somewhere else from now on; arguments as of the session."""
+        self._given = None if root is None else checked(root)
+        self.checkpoints.move(self._given or self._beside)
 
     def receive(self, content: wire.Saved) -> None:
         """Take what rank 0 says; on the reader thread."""
@@ -459,8 +473,29 @@ def complain_later() -> Callable[[str], object]:
 
 
 def folder(given: str | os.PathLike[str]) -> Path | Url:
-    """A folder or a URL as the user gives it; the folder is absolute."""
+    """A folder or a URL as the user gives it; the folder is absolute.
+
+    Raises:
+        CheckpointError: neither of the two.
+    """
+    if isinstance(given, str) and not given.strip():
+        raise CheckpointError(
+            f"{given!r} names no folder; use one such as checkpoints, or a URL such as"
+            " s3://bucket/path."
+        )
     return Url(given) if checkpoint.is_url(given) else Path.cwd() / expanded(given)
+
+
+def checked(given: str | os.PathLike[str]) -> Path | Url:
+    """The same, where it can be used.
+
+    Raises:
+        CheckpointError: none, a URL that fsspec does not know, or a package for it is missing.
+    """
+    where = folder(given)
+    if isinstance(where, Url):
+        where.opened()
+    return where
 
 
 def is_foreign(path: Path) -> bool:

@@ -275,7 +275,7 @@ class Session:
         if self.state in {"ready", "running"}:  # another thread was quicker
             return self
         started, choice = time.monotonic(), self._choice
-        self._checkpoints = self._saves.settle()
+        self._saves.settle()
         starting = f"starting {self.describe()}"
         with self.activity.doing("starting", starting), StatusLine() as line:
             line.show(f"nbdist: {starting}")
@@ -309,18 +309,18 @@ class Session:
             options=choice.options.to_json(),
             auto=choice.auto if choice.undecided else None,
             hardware=choice.hardware.to_json(),
-            checkpoints=self._checkpoints,
+            checkpoints=self._saves.told,
             progress=progress,
         )
-        self._look_at_checkpoints()
+        self._look_at_checkpoints(anew=self.started is None)
         return choice
 
-    def _look_at_checkpoints(self) -> None:
+    def _look_at_checkpoints(self, *, anew: bool) -> None:
         """Say below the cell, in a while, if they could not be saved where they are to go."""
         root, complain = self.checkpoints.root, saving.complain_later()
         if isinstance(root, Path):
             self._gang.fleet.see_later(root, complain)
-        elif self.started is None:
+        elif anew:
             saving.prove_later(root, complain)
 
     def stop(self) -> None:
@@ -540,7 +540,7 @@ class Session:
         if profiling is not None:
             profiling.cell, profiling.sources = cell, self._cells.sources(cell)
         self.state = "running"
-        self._cells.send(cell, world_size=self.world_size)
+        self._cells.send(cell, world_size=self.world_size, checkpoints=self._saves.told)
         return cell
 
     def _join(self, cell: Cell, afterwards: PinnedScreen) -> None:
@@ -770,6 +770,19 @@ class Session:
         Also those of earlier sessions. By place or by name: `checkpoints["base"].state_dict()`.
         """
         return self._saves.checkpoints
+
+    def save_to(self, folder: str | os.PathLike[str] | None) -> None:
+        """Have checkpoints go somewhere else; for `save()` in cells from the next cell on.
+
+        Args:
+            folder: of all checkpoints, or a URL. None: "checkpoints" beside the notebook.
+
+        Raises:
+            CheckpointError: a URL that fsspec does not know, or for which a package is missing.
+        """
+        self._saves.go_to(folder)
+        if self.state in {"ready", "running"}:
+            self._look_at_checkpoints(anew=True)
 
     @in_turn_on_these_ranks
     def save(

@@ -235,6 +235,7 @@ class RankKernel(IPythonKernel):
         note = request["metadata"].get(wire.NOTE)
         if note:
             self.shell.execution_count = note["count"]
+            self.saver.go_to(note["checkpoints"])
         gate.begin_cell()
         self.running = request["header"]["msg_id"]
         if self.running == self.unwanted:

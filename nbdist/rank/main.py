@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbdist import machine, strategies, wire
-from nbdist.checkpoint import located
 from nbdist.launcher import blackbox, family
 from nbdist.rank import accelerator, collectives, group, namespace, store, stream
 from nbdist.rank.board import Board
@@ -94,9 +93,8 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
     # the kernel takes payload files from the launcher's two folders, not from one start's own
     spare = Path(launch.run_dir).parent
     bulk, cwd = Path(launch.bulk_dir), Path(launch.cwd or Path.cwd())
-    checkpoints = located(launch.checkpoints or "checkpoints", cwd)
     namespace.connect(
-        app.kernel, run_dir=run_dir, bulk=bulk, spare=spare, checkpoints=checkpoints, cwd=cwd
+        app.kernel, run_dir=run_dir, bulk=bulk, spare=spare, checkpoints=launch.checkpoints, cwd=cwd
     )
     group.prove()
     return app

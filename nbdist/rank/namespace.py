@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
-    from nbdist.checkpoint import Url
     from nbdist.rank.choose import Chooser
     from nbdist.rank.kernel import RankKernel
     from nbdist.strategies import Options
@@ -61,7 +60,7 @@ def connect(
     run_dir: Path,
     bulk: Path,
     spare: Path,
-    checkpoints: Path | Url,
+    checkpoints: str,
     cwd: Path,
 ) -> None:
     """Add `report`, `send` and `save`, which need the rank's kernel."""

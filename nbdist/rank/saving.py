@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from nbdist.checkpoint import Draft, FilePart, Optimizer, Place, Told, Url
+    from nbdist.checkpoint import Draft, FilePart, Optimizer, Place, Told
     from nbdist.rank.positions import Position
     from nbdist.rank.training import Trained
     from nbdist.state.shards import Shard
@@ -93,7 +93,7 @@ class Saver:
 
     def __init__(
         self,
-        root: Path | Url,
+        root: str,
         cwd: Path,
         publish: Callable[[wire.Saved], object],
         complain: Callable[[], Any],
@@ -101,13 +101,18 @@ class Saver:
         """Know where checkpoints go.
 
         Args:
-            root: where no other folder is given; the same on all ranks.
+            root: as `go_to` takes it; the same on all ranks.
             cwd: from which the paths of others are.
             publish: tells the notebook of a save, from any thread.
             complain: called in a cell, gives what writes to its stderr later, from any thread.
         """
-        self._root, self._cwd, self._publish, self._complain = root, cwd, publish, complain
+        self._cwd, self._publish, self._complain = cwd, publish, complain
         self._thread: threading.Thread | None = None
+        self.go_to(root)
+
+    def go_to(self, root: str) -> None:
+        """Know where checkpoints go where no other folder is given; "": beside the notebook."""
+        self._root = located(root or "checkpoints", self._cwd)
 
     def save(
         self,

@@ -267,3 +267,41 @@ def test_the_magics_take_a_url(notebook: LiveKernel, tmp_path: Path) -> None:
     assert "best (step 4" in notebook.run(f"%nbdist load {other}/best").text
     assert [one.name for one in checkpoint.place(Url(other)).entries()] == ["best"]
     assert not Path(os.fspath(tmp_path / "checkpoints")).exists()
+
+
+def test_a_living_session_goes_to_another_place(notebook: LiveKernel, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", f"file://{tmp_path}/second"
+    notebook.run(f"%config NbDist.checkpoints = {str(first)!r}")
+    notebook.run("%%distribute -n 2\n" + MODEL)
+    notebook.run("%%distribute\n" + START.format(""))
+    assert f"s to {first}; training" in notebook.run("%nbdist save one --wait").text
+    moved = notebook.run(f"%config NbDist.checkpoints = {second!r}")
+    assert f"checkpoints of this session go to {second}" in moved.text
+    assert f"{second}: 0 checkpoints" in notebook.run("%nbdist checkpoints").text
+    assert f"s to {second}; training" in notebook.run("%nbdist save two --wait").text
+    notebook.run("%%distribute\nsave('three')")
+    notebook.run("%nbdist save four --wait")  # waits for the one before
+    there = checkpoint.place(Url(second)).entries()
+    assert sorted(one.name for one in there) == ["four", "three", "two"]
+    assert "two (step 4" in notebook.run("%nbdist load two").text
+    refused = notebook.run("%config NbDist.checkpoints = 'file://'")
+    assert "names no folder" in refused.text
+    notebook.run("%nbdist restart")
+    assert f"{second}: 3 checkpoints" in notebook.run("%nbdist checkpoints").text
+    notebook.run("%config NbDist.checkpoints = None")
+    notebook.run("%%distribute\n" + MODEL)
+    notebook.run("%%distribute\n" + START.format("") + "\nsave('five')")
+    assert " s; training" in notebook.run("%nbdist save six --wait").text
+    beside = notebook.run("%nbdist checkpoints").text
+    assert "/checkpoints: 2 checkpoints" in beside
+    assert "five: step 4" in beside
+    assert "is for the next session" in notebook.run("%config NbDist.nproc = 3").text
+    notebook.run("%nbdist stop")
+    notebook.run(f"%config NbDist.checkpoints = {second!r}")
+    assert f"{second}: 3 checkpoints" in notebook.run("%nbdist checkpoints").text
+
+
+@pytest.mark.parametrize("given", ["", " ", "file://", "s3://"])
+def test_no_place_is_refused(given: str) -> None:
+    with pytest.raises(CheckpointError, match="names no folder"):
+        Session(nproc=1, checkpoints=given)

@@ -95,6 +95,27 @@ def test_bad_input_is_one_sentence(notebook: LiveKernel, line: str, says: str) -
     assert notebook.run("%%distribute\nrank").status == "ok"
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--on rya", "is no place for ranks"),
+        ("--on ray://127.0.0.1:1", "--on ray"),
+        ("--on slurm --nodes 2 -n 3", "cannot be spread evenly"),
+        ("--on slurm --time soon -n 2", "is no time of Slurm"),
+        ("--on local --nodes 2 -n 2", "can be used with --on ray or --on slurm"),
+    ],
+)
+def test_a_place_that_cannot_be_leaves_the_session(
+    notebook: LiveKernel, options: str, says: str
+) -> None:
+    assert notebook.run("%%distribute\nkept = [rank] * 3").status == "ok"
+    shown = notebook.run(f"%%distribute {options}\npass")
+    assert shown.status == "error"
+    assert says in shown.text
+    assert "are lost" not in shown.text
+    assert "[1] [1, 1, 1]" in notebook.run("%%distribute\nkept").text
+
+
 def test_empty_cell(notebook: LiveKernel) -> None:
     shown = notebook.run("%%distribute\n\n")
     assert shown.status == "error"

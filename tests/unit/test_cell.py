@@ -136,6 +136,6 @@ def test_a_cell_whose_ranks_are_restarted_while_it_is_sent_ends() -> None:
         return "request"
 
     gang.post.side_effect = restarted
-    running.send(cell, world_size=1)
+    running.send(cell, world_size=1, checkpoints="")
     cell.pump(0.0)
     assert cell.finished.is_set()

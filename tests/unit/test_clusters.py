@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -164,7 +165,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.mark.usefixtures("outside")
+@pytest.mark.usefixtures("srun")
 def test_slurm_spreads_as_it_is_told() -> None:
     cluster = SlurmCluster()
     assert cluster.spread(2, None, None) == Spread("cpu", 1, 2)
@@ -175,6 +176,7 @@ def test_slurm_spreads_as_it_is_told() -> None:
         cluster.spread(None, None, None)
 
 
+@pytest.mark.usefixtures("srun")
 def test_inside_an_allocation_its_own_numbers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
@@ -313,13 +315,22 @@ def test_without_srun_it_says_where_to_go(
     assert outside is None
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StartError, match="login node"):
-        SlurmCluster().allot(wanted(2, kind="cpu"), print)
+        SlurmCluster().spread(2, None, 0)
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(StartError, match=r"pip install 'nbdist\[ray\]'"):
         RayCluster().spread(2, None, None)
+
+
+def test_the_connection_of_a_session_is_no_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setattr(RayCluster, "connected_to", "10.0.0.1:10001")
+    with pytest.raises(
+        StartError, match=r"another \(10\.0\.0\.1:10001\); end it with %nbdist stop"
+    ):
+        RayCluster("10.0.0.2").spread(2, None, None)
 
 
 def test_rays_errors_lose_their_numbers_and_guesses() -> None:
