@@ -124,7 +124,8 @@ class Launcher:
         try:
             self._link.sendall(wire.to_line(message))
         except OSError as error:
-            msg = f"The launcher is gone. Its log ends: {redacted(self.log_tail())}"
+            how = _end_words(self._code(within_s=KILLED_S))
+            msg = f"No ranks can start: {LAUNCHER} {how}. Its log ends: {redacted(self.log_tail())}"
             raise StartError(msg) from error
 
     @property
@@ -279,6 +280,13 @@ class Launcher:
         self.listener(wire.Ended(LAUNCHER_GONE, {} if code is None else {LAUNCHER: code}))
         # it was killed, and its ranks' children know nothing of that
         leftovers.kill(leftovers.of_launcher(self.run_dir.path))
+
+
+def _end_words(code: int | None) -> str:
+    """How a process has ended."""
+    if code is None:
+        return "has closed its link"
+    return f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}"
 
 
 def stuck_words(pids: Iterable[int]) -> str:

@@ -285,6 +285,8 @@ def _where(answer: wire.WhereReply) -> str:
 def _checkpoints(session: Session) -> list[CheckpointView]:
     """The newest last; those that run or failed behind them."""
     checkpoints = session.checkpoints
+    known = checkpoints.known
+    written = {one.name: one.created.timestamp() for one in known}
     views = [
         CheckpointView(
             name=one.name,
@@ -297,11 +299,13 @@ def _checkpoints(session: Session) -> list[CheckpointView]:
             state="done",
             problem="",
         )
-        for one in checkpoints.known[-MAX_CHECKPOINTS:]
+        for one in known[-MAX_CHECKPOINTS:]
     ]
+    # one that is whole may be listed before its ranks have said so
+    running = [one for one in session.saves_running() if written.get(one.name, 0.0) < one.began]
     for state, saves in (
         ("failed", list(checkpoints.failed)[-3:]),
-        ("running", session.saves_running()),
+        ("running", running),
     ):
         views += [
             CheckpointView(
