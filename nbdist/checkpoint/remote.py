@@ -154,21 +154,14 @@ class Remote:
 
     def _saves(self) -> list[_Save]:
         """All saves, whole or not."""
-        system, root = self.root.opened()
-        with in_words(f"{self.root} cannot be listed"):
-            system.invalidate_cache()
-            try:
-                files = system.find(root, detail=True)
-            except FileNotFoundError:
-                files = {}
         found: dict[tuple[str, str], _Save] = {}
-        for path, about in files.items():
-            parts = path.removeprefix(root).strip("/").split("/")
+        for path, size_bytes in _listed(self.root).items():
+            parts = path.split("/")
             if len(parts) != _DEPTH or not is_name(parts[0]) or not _is_id(parts[1]):
                 continue
             name, number, file = parts
             url = self.root / name / number
-            found.setdefault((name, number), _Save(url, name)).files[file] = about["size"] or 0
+            found.setdefault((name, number), _Save(url, name)).files[file] = size_bytes
         saves = list(found.values())
         there = {one.url for one in saves}
         self._manifests = {url: one for url, one in self._manifests.items() if url in there}
@@ -287,14 +280,7 @@ class RemoteDraft:
 
     def _files(self) -> dict[str, int]:
         """Its files by name."""
-        system, path = self._url.opened()
-        with in_words(f"{self._url} cannot be listed"):
-            system.invalidate_cache()
-            try:
-                found = system.find(path, detail=True)
-            except FileNotFoundError:
-                return {}
-        return {one.rpartition("/")[2]: about["size"] or 0 for one, about in found.items()}
+        return {path.rpartition("/")[2]: size for path, size in _listed(self._url).items()}
 
     def _put(self, name: str, text: str) -> None:
         system, path = (self._url / name).opened()
@@ -340,6 +326,18 @@ class UrlWriter(Writer):
 
     def _remove(self) -> None:
         """Its save is removed as a whole."""
+
+
+def _listed(url: Url) -> dict[str, int]:
+    """Bytes of each file below a URL, by its path from there; raises CheckpointError."""
+    system, root = url.opened()
+    with in_words(f"{url} cannot be listed"):
+        system.invalidate_cache()
+        try:
+            found = system.find(root, detail=True)
+        except FileNotFoundError:
+            return {}
+    return {path.removeprefix(root).strip("/"): about["size"] or 0 for path, about in found.items()}
 
 
 def content(url: Url) -> bytes:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from results import Row, middle
 
 import nbdist
 from nbdist.profile.advice import CHEAP
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests import planted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,36 +30,21 @@ if TYPE_CHECKING:
 
 STEPS = 10
 """Of a window."""
-SETUP = """
-import time
-from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
-
-def build(batch_size, length, hidden=256, num_workers=0, batch_s=0.0):
-    def collate(some):
+SETUP = f"""{planted.SETUP}
+def build_with(batch_size, length, hidden=256, num_workers=0, batch_s=0.0):
+    def fetch(some):
         time.sleep(batch_s)
-        ids = torch.stack(some)
-        return {"input_ids": ids, "labels": ids}
+        return collate(some)
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-    )
-    model = LlamaForCausalLM(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, _ = build(batch_size, length, hidden)
     data = DataLoader(
-        list(torch.randint(0, 256, (8192, length))),
+        rows(8192, length),
         batch_size=batch_size,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
-        collate_fn=collate,
+        collate_fn=fetch,
     )
-    return accelerator.prepare(model, optimizer, data)
+    return model, optimizer, accelerator.prepare(data)
 """
 TRAIN = """
 steps = 0
@@ -76,7 +66,7 @@ class Loop:
 
     name: str
     build: dict[str, Any]
-    """Arguments of `build`."""
+    """Arguments of `build_with`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the session."""
 
@@ -169,7 +159,7 @@ def taken(loop: Loop) -> Iterator[Kept]:
 
 def build(session: Session, given: dict[str, Any]) -> None:
     """Make model, optimizer and loader anew."""
-    session.run(f"model, optimizer, loader = build(**{given!r})", output="none")
+    session.run(f"model, optimizer, loader = build_with(**{given!r})", output="none")
 
 
 def profiled(session: Session) -> Profile:
