@@ -4,15 +4,18 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+CUDA   := build/cuda
+# Where CUDA's build of torch comes from; a mirror of PyPI does too.
+CUDA_INDEX ?= https://pypi.org/simple
 
 # Two ranks on a small machine: one thread each is faster than two that fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test long check faults nodes chaos notebooks browser pictures bench wheel clean
+.PHONY: help env demo test long check faults nodes chaos notebooks browser pictures gpu-rehearsal bench wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(READY) ## make .venv with the tested versions (minutes the first time, then at once)
 
@@ -64,6 +67,20 @@ browser: env ## the panel in JupyterLab and Notebook 7 in chromium, alone
 pictures: env ## the same, which takes the pictures of docs/images
 	@NBDIST_PICTURES=docs/images $(BIN)/python -m pytest -s tests/browser/test_panel_in_lab.py \
 	  tests/browser/test_profile_in_lab.py
+
+gpu-rehearsal: env $(CUDA)/.ready ## the paths of GPUs without one: CUDA's build of torch, NVML pretended
+	@NBDIST_CUDA_SITE=$(CURDIR)/$(CUDA) $(BIN)/python -m pytest tests/rehearsal
+
+# The user's own indexes and links may prefer a CPU build, so pip takes none of them.
+$(CUDA)/.ready: constraints.txt
+	@echo "==> installing CUDA's build of torch into $(CUDA) (4.5 GB)"
+	@rm -rf $(CUDA)
+	@env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(CUDA) \
+	  --index-url $(CUDA_INDEX) --constraint constraints.txt torch
+	@PYTHONPATH=$(CUDA) $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
+	  { echo "$(CUDA_INDEX) has given a torch without CUDA: make gpu-rehearsal CUDA_INDEX=URL"; exit 1; }
+	@touch $@
 
 bench: env ## nbdist beside its rivals, the planner beside measurements; writes build/bench.json
 	@$(BIN)/python tests/bench

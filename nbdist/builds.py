@@ -33,8 +33,13 @@ def search_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-def missing(ops: Sequence[str]) -> str:
-    """What a build of the ops would miss and what to do, in one sentence; empty where nothing."""
+def missing(ops: Sequence[str], kind: str) -> str:
+    """What a build of the ops would miss and what to do, in one sentence; empty where nothing.
+
+    Args:
+        ops: names of the ops.
+        kind: of the ranks, "cpu" or "cuda".
+    """
     compiler, path = os.environ.get("CXX", "c++"), search_path()
     for tool, package in ((compiler, "g++"), ("ninja", "ninja (`pip install ninja`)")):
         if shutil.which(tool, path=path) is None:
@@ -47,6 +52,13 @@ def missing(ops: Sequence[str]) -> str:
             f"offload to NVMe compiles DeepSpeed's {NVME_OP}, and libaio.h is missing; install it"
             " (Debian, Ubuntu: apt install libaio-dev; Fedora: dnf install libaio-devel), or use"
             " offload cpu."
+        )
+    # deepspeed 0.19.8: of the ops of an offload this alone is a CUDAOpBuilder
+    if NVME_OP in ops and kind == "cuda" and not _has_cuda_toolkit():
+        return (
+            f"offload to NVMe on GPUs compiles DeepSpeed's {NVME_OP} with the CUDA toolkit, and"
+            " nvcc or CUDA's headers are missing; install the toolkit of torch's CUDA version and"
+            " set CUDA_HOME to its folder, or use offload cpu."
         )
     return ""
 
@@ -69,6 +81,16 @@ def _age_s(path: Path) -> float:
         return time.time() - path.stat().st_mtime
     except OSError:
         return 0.0  # released by now
+
+
+def _has_cuda_toolkit() -> bool:
+    """Whether nvcc and CUDA's headers are where torch.utils.cpp_extension looks for them."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None:
+        nvcc = shutil.which("nvcc")
+        home = str(Path(nvcc).parent.parent) if nvcc else "/usr/local/cuda"
+    toolkit = Path(home)
+    return (toolkit / "bin" / "nvcc").exists() and (toolkit / "include" / "cuda.h").exists()
 
 
 def _has_header(compiler: str, header: str) -> bool:

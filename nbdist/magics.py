@@ -700,11 +700,13 @@ def load(ipython: InteractiveShell) -> None:
     """Register the magics and the completer, and say what was found."""
     ipython.register_magics(configured(ipython))
     ipython.Completer.custom_matchers.append(MATCHER)
-    found = machine.found().describe()
+    found = machine.found()
     print(
-        f"nbdist {nbdist.__version__} \N{MIDDLE DOT} {found} \N{MIDDLE DOT}"
+        f"nbdist {nbdist.__version__} \N{MIDDLE DOT} {found.describe()} \N{MIDDLE DOT}"
         " %%distribute --auto to begin, %nbdist for help"
     )
+    for warning in found.warnings:
+        print(f"nbdist: {warning}")
 
 
 def configured(ipython: InteractiveShell) -> NbDist:

@@ -585,7 +585,7 @@ class Launch:
     """Number of this start; `Ended` repeats it, so that an old end is never taken for a new one."""
     world_size: int
     devices: list[str] | None
-    """The GPUs as CUDA_VISIBLE_DEVICES takes them; None for CPU ranks."""
+    """UUIDs of the GPUs; None for CPU ranks."""
     options: dict[str, Any]
     """`strategies.Options.to_json()`."""
     auto: dict[str, Any] | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist import builds
+from nbdist import builds, machine
 from nbdist.doctor.finding import listed, note, ok
 
 if TYPE_CHECKING:
@@ -14,21 +14,26 @@ if TYPE_CHECKING:
     from nbdist.doctor.finding import Finding
 
 TOPIC = "compilers"
-_SAYS = "an offload under the zero backends cannot be built here"
+_SAYS = "not every offload under the zero backends can be built here"
 
 
-def look(*, missing: str | None = None, locks: Sequence[Path] | None = None) -> Iterator[Finding]:
-    """Ask for compiler, ninja and libaio, which only an offload needs.
+def look(
+    *, missing: str | None = None, locks: Sequence[Path] | None = None, kind: str | None = None
+) -> Iterator[Finding]:
+    """Ask for compiler, ninja, libaio and the CUDA toolkit, which only an offload needs.
 
     Args:
         missing: what a build would miss, for tests.
         locks: stale ones, for tests.
+        kind: of the ranks. Default: as a new session would have.
     """
-    missing = builds.missing(["cpu_adam", builds.NVME_OP]) if missing is None else missing
+    kind = kind or ("cuda" if machine.found().gpus else "cpu")
+    missing = builds.missing(["cpu_adam", builds.NVME_OP], kind) if missing is None else missing
+    tools = "compiler, ninja, libaio and nvcc" if kind == "cuda" else "compiler, ninja and libaio"
     if missing:
         yield note(TOPIC, f"{_SAYS}: {missing}", "nothing, unless you want --offload")
     else:
-        yield ok(TOPIC, "compiler, ninja and libaio are there for --offload")
+        yield ok(TOPIC, f"{tools} are there for --offload")
     locks = builds.stale_locks() if locks is None else locks
     if locks:
         says = f"left by killed builds, whoever builds these again waits for ever: {listed(locks)}"

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from nbdist.doctor.finding import Finding
 
 TOPIC = "environment"
-OVERWRITTEN = frozenset({"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DS_ACCELERATOR"})
+OVERWRITTEN = frozenset(
+    {"CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DS_ACCELERATOR"}
+)
 """Set by nbdist for its ranks, whatever they were."""
 SLOW = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -14,11 +13,10 @@ from nbdist.doctor.finding import listed, note, ok, problem, size
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
+    from pathlib import Path
 
     from nbdist.doctor.finding import Finding
 
-DRIVER = Path("/proc/driver/nvidia/version")
-"""There where NVIDIA's driver is loaded."""
 TOPIC = "GPUs"
 
 
@@ -27,7 +25,7 @@ def look(
     own: Collection[int] = (),
     nvml: Any = None,
     environ: Mapping[str, str] = os.environ,
-    driver: Path = DRIVER,
+    driver: Path = machine.DRIVER,
 ) -> Iterator[Finding]:
     """Ask NVML, never CUDA: a context would take memory.
 
@@ -71,6 +69,9 @@ def _visible(there: int, found: machine.Machine, environ: Mapping[str, str]) -> 
         yield ok(TOPIC, found.describe())
     elif not there:
         yield ok(TOPIC, f"none: {machine.CPU_RANKS} CPU ranks")
+    for warning in found.warnings:
+        says, _, do = warning.partition("; ")
+        yield problem(TOPIC, says, do)
     if len(found.gpus) < there and visible is not None:
         says = f"CUDA_VISIBLE_DEVICES={visible!r} shows {len(found.gpus)} of {there} GPUs"
         make = note if found.gpus or not visible else problem
@@ -89,13 +90,8 @@ def _gpu(nvml: Any, index: int, gpu: machine.Gpu, own: Collection[int]) -> Itera
         yield note(topic, f"{says}; held by {listed(others)}", do)
     else:
         yield ok(topic, f"{says}; held by this session" if holders else says)
-    try:
-        prohibited = nvml.nvmlDeviceGetComputeMode(handle) == nvml.NVML_COMPUTEMODE_PROHIBITED
-    except nvml.NVMLError:
-        prohibited = False  # an instance of a GPU does not tell
-    if prohibited:
-        do = f"ask who runs the machine: nvidia-smi -i {index} -c DEFAULT"
-        yield problem(topic, "its compute mode lets nobody use it", do)
+    if refused := machine.refusal(nvml, gpu, own=own):
+        yield problem(topic, refused.says, refused.do)
 
 
 def _holders(nvml: Any, handle: Any) -> list[tuple[int, str]]:

@@ -37,7 +37,7 @@ class Place:
     ranks: int
     """At least 1; nodes may differ."""
     gpus: tuple[str, ...] = ()
-    """As CUDA_VISIBLE_DEVICES on that node takes them; empty for CPU ranks."""
+    """UUIDs; empty for CPU ranks."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of python, torch, nbdist, by name."""
 

@@ -165,7 +165,7 @@ class Choice:
 
     @property
     def visible(self) -> tuple[str, ...] | None:
-        """The ranks' GPUs as CUDA_VISIBLE_DEVICES takes them; None for CPU ranks."""
+        """UUIDs of the ranks' GPUs; None for CPU ranks."""
         return None if self.placement.devices is None else self.placement.visible
 
     def _flat(self) -> dict[str, object]:

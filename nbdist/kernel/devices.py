@@ -1,24 +1,24 @@
 """Which devices of this machine a session takes.
 
 Runs in the notebook's kernel. No GPU: the session rehearses on CPU ranks.
-`Placement.visible` names GPUs for the ranks' environment by UUID, since CUDA's own order
-(fastest first) is not NVML's (by PCI bus).
+`Placement.visible` names GPUs by UUID, since CUDA's own order (fastest first) is not NVML's (by
+PCI bus).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import strategies
 from nbdist.engines.agreement import listed
-from nbdist.errors import OptionError
-from nbdist.machine import CPU_RANKS
+from nbdist.errors import OptionError, StartError
+from nbdist.machine import CPU_RANKS, opened, pynvml, refusal, usage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from nbdist.engines.spread import Spread
     from nbdist.machine import Machine, Node
@@ -35,7 +35,7 @@ class Placement:
     devices: tuple[int, ...] | None
     """Index of each rank's GPU, as torch counts them in this kernel; None for CPU ranks."""
     visible: tuple[str, ...] = ()
-    """The same GPUs for the ranks' CUDA_VISIBLE_DEVICES; empty for CPU ranks."""
+    """UUIDs of the same GPUs; empty for CPU ranks."""
     nodes: int = 1
     """With more, or on a cluster, each device is counted on its own node and has no name here."""
     away: bool = False
@@ -90,6 +90,45 @@ def placement(
         )
     devices = tuple(chosen[:wanted])
     return Placement(len(devices), devices, tuple(machine.gpus[i].uuid for i in devices))
+
+
+def check_usable(
+    placement: Placement, found: Machine, *, own: Collection[int] = (), nvml: Any = None
+) -> list[str]:
+    """What to know of the GPUs before ranks start on them: which fail, which others fill.
+
+    Args:
+        placement: of the ranks, on this machine.
+        found: from `machine.found()`.
+        own: processes of this session.
+        nvml: a module with the functions of `pynvml`, for tests.
+
+    Raises:
+        StartError: a GPU takes no further process.
+    """
+    if placement.devices is None:
+        return [] if found.gpus else list(found.warnings)  # without GPUs by choice
+    nvml = nvml or pynvml()
+    if nvml is None:
+        return list(found.warnings)
+    chosen = [found.gpus[index] for index in placement.devices]
+    try:
+        with opened(nvml):
+            refused = [refusal(nvml, gpu, own=own) for gpu in chosen]
+    except nvml.NVMLError:
+        refused = []
+    for index, reason in zip(placement.devices, refused, strict=False):
+        if reason:
+            msg = f"GPU {index} cannot be used: {reason.says}. Leave it out with --gpus, or"
+            raise StartError(f"{msg} {reason.do}.")
+    held = usage(replace(found, gpus=tuple(chosen)), own=own, nvml=nvml)
+    busy = (
+        f"GPU {index} has {now.free_bytes / 2**30:.0f} of {gpu.memory_bytes / 2**30:.0f} GB free"
+        f" beside {listed(now.holders)}"
+        for index, gpu, now in zip(placement.devices, chosen, held, strict=False)
+        if now.holders and now.free_bytes < gpu.memory_bytes / 2
+    )
+    return [*found.warnings, *busy]
 
 
 def spread_out(spread: Spread) -> Placement:

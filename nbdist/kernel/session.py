@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from nbdist import machine, strategies, wire
 from nbdist import ranks as rank_names
-from nbdist import strategies, wire
 from nbdist.checkpoint import Url, full
+from nbdist.engines.leftovers import of_this_kernel
 from nbdist.engines.local import LocalEngine
 from nbdist.errors import (
     CellInterrupted,
@@ -44,7 +45,7 @@ from nbdist.kernel import (
 from nbdist.kernel.asked import Choice
 from nbdist.kernel.cell import Cell, CellResult
 from nbdist.kernel.cells import Cells
-from nbdist.kernel.devices import differing_gpus
+from nbdist.kernel.devices import check_usable, differing_gpus
 from nbdist.kernel.gang import Gang
 from nbdist.kernel.marks import Mark, Marks
 from nbdist.kernel.metrics import Metrics
@@ -275,6 +276,7 @@ class Session:
         if self.state in {"ready", "running"}:  # another thread was quicker
             return self
         started, choice = time.monotonic(), self._choice
+        notes = self._look_at_gpus(choice)
         self._saves.settle()
         starting = f"starting {self.describe()}"
         with self.activity.doing("starting", starting), StatusLine() as line:
@@ -286,11 +288,19 @@ class Session:
                 msg = "stopped while the ranks were starting; the next cell starts them anew."
                 raise CellInterrupted(msg) from None
             ready = f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s"
-            line.show(". ".join(filter(None, (ready, differing_gpus(self.nodes)))))
+            notes += [one for node in self.nodes for one in node.machine.warnings]
+            line.show(". ".join(filter(None, (ready, differing_gpus(self.nodes), *notes))))
         self._is_up()
         self.started = self.started or time.time()
         _set_current(self)
         return self
+
+    def _look_at_gpus(self, choice: Choice) -> list[str]:
+        """What to know of this machine's GPUs; raises StartError where ranks cannot use one."""
+        if choice.placement.away:
+            return []
+        own = of_this_kernel() if choice.placement.devices else ()
+        return check_usable(choice.placement, machine.found(), own=own)
 
     def _start_ranks(self, choice: Choice, progress: Callable[[str], None]) -> Choice:
         """Start ranks; returns the choice with what the GPUs of a cluster turned out to be."""

@@ -1,5 +1,5 @@
 """The warm process between the kernel and the ranks: imports once, forks ranks.
 
 Runs in its own session (setsid), ends when the kernel's end of its link closes.
-Initialises no device. Nobody imports this package but the launcher itself.
+Sees no GPU and initialises no device. Nobody imports this package but the launcher itself.
 """

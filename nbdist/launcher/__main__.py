@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import Empty
 
 from nbdist import shared_memory, wire
-from nbdist.launcher import blackbox, family
+from nbdist.launcher import blackbox, devices, family
 from nbdist.launcher.link import Link
 
 FIRST = (
@@ -38,10 +38,13 @@ THEN = [
     # What deepspeed 0.19's first engine imports, 2-3 s.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch.utils.cpp_extension",
-    "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
 ]
-"""What many cells import; done while nothing else is asked for."""
+"""What many cells import; done while nothing else is asked for.
+
+Nothing that looks for a GPU at its import and remembers the answer, as
+`deepspeed.ops.triton_ops` does (0.19.8): the launcher sees none.
+"""
 QUIET_S = 0.2
 """Without a request for this long, one of them is imported."""
 
@@ -64,12 +67,15 @@ def next_launch(link: Link) -> wire.Launch:
             importlib.import_module(name)
         except ImportError as error:
             log.warning("%s: %s; a cell that needs it will say so", name, error)
+        except Exception:  # a library may want a GPU at its import
+            log.exception("%s; a cell that needs it will say so", name)
     return link.launches.get()
 
 
 def main() -> None:
     """Serve launches until the kernel is gone."""
     started = time.monotonic()
+    devices.hide()
     # Stop is a signal, and Ray (2.60) starts its workers, and so their children, with it blocked
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     blackbox.install(sys.argv[2], "launcher")

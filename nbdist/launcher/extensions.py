@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from nbdist import builds
 from nbdist.errors import StartError
-from nbdist.launcher import family
+from nbdist.launcher import devices, family
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import ModuleType
 
 LIMIT_S: Final = 1800.0
@@ -54,6 +54,7 @@ def ensure(
     ops: Sequence[str],
     *,
     progress: Callable[[str], None],
+    shown: Mapping[str, str] = os.environ,
     limit_s: float = LIMIT_S,
 ) -> None:
     """Build the ops that are missing and load all of them into this process.
@@ -64,24 +65,26 @@ def ensure(
     Args:
         ops: names as `Strategy.extensions` gives them, in the order of loading.
         progress: is given a line of text about once a second during a build.
+        shown: environment variables that show the ranks their GPUs; default: a rank asks.
         limit_s: for the build of one op.
 
     Raises:
         StartError: a tool or library is missing, or a build failed or took too long.
     """
-    os.environ["DS_ACCELERATOR"] = _accelerator()
+    kind = os.environ["DS_ACCELERATOR"] = "cuda" if devices.is_gpu(shown) else "cpu"
     if not ops:
         return
-    folder = builds.cache_dir() / "extensions" / _key()
+    folder = builds.cache_dir() / "extensions" / _key(kind)
     _check_owner(folder)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     missing = [op for op in ops if not (folder / op / BUILT).exists()]
     if missing:
-        _check_tools(missing)
+        _check_tools(missing, kind)
         with _locked(folder, progress=progress, limit_s=limit_s) as lock:
             for op in missing:
                 if not (folder / op / BUILT).exists():
-                    _build(op, folder / op, lock=lock, progress=progress, limit_s=limit_s)
+                    environ = {**os.environ, **shown}
+                    _build(op, folder / op, environ, lock=lock, progress=progress, limit_s=limit_s)
     for op in ops:
         _load(op, folder / op)
 
@@ -102,16 +105,11 @@ def _check_owner(folder: Path) -> None:
                 raise StartError(message)
 
 
-def _accelerator() -> str:
-    """Return the name of DeepSpeed's accelerator for the devices the ranks will see."""
-    return "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
-
-
-def _key() -> str:
+def _key(kind: str) -> str:
     """Name the folder of builds that fit this Python, torch, DeepSpeed, and processor."""
     version = f"py{sys.version_info.major}.{sys.version_info.minor}"
     torch, deepspeed = (importlib.metadata.version(name) for name in ("torch", "deepspeed"))
-    return f"{version}-torch{torch}-deepspeed{deepspeed}-{_accelerator()}-{_processor()}"
+    return f"{version}-torch{torch}-deepspeed{deepspeed}-{kind}-{_processor()}"
 
 
 def _processor() -> str:
@@ -123,10 +121,10 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _check_tools(ops: Sequence[str]) -> None:
+def _check_tools(ops: Sequence[str], kind: str) -> None:
     """Put this environment's programs on PATH, and say what a build would miss."""
     os.environ["PATH"] = builds.search_path()
-    if text := builds.missing(ops):
+    if text := builds.missing(ops, kind):
         raise StartError(text)
 
 
@@ -164,9 +162,18 @@ def _wait_for(lock: int, *, progress: Callable[[str], None], limit_s: float) -> 
 
 
 def _build(
-    op: str, folder: Path, *, lock: int, progress: Callable[[str], None], limit_s: float
+    op: str,
+    folder: Path,
+    environ: Mapping[str, str],
+    *,
+    lock: int,
+    progress: Callable[[str], None],
+    limit_s: float,
 ) -> None:
-    """Build one op in its own process, which holds the lock too and ends with us."""
+    """Build one op in its own process, which holds the lock too and ends with us.
+
+    It sees the ranks' GPUs: DeepSpeed builds async_io for a CPU where it sees none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     # We hold the lock, so nobody builds: torch's own lock file is a killed build's.
     (folder / "lock").unlink(missing_ok=True)
@@ -176,6 +183,7 @@ def _build(
     with log.open("wb") as out:
         child = subprocess.Popen(  # noqa: S603
             command,
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -16,16 +16,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from accelerate import notebook_launcher
+from accelerate.utils import check_cuda_p2p_ib_support, patch_environment
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nbdist import strategies, wire
-from nbdist.launcher import extensions, family, offload, rendezvous
+from nbdist.launcher import devices, extensions, family, offload, rendezvous
 from nbdist.launcher.watch import Watch
 from nbdist.rank.main import rank_main
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from nbdist.launcher.link import Link
 
@@ -44,14 +45,16 @@ def run(launch: wire.Launch, link: Link) -> wire.Ended:
     hardware = strategies.Hardware.from_json(launch.hardware)
     # auto decides on the ranks, which then load what they need
     ops = options.strategy.extensions(options, hardware) if launch.auto is None else ()
-    extensions.ensure(ops, progress=lambda text: link.send(wire.Progress(text)))
+    shown = devices.shown(launch.devices)
+    extensions.ensure(ops, progress=lambda text: link.send(wire.Progress(text)), shown=shown)
+    devices.close_nvml()
     gc.collect()
     gc.freeze()  # a collection on a rank would copy every page it shares with the launcher
     try:
         with offload.folder(options) as own, watched(launch, link) as watch:
             if own.offload_path is not None:
                 link.remove_at_end(own.offload_path)
-            fork(replace(launch, options=own.to_json()), link, watch)
+            fork(replace(launch, options=own.to_json()), link, watch, shown)
     except ChildFailedError as error:
         codes = {str(launch.first + n): failure.exitcode for n, failure in error.failures.items()}
         return wire.Ended(launch.generation, codes)
@@ -75,26 +78,32 @@ def watched(launch: wire.Launch, link: Link) -> Iterator[Watch]:
 
 
 def take_over(launch: wire.Launch) -> None:
-    """Put on the kernel's environment, folder and import path."""
+    """Put on the kernel's environment, but for the GPUs, its folder and import path."""
     os.environ.update(launch.env)
     os.environ.update(
         GLOO_SOCKET_IFNAME=launch.interface,
         NCCL_SOCKET_IFNAME=launch.interface,
-        PYTORCH_NVML_BASED_CUDA_CHECK="1",  # is_available() without cuInit, which breaks forks
-        CUDA_VISIBLE_DEVICES=",".join(launch.devices or []),
     )
+    devices.hide()
     os.chdir(launch.cwd)
     sys.path[:] = launch.path
     # torch elastic makes log folders and error files; ranks reset this (rank.main)
     tempfile.tempdir = launch.run_dir
 
 
-def fork(launch: wire.Launch, link: Link, watch: Watch) -> None:
-    """Fork this launcher's ranks and wait for them; those of other nodes are not its business."""
+def fork(launch: wire.Launch, link: Link, watch: Watch, shown: Mapping[str, str]) -> None:
+    """Fork this launcher's ranks and wait for them; those of other nodes are not its business.
+
+    Args:
+        launch: what was asked for.
+        link: to the kernel.
+        watch: of the ranks.
+        shown: environment variables that show the ranks their GPUs.
+    """
     if launch.ranks_here > 1:
         notebook_launcher(
             rank_main,
-            (launch, link, watch),
+            (launch, link, watch, shown),
             num_processes=launch.ranks_here,
             rdzv_backend=rendezvous.NAME,
             rdzv_endpoint=rendezvous.ENDPOINT,
@@ -115,4 +124,17 @@ def fork(launch: wire.Launch, link: Link, watch: Watch) -> None:
         monitor_interval=POLL_S,
         start_method="fork",
     )
-    elastic_launch(config, rank_main)(launch, link, watch)
+    with patch_environment(**_nccl_for_one(shown)):
+        elastic_launch(config, rank_main)(launch, link, watch, shown)
+
+
+def _nccl_for_one(shown: Mapping[str, str]) -> dict[str, str]:
+    """What NCCL needs beside several RTX 40 under an old driver.
+
+    accelerate 1.15 sets it in notebook_launcher for more ranks than one, and its PartialState
+    refuses to work without.
+    """
+    if not devices.is_gpu(shown) or check_cuda_p2p_ib_support():
+        return {}
+    names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+    return {name: "1" for name in names if name not in os.environ}

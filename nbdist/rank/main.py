@@ -17,19 +17,22 @@ import torch
 
 from nbdist import machine, strategies, wire
 from nbdist.launcher import blackbox, family
-from nbdist.rank import accelerator, collectives, group, namespace, store, stream
+from nbdist.rank import accelerator, collectives, devices, group, namespace, store, stream
 from nbdist.rank.board import Board
 from nbdist.rank.choose import Chooser
 from nbdist.rank.kernel import RankApp
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nbdist.launcher.link import Link
     from nbdist.launcher.watch import Watch
 
 
-def rank_main(launch: wire.Launch, link: Link, watch: Watch) -> None:
+def rank_main(launch: wire.Launch, link: Link, watch: Watch, shown: Mapping[str, str]) -> None:
     """Serve cells until the launcher ends this process."""
     family.die_with_parent()
+    devices.take(shown)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # torch elastic's handlers came with the fork
     rank = take_place(launch)
@@ -70,8 +73,7 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = launch.devices is not None
     meeting = None
-    if not on_gpu:
-        share_cores(launch)
+    share_cores(launch)
     if not on_gpu and launch.nodes == 1:  # the board is memory that all ranks see
         board = Board(Path(launch.run_dir), rank=rank, world_size=launch.world_size)
         meeting = collectives.install(board)
@@ -101,8 +103,11 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
 
 
 def share_cores(launch: wire.Launch) -> None:
-    """Split the cores among CPU ranks, unless the user set OMP_NUM_THREADS."""
-    # asked of the kernel's environment: in ours torch elastic has set 1 where it was unset
+    """Split the cores among this machine's ranks, unless the user set OMP_NUM_THREADS.
+
+    On GPUs too: ZeRO-Offload's Adam and FSDP2's steps on the CPU use OpenMP, whose number of
+    threads this sets for every library. torch elastic 2.13 leaves it alone, only torchrun sets 1.
+    """
     chosen = launch.env.get("OMP_NUM_THREADS", "")
     share = max(1, len(os.sched_getaffinity(0)) // launch.ranks_here)
     torch.set_num_threads(int(chosen) if chosen.isdecimal() and int(chosen) else share)

@@ -29,6 +29,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
+from nbdist import machine
 from nbdist.plan.calibration import Learned
 from nbdist.rank import compiling, holdings, zero
 from nbdist.rank.profiling.steps import slot
@@ -479,7 +480,10 @@ def _on_gpu(device: torch.device) -> dict[str, int]:
 
 def _device_used(device: torch.device) -> int:
     """Bytes of a device in use by anybody, asked without a context."""
-    with contextlib.suppress(RuntimeError, ModuleNotFoundError):
+    nvml = machine.pynvml()
+    if nvml is None:
+        return 0
+    with contextlib.suppress(RuntimeError, nvml.NVMLError):  # a MIG instance, a driver in trouble
         return int(torch.cuda.device_memory_used(device))
     return 0
 

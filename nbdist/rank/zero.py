@@ -26,7 +26,7 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
-from nbdist.rank import leftovers, rehearsal, wrap
+from nbdist.rank import devices, leftovers, rehearsal, wrap
 from nbdist.unstopped import unstopped
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ def start(hardware: Hardware) -> None:
         leftovers.let_engines_go()
     if hardware.kind == "cpu":
         rehearsal.skip_shared_memory_op()
+    else:
+        devices.open_nvml()
     # deepspeed 0.19 uses names that torch 2.13 deprecates, and each collective would say so.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     said = io.StringIO()

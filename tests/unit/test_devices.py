@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from nbdist import machine
 from nbdist.engines.spread import Spread
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, StartError
 from nbdist.kernel import devices
 from nbdist.kernel.devices import Placement, placement
 from nbdist.machine import Gpu, Machine, Node
@@ -32,6 +32,11 @@ class FakeGpu:
     instances: tuple[FakeGpu, ...] = ()
     used: tuple[tuple[int, int], ...] = ()
     """Process and bytes."""
+    mode: int = 0
+    """Compute mode."""
+    lost: bool = False
+    shares_memory: bool = False
+    """With the host."""
 
 
 @dataclass(eq=False)
@@ -44,14 +49,20 @@ class FakeNvml:
     calls: list[str] = field(default_factory=list)
     NVML_P2P_CAPS_INDEX_NVLINK = 2
     NVML_P2P_STATUS_OK = 0
+    NVML_COMPUTEMODE_PROHIBITED = 2
+    NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 3
+    NVML_ERROR_NOT_SUPPORTED = 3
 
     class NVMLError(Exception):
-        pass
+        value = 0
+
+    class NVMLError_NotSupported(NVMLError):  # noqa: N801, N818
+        value = 3
 
     def nvmlInit(self) -> None:
         self.calls.append("init")
         if self.broken:
-            raise self.NVMLError
+            raise self.NVMLError("Driver/library version mismatch")
 
     def nvmlShutdown(self) -> None:
         self.calls.append("shutdown")
@@ -60,6 +71,8 @@ class FakeNvml:
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        if self.gpus[index].lost:
+            raise self.NVMLError("GPU is lost")
         return self.gpus[index]
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
@@ -76,11 +89,16 @@ class FakeNvml:
         return gpu.name
 
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
+        if gpu.shares_memory:
+            raise self.NVMLError_NotSupported
         taken = sum(size for _, size in gpu.used)
         return SimpleNamespace(total=gpu.memory_bytes, free=gpu.memory_bytes - taken)
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Any]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in gpu.used]
+
+    def nvmlDeviceGetComputeMode(self, gpu: FakeGpu) -> int:
+        return gpu.mode
 
     def nvmlDeviceGetCudaComputeCapability(self, gpu: FakeGpu) -> tuple[int, int]:
         if gpu.capability is None:
@@ -133,6 +151,77 @@ def test_the_driver_is_asked_once() -> None:
     assert seen(nvml) == seen(nvml)
     seen(nvml, "0")
     assert nvml.calls == ["init", "shutdown"] * 2
+
+
+def test_a_gpu_that_fails_is_left_out_and_named_until_it_answers() -> None:
+    nvml = four()
+    working = nvml.gpus[3]
+    nvml.gpus[3] = replace(working, lost=True)
+    found = machine.found(nvml=nvml, environ={})
+    assert [gpu.uuid for gpu in found.gpus] == ["GPU-a0a", "GPU-b0b", "GPU-c0c"]
+    assert found.warnings == ("GPU 3 fails (GPU is lost) and is left out; run nvidia-smi",)
+    assert machine.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0"}).warnings == ()
+    assert len(machine.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0,3"}).warnings) == 1
+    nvml.gpus[3] = working
+    assert seen(nvml) == ["GPU-a0a", "GPU-b0b", "GPU-c0c", "GPU-d0d"]
+
+
+def test_a_driver_that_did_not_answer_is_asked_again(tmp_path: Path) -> None:
+    nvml = four()
+    nvml.broken = True
+    (warning,) = machine.found(nvml=nvml, environ={}, driver=tmp_path).warnings
+    assert warning.startswith("NVIDIA's driver does not answer (Driver/library version mismatch)")
+    nvml.broken = False
+    assert len(seen(nvml)) == 4
+
+
+def test_a_gpu_that_shares_the_hosts_memory_has_that_of_the_host() -> None:
+    nvml = FakeNvml([FakeGpu("GPU-a", "NVIDIA GB10", shares_memory=True)])
+    (gpu,) = machine.found(nvml=nvml, environ={}).gpus
+    assert gpu.memory_bytes == machine.host_bytes()
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "said"),
+    [("0", None, 1), ("0", "PCI_BUS_ID", 0), ("GPU-b", None, 0), (None, None, 0)],
+)
+def test_numbers_of_unlike_gpus_are_taken_as_nvidia_smi_shows_them_and_that_is_told(
+    visible: str | None, order: str | None, said: int
+) -> None:
+    nvml = FakeNvml([FakeGpu("GPU-a", "Tesla T4"), FakeGpu("GPU-b", "NVIDIA A100")])
+    environ = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
+    given = {name: value for name, value in environ.items() if value is not None}
+    warnings = machine.found(nvml=nvml, environ=given).warnings
+    assert len([one for one in warnings if "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in one]) == said
+    alike = FakeNvml([FakeGpu("GPU-a"), FakeGpu("GPU-b")])
+    assert machine.found(nvml=alike, environ=given).warnings == ()
+
+
+def test_ranks_get_numbers_by_pci_bus() -> None:
+    assert machine.cuda_visible_devices(["GPU-c0c", "GPU-a0a"], nvml=four()) == "2,0"
+
+
+def test_ranks_get_uuids_where_cuda_may_count_otherwise() -> None:
+    uuids = ["GPU-b0b"]
+    beside_a_lost_one = four()
+    beside_a_lost_one.gpus[0] = FakeGpu("GPU-a0a", lost=True)
+    beside_instances = four()
+    beside_instances.gpus[0] = FakeGpu("GPU-a0a", instances=(FakeGpu("MIG-1"),))
+    gone = FakeNvml([FakeGpu("GPU-a0a")])
+    for nvml in (beside_a_lost_one, beside_instances, gone, FakeNvml([], broken=True)):
+        assert machine.cuda_visible_devices(uuids, nvml=nvml) == "GPU-b0b"
+
+
+def test_cuda_shows_a_process_a_single_mig_instance() -> None:
+    nvml = FakeNvml(
+        [FakeGpu(f"GPU-{i}", instances=(FakeGpu(f"MIG-{i}", "H100 MIG"),)) for i in "ab"]
+        + [FakeGpu("GPU-c")]
+    )
+    found = machine.found(nvml=nvml, environ={})
+    assert [gpu.uuid for gpu in found.gpus] == ["MIG-a"]
+    assert found.warnings[0].startswith("H100 MIG is the only one of 3 devices that is used")
+    assert seen(nvml, "MIG-b") == ["MIG-b"]
+    assert seen(nvml, "2") == ["GPU-c"]
 
 
 @pytest.mark.fault("A4")
@@ -378,6 +467,49 @@ def test_free_memory_and_who_holds_the_rest_are_told() -> None:
     assert first.free_bytes == 77 * GIB
     assert first.holders == (f"{psutil.Process().name()} (pid {here})", f"pid {gone}")
     assert second == machine.Usage(80 * GIB)
+
+
+def chosen_on(nvml: FakeNvml, *, own: tuple[int, ...] = (), gpus: str | None = None) -> list[str]:
+    """What is said before ranks start on the GPUs."""
+    found = machine.found(nvml=nvml, environ={})
+    return devices.check_usable(placement(None, gpus, found), found, own=own, nvml=nvml)
+
+
+def test_a_gpu_that_this_notebook_holds_exclusively_is_refused_before_ranks_start() -> None:
+    nvml = FakeNvml([FakeGpu("GPU-0"), FakeGpu("GPU-1", used=((os.getpid(), GIB),), mode=3)])
+    with pytest.raises(StartError) as caught:
+        chosen_on(nvml)
+    assert str(caught.value) == (
+        "GPU 1 cannot be used: its compute mode is EXCLUSIVE_PROCESS, and this notebook's own"
+        " process uses it. Leave it out with --gpus, or restart the kernel and use CUDA in"
+        " %%distribute cells only."
+    )
+    assert chosen_on(nvml, own=(os.getpid(),)) == []
+    assert chosen_on(nvml, gpus="0") == []
+
+
+def test_a_gpu_that_takes_no_further_process_is_refused_before_ranks_start() -> None:
+    gone = 2**22 + 1  # above Linux's largest pid
+    with pytest.raises(StartError, match=rf"EXCLUSIVE_PROCESS, and pid {gone} uses it"):
+        chosen_on(FakeNvml([FakeGpu("GPU-0", used=((gone, GIB),), mode=3)]))
+    with pytest.raises(StartError, match=r"lets nobody use it.* nvidia-smi -i GPU-0 -c DEFAULT\.$"):
+        chosen_on(FakeNvml([FakeGpu("GPU-0", mode=2)]))
+
+
+def test_gpus_that_others_fill_are_named() -> None:
+    gone = 2**22 + 1
+    nvml = FakeNvml(
+        [FakeGpu("GPU-0", used=((gone, GIB),)), FakeGpu("GPU-1", used=((gone, 70 * GIB),))]
+    )
+    assert chosen_on(nvml) == [f"GPU 1 has 10 of 80 GB free beside pid {gone}"]
+    assert chosen_on(nvml, own=(gone,)) == []
+
+
+def test_failures_are_told_with_a_session_on_cpu_ranks_but_not_where_it_wants_them() -> None:
+    nvml = FakeNvml([FakeGpu("GPU-0", lost=True)])
+    assert chosen_on(nvml) == ["GPU 0 fails (GPU is lost) and is left out; run nvidia-smi"]
+    nvml.gpus.append(FakeGpu("GPU-1"))
+    assert chosen_on(nvml, gpus="none") == []
 
 
 def test_memory_of_our_own_ranks_counts_as_free() -> None:

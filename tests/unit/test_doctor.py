@@ -198,6 +198,7 @@ class Nvml:
 
     NVMLError = NVMLError
     NVML_COMPUTEMODE_PROHIBITED = 2
+    NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 3
     NVML_P2P_CAPS_INDEX_NVLINK = 1
     NVML_P2P_STATUS_OK = 0
 
@@ -262,6 +263,26 @@ def test_a_gpu_that_nobody_may_use_is_a_problem(tmp_path: Path) -> None:
     assert [one.level for one in found] == ["problem", "problem"]
 
 
+def test_a_gpu_that_somebody_holds_exclusively_is_a_problem(tmp_path: Path) -> None:
+    exclusive = Nvml(os.getpid(), mode=3)
+    found = [*gpus.look(nvml=exclusive, environ={}, driver=tmp_path)]
+    (one,) = [finding for finding in found if finding.level == "problem"]
+    assert one.topic == "GPU 0"
+    assert one.says.endswith("EXCLUSIVE_PROCESS, and this notebook's own process uses it")
+    assert worst(gpus.look(own=[os.getpid()], nvml=exclusive, environ={}, driver=tmp_path)) == []
+
+
+def test_a_gpu_that_fails_is_a_problem(tmp_path: Path) -> None:
+    class Lost(Nvml):
+        def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+            if handle == 1:
+                raise NVMLError("GPU is lost")
+            return f"GPU-{handle}"
+
+    found = [*gpus.look(own=[1], nvml=Lost(1), environ={}, driver=tmp_path)]
+    assert only(found, "problem", "GPU 1 fails (GPU is lost)").do == "run nvidia-smi"
+
+
 def test_a_driver_that_does_not_answer_is_a_problem(tmp_path: Path) -> None:
     class Broken(Nvml):
         def nvmlInit(self) -> None:  # noqa: N802
@@ -318,8 +339,22 @@ def test_a_missing_compiler_is_a_note_since_only_an_offload_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    only(building.look(locks=[]), "note", "no-such-compiler is not on PATH")
+    only(building.look(locks=[], kind="cpu"), "note", "no-such-compiler is not on PATH")
     assert worst(building.look(missing="", locks=[])) == []
+
+
+def test_nvme_on_gpus_needs_the_cuda_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "libaio.h").touch()
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    only(building.look(locks=[], kind="cuda"), "note", "nvcc or CUDA's headers are missing")
+    assert worst(building.look(locks=[], kind="cpu")) == []
+    for file in ("bin/nvcc", "include/cuda.h"):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+    assert worst(building.look(locks=[], kind="cuda")) == []
 
 
 def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

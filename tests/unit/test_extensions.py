@@ -40,7 +40,7 @@ def test_a_folder_that_cannot_be_made_is_named(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.write_text("a file")
-    monkeypatch.setattr(extensions, "_check_tools", lambda _: None)
+    monkeypatch.setattr(extensions, "_check_tools", lambda *_: None)
     with pytest.raises(StartError, match="NBDIST_CACHE_DIR"):
         extensions.ensure(("cpu_adam",), progress=pytest.fail)
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 from torch import nn
 
 from nbdist.rank import advice, describe, measure
 from nbdist.trace.footprint import OTHER, Footprint
+
+
+def test_a_driver_that_fails_does_not_keep_a_rank_from_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_device: torch.device) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+
+    monkeypatch.setattr(torch.cuda, "device_memory_used", fail)
+    assert measure._device_used(torch.device("cuda", 0)) == 0
 
 
 def test_what_lived_at_the_peak_is_told_apart_afterwards() -> None:
