@@ -7,6 +7,7 @@ import math
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 FOLDER = "checkpoints"
 """Of all checkpoints, beside the notebook."""
+REMEMBERED = 16
+"""Saves that are over and still known, so that a long session does not grow with each save."""
 FINISH_S = 60.0
 """How long the end of a session waits for the save that runs."""
 SHOWN_EVERY_S = 0.5
@@ -248,8 +251,8 @@ class Checkpoints(Sequence[Checkpoint]):
     def __init__(self, root: Path | Url) -> None:
         """Look at a folder, which need not exist."""
         self.root = root
-        self.failed: list[Save] = []
-        """Saves of this session that failed."""
+        self.failed: deque[Save] = deque(maxlen=REMEMBERED)
+        """The last saves of this session that failed."""
         self._seconds: dict[Path | Url, float] = {}
         self._seen: tuple[Path, int] | None = None
         self._entries: list[Checkpoint] = []
@@ -383,6 +386,7 @@ class Saves:
         save.receive(content)
         if save.done:
             self.checkpoints.add(save)
+            self._forget_oldest()
             if not self.running():
                 atexit.unregister(self.finish)
 
@@ -412,6 +416,13 @@ class Saves:
         """Those that are not over."""
         with self._lock:
             return [save for save in self._saves.values() if not save.done]
+
+    def _forget_oldest(self) -> None:
+        """Keep the last saves that are over: `begin` may hear of one after its end."""
+        with self._lock:
+            over = [number for number, save in self._saves.items() if save.done]
+            for number in over[:-REMEMBERED]:
+                del self._saves[number]
 
     def finish(self, within_s: float = FINISH_S) -> None:
         """Wait for what runs before the ranks end; Stop waits no longer."""

@@ -23,12 +23,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
 from nbdist.errors import OptionError, SessionError
-from nbdist.rank import fsdp, leftovers, measure, positions, rehearsal, training, wrap, zero
+from nbdist.rank import (
+    fsdp,
+    group_lifetime,
+    leftovers,
+    measure,
+    positions,
+    rehearsal,
+    training,
+    wrap,
+    zero,
+)
 from nbdist.rank.gate import gate
 from nbdist.rank.profiling import steps
 
@@ -86,6 +96,9 @@ _original_prepare_model = Accelerator.prepare_model
 _original_clip = Accelerator.clip_grad_norm_
 _original_free_memory = Accelerator.free_memory
 
+_shared_states: dict[type, dict[str, Any]] = {}
+"""By class of accelerate, what all its instances share: as the last Accelerator was built."""
+
 _evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that were prepared for evaluation only."""
 
@@ -140,10 +153,12 @@ def install(
     """
     global _current  # noqa: PLW0603 - a rank has one session in its life
     _current = Session(options, hardware, nodes, chooser)
+    group_lifetime.install()
     if hardware.kind == "cpu":
         rehearsal.install()
     zero.install()
     late = LateAccelerator()
+    _keep_shared_states()
     measure.install(late.device)
     positions.install()
     Accelerator.__init__ = _init
@@ -179,6 +194,11 @@ class LateAccelerator(Accelerator):  # type: ignore[misc]
         if not self._built:
             self._build(args)
         return super().prepare(*args, device_placement=device_placement)
+
+    def end_training(self) -> None:
+        """End trackers; where nothing was prepared there are none, and --auto has not decided."""
+        if self._built:
+            super().end_training()
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -229,7 +249,9 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     asked = dict(named)
     if not own:
         named = _with_session(session, named)
-    _original_init(self, **named)
+    with group_lifetime.owned_by_engines():
+        _original_init(self, **named)
+    _keep_shared_states()
     self._nbdist_asked = asked
     self._nbdist_session = None if own else session
     self._nbdist_clipped = False
@@ -302,6 +324,22 @@ def _forget_engine() -> None:
     PartialState()
 
 
+def _keep_shared_states() -> None:
+    for cls in (PartialState, AcceleratorState, GradientState):
+        _shared_states[cls] = dict(cls._shared_state)
+
+
+def restore_shared_states() -> None:
+    """Give back what a cell has reset: the accelerators of other cells share it.
+
+    Called when a cell has ended, so that within a cell accelerate's `_reset_state()`, which
+    TrainingArguments of transformers 5.23 calls as well, does what it does in a script.
+    """
+    for cls, kept in _shared_states.items():
+        if not cls._shared_state:  # type: ignore[attr-defined]
+            cls._shared_state.update(kept)  # type: ignore[attr-defined]
+
+
 def _with_session(session: Session, given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an Accelerator, the session's where the user gave none."""
     options, hardware = session.options, session.hardware
@@ -346,7 +384,8 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     measure.meet(new, args, meeting.twin)
     if new and wrap.have_values():  # else a switch, which let go of everything before
         leftovers.let_go()
-    result = _prepared(self, args, new, device_placement)
+    with group_lifetime.owned_by_engines():
+        result = _prepared(self, args, new, device_placement)
     for one in meeting.learn(result):
         training.watch_forward(one, gathers=_cuts_parameters(self))
     measure.watch(self, result, self._nbdist_session and self._nbdist_session.options)

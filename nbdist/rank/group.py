@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import debug
 
+from nbdist.rank import group_lifetime, release
 from nbdist.rank import store as stores
 
 _MEET = dt.timedelta(seconds=30)
@@ -30,11 +31,14 @@ def join(store: Store, *, on_gpu: bool) -> None:
         store: where the ranks find one another.
         on_gpu: NCCL for tensors of the GPU, gloo for others.
     """
+    # CleanUpOnly. torch elastic (2.13) gives ranks 1, TearDown: NCCL's watchdog would end a rank
+    # whose peer has aborted its groups, also after a release.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     device = None
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    distributed.init_process_group(
+    group_lifetime.init(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,
         rank=int(os.environ["RANK"]),
@@ -46,8 +50,9 @@ def join(store: Store, *, on_gpu: bool) -> None:
 def join_anew(era: int, *, on_gpu: bool) -> list[distributed.ProcessGroup]:
     """Make another default group beside the broken one, and prove it.
 
-    Engines still ask torch about their old groups while they are taken apart, so those stay
-    known until `forget`.
+    The old groups are aborted first: NCCL would launch the proof on a stream that may wait for a
+    collective which another rank has never begun. Engines look up their old groups by name and
+    rank while they are taken apart, so those stay known until `forget`.
 
     Args:
         era: number of this renewal, the same on all ranks.
@@ -57,17 +62,25 @@ def join_anew(era: int, *, on_gpu: bool) -> list[distributed.ProcessGroup]:
         The old groups.
 
     Raises:
-        RuntimeError: it does not work either.
+        RuntimeError: an old group cannot be aborted, or the new one does not work either.
     """
-    old = list(distributed_c10d._world.pg_map)  # noqa: SLF001
+    release.release_together(f"era{era}", _MEET)
+    old = group_lifetime.known_groups()
+    world = distributed.group.WORLD
     distributed_c10d._update_default_pg(None)  # noqa: SLF001
     distributed_c10d._world.group_count = era * _NAMES_APART  # noqa: SLF001
     store: Store = stores.store()
     usual = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(_MEET)
-    join(PrefixStore(f"era{era}", store), on_gpu=on_gpu)
-    prove(on_gpu=on_gpu)
-    store.set_timeout(usual)
+    try:
+        join(PrefixStore(f"era{era}", store), on_gpu=on_gpu)
+        prove(on_gpu=on_gpu)
+    except BaseException:
+        if not distributed.is_initialized():  # what asks for its rank still gets an answer
+            distributed_c10d._update_default_pg(world)  # noqa: SLF001
+        raise
+    finally:
+        store.set_timeout(usual)
     _let_deepspeed_ask_again()
     # torch 2.13 takes meshes of equal shape for the same: results would be laid out on the old one
     debug._clear_sharding_prop_cache()  # noqa: SLF001
@@ -103,4 +116,4 @@ def forget(groups: list[distributed.ProcessGroup]) -> None:
     """Take down groups that nobody uses any more."""
     for group in groups:
         if group in distributed_c10d._world.pg_map:  # noqa: SLF001
-            distributed.destroy_process_group(group)
+            group_lifetime.destroy(group)

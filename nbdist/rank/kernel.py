@@ -21,7 +21,6 @@ from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
-from torch import distributed
 from traitlets import DottedObjectName, Float, Type
 from traitlets.config import Config
 
@@ -437,7 +436,7 @@ class RankKernel(IPythonKernel):
 
     def tell_phase(self, text: str) -> None:
         """Say what a long request is doing; one rank speaks for all."""
-        if distributed.get_rank() == 0:
+        if os.environ["NBDIST_RANK"] == "0":  # a renewal has no process group for a moment
             self.publish(wire.PHASE, wire.Phase(text=text))
 
     def bandwidth(self, request: wire.BandwidthRequest) -> wire.BandwidthReply:

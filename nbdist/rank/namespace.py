@@ -12,6 +12,7 @@ from IPython.display import display
 
 from nbdist import payload, wire
 from nbdist.errors import OptionError
+from nbdist.rank import accelerator as accelerators
 from nbdist.rank import advice, measure
 from nbdist.rank.profiling import service, window
 from nbdist.rank.report import Reporter
@@ -84,6 +85,7 @@ def connect(
 
 
 def _after_code() -> None:
+    accelerators.restore_shared_states()
     measure.cell_ended()
     service.cell_ended()
 

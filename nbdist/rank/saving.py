@@ -193,17 +193,20 @@ class _Job:
         self._order, self._draft, self._snapshot, self._began = order, draft, snapshot, began
         self._publish, self._complain = publish, complain
         self._pause_s = time.perf_counter() - began
-        self._world_size = wires.size()
+        # The thread outlives process groups: a renewal has none for a moment.
+        self._rank, self._world_size = wires.rank(), wires.size()
 
     def run(self) -> None:
         """Write this rank's part; on rank 0 finish the checkpoint."""
-        # Linux: of this thread alone, and of those that it starts.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        # Linux: of this thread alone, and of those that it starts; one below the present is refused
+        own = threading.get_native_id()
+        niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, own))
+        os.setpriority(os.PRIO_PROCESS, own, niceness)
         _, error = attempt(self._write)
         if error is not None:
             log.error("a save failed", exc_info=error)
-            self._draft.failed(_rank(), words(error) or "")
-        if _rank() == 0:
+            attempt(lambda: self._draft.failed(self._rank, words(error) or ""))
+        if self._rank == 0:
             self._finish()
         self._snapshot = Snapshot()
 
@@ -212,11 +215,11 @@ class _Job:
         parts: list[FilePart] = []
         keys: dict[str, Key] = {}
         for kind, tensors in self._snapshot.kinds.items():
-            parts += files.write(tensors, self._draft.folder, _rank(), kind, self._draft.new)
+            parts += files.write(tensors, self._draft.folder, self._rank, kind, self._draft.new)
             rest = {key: one for key, one in tensors.items() if key not in self._snapshot.digests}
             sums = digest.digests(rest) | self._snapshot.digests
             keys |= {key: _key(shard, sums[key]) for key, shard in tensors.items()}
-        self._draft.report(_rank(), parts, keys)
+        self._draft.report(self._rank, parts, keys)
 
     def _finish(self) -> None:
         """On rank 0: end the save, and tell the notebook how."""
@@ -224,7 +227,7 @@ class _Job:
         if error is None:
             self.tell(done)
             return
-        self._draft.abort()
+        attempt(self._draft.abort)  # what is left is removed by the next save; the notebook waits
         why = words(error) or ""
         self.tell(wire.Saved(state="failed", error=why))
         self._complain(f"nbdist: checkpoint {self._order.name} was not saved: {why}\n")
@@ -280,7 +283,7 @@ class _Job:
 
     def tell(self, content: wire.Saved) -> None:
         """Tell the notebook; one rank speaks for all."""
-        if _rank() == 0:
+        if self._rank == 0:
             self._publish(
                 {
                     **content,

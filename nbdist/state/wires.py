@@ -1,6 +1,10 @@
 """What the ranks of a group do together with state: all of it is here, so that tests can stand in.
 
 Collectives of a group; None is all ranks, or this process alone where there is no group.
+
+Each begins with the same small all_gather, over gloo also on GPUs, in which every rank says what it
+is about. A rank that has failed, and tells the others so, is never paired with the others'
+exchange: NCCL would hang or fill tensors with wrong bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
 
 Group = distributed.ProcessGroup | None
 
+SUMS, EXCHANGE = -1, -2
+"""What `sums` and `exchange` are about; `everyones` has 0 and above."""
+
 
 def size(group: Group = None) -> int:
     """Ranks in a group."""
@@ -33,9 +40,15 @@ def rank(group: Group = None) -> int:
 
 
 def device(group: Group = None) -> torch.device:
-    """Where tensors must be to go between ranks: on the GPU where NCCL carries them."""
+    """Where tensors must be for `exchange`: on the GPU where NCCL carries them."""
     nccl = "nccl" in str(distributed.get_backend_config(group))
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def _agreeing(group: Group) -> torch.device:
+    """Where tensors must be for everything else: on the CPU, unless the group has NCCL alone."""
+    gloo = "gloo" in str(distributed.get_backend_config(group))
+    return torch.device("cpu") if gloo else device(group)
 
 
 def everyones(mine: Any, group: Group = None, *, about: int = 0) -> list[Any]:
@@ -57,15 +70,25 @@ def everyones(mine: Any, group: Group = None, *, about: int = 0) -> list[Any]:
     if size(group) == 1:
         return [mine]
     packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-    heads = _gathered(torch.tensor([packed.numel(), about], device=device(group)), group)
-    lengths, abouts = zip(*(head.tolist() for head in heads), strict=True)
-    if len(set(abouts)) > 1:
-        message = "the ranks tell one another of different things."
-        raise CollectiveMismatch(message)
-    room = torch.zeros(max(lengths), dtype=torch.uint8, device=device(group))
+    lengths = _heads(packed.numel(), about, group)
+    room = torch.zeros(max(lengths), dtype=torch.uint8, device=_agreeing(group))
     room[: packed.numel()] = packed
     every = _gathered(room, group)
     return [unpacked(one[:length]) for one, length in zip(every, lengths, strict=True)]
+
+
+def _heads(number: int, about: int, group: Group) -> list[int]:
+    """Every rank's number, once it is certain that all ranks are about the same.
+
+    Raises:
+        CollectiveMismatch: they are not, and nothing else has begun.
+    """
+    mine = torch.tensor([number, about], device=_agreeing(group))
+    numbers, abouts = zip(*(head.tolist() for head in _gathered(mine, group)), strict=True)
+    if len(set(abouts)) > 1:
+        message = "the ranks tell one another of different things."
+        raise CollectiveMismatch(message)
+    return list(numbers)
 
 
 def _gathered(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
@@ -113,8 +136,13 @@ _PLAIN = {
 
 
 def sums(numbers: Sequence[int], group: Group = None) -> list[int]:
-    """Sum of each number over the ranks, modulo 2**64, in [-2**63, 2**63); a collective."""
-    added = torch.tensor(numbers, dtype=torch.int64, device=device(group))
+    """Sum of each number over the ranks, modulo 2**64, in [-2**63, 2**63); a collective.
+
+    Raises:
+        CollectiveMismatch: a rank has failed, and is at another place than the others.
+    """
+    _heads(len(numbers), SUMS, group)
+    added = torch.tensor(numbers, dtype=torch.int64, device=_agreeing(group))
     distributed.all_reduce(added, group=group)
     found: list[int] = added.tolist()
     return found
@@ -129,7 +157,11 @@ def exchange(
         outgoing: bytes for all ranks one after the other, on `device(group)`.
         sizes: bytes for each rank.
         expected: bytes from each rank.
+
+    Raises:
+        CollectiveMismatch: a rank has failed, for lack of memory as a rule; nothing was sent.
     """
     incoming = torch.empty(sum(expected), dtype=torch.uint8, device=outgoing.device)
+    _heads(0, EXCHANGE, group)
     distributed.all_to_all_single(incoming, outgoing, list(expected), list(sizes), group=group)
     return incoming

@@ -1,0 +1,288 @@
+"""Process groups of a session: a release aborts them, cells cannot end them, freeing one is safe.
+
+A release is the same on CPU ranks and on GPUs, so these sessions rehearse what NCCL's abort needs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import nbdist
+from nbdist import CellError, wire
+from nbdist.errors import SwitchError
+from nbdist.kernel import settling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from nbdist import Session
+
+PREPARE = """
+def prepare():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+def loss_of(step):
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+    loss = model(batch).pow(2).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return accelerator.reduce(loss.detach(), "mean").item()
+"""
+ANEW = "model = optimizer = None\nmodel, optimizer = prepare()"
+EACH_ENGINE = [
+    *("ddp", "fsdp2", "zero3"),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp1", "zero1", "zero2")),
+]
+
+
+def losses(session: Session, first: int, count: int) -> list[float]:
+    """Of some training steps; the same on all ranks."""
+    cell = f"[loss_of(step) for step in range({first}, {first + count})]"
+    return next(iter(session.run(cell, output="none").values.values()))
+
+
+def release(session: Session, name: str) -> dict[int, Any]:
+    """Abort the process groups of all ranks, as Stop does where ranks are stuck."""
+    request = wire.ReleaseRequest(pids=[one.pid for one in session._gang.members], id=name)
+    return session._gang.ask(range(2), wire.RELEASE, request, channel="control")
+
+
+def renew(session: Session) -> str:
+    """Make the groups and engines again, as the end of such a cell does."""
+    return settling.renew(session._gang, world_size=2, groups=True)
+
+
+@pytest.fixture(scope="module", params=EACH_ENGINE)
+def trained(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """Two CPU ranks under one engine, with something to train."""
+    with nbdist.Session(nproc=2, backend=request.param) as running:
+        running.run(PREPARE)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trained: Session) -> list[float]:
+    """Losses of nine steps."""
+    trained.run(ANEW)
+    return losses(trained, 0, 9)
+
+
+# -- a release
+
+
+@pytest.mark.fault("C11")
+def test_training_goes_on_after_two_releases(trained: Session, undisturbed: list[float]) -> None:
+    trained.run(ANEW)
+    found = losses(trained, 0, 3)
+    for name in ("first", "second"):
+        replies = release(trained, name)
+        assert sorted(replies) == [0, 1]
+        assert not any("error" in reply for reply in replies.values())
+    assert renew(trained) == ""
+    found += losses(trained, 3, 3)
+    release(trained, "third")
+    assert renew(trained) == ""
+    assert found + losses(trained, 6, 3) == undisturbed
+
+
+def test_a_release_leaves_the_groups_known_by_name(trained: Session) -> None:
+    names = "sorted(torch.distributed.distributed_c10d._world.pg_names.values())"
+    trained.run(ANEW)
+    before = trained.run(names).values
+    release(trained, "names")
+    try:
+        assert trained.run(names).values == before
+        assert trained.run("torch.distributed.get_rank()").values == {0: 0, 1: 1}
+    finally:
+        assert renew(trained) == ""
+
+
+def test_a_save_that_runs_during_a_release_ends(
+    trained: Session, undisturbed: list[float], tmp_path: Path
+) -> None:
+    trained.run(ANEW)
+    losses(trained, 0, 3)
+    trained.run("""
+        import threading
+        from torch.distributed import distributed_c10d
+        from nbdist.rank import saving
+        go_on = threading.Event()
+        saving.before_step.append(lambda step: step == "write" and go_on.wait(60))
+    """)
+    try:
+        running = trained.save("kept", folder=tmp_path, wait=False)
+        release(trained, "save")
+        trained.run("""
+            world = torch.distributed.group.WORLD
+            distributed_c10d._update_default_pg(None)  # as for a moment in a renewal
+            try:
+                go_on.set()
+                assert save.__self__.join(60)
+            finally:
+                distributed_c10d._update_default_pg(world)
+        """)
+        assert running.wait(60).step == 3
+    finally:
+        trained.run("go_on.set(); saving.before_step.clear()")
+        assert renew(trained) == ""
+    trained.load("kept", folder=tmp_path)
+    assert losses(trained, 3, 6) == undisturbed[3:]
+
+
+# -- what a script does at its end
+
+
+@pytest.mark.fault("C15")
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "accelerator.end_training()",
+        "torch.distributed.destroy_process_group()",
+        "torch.distributed.destroy_process_group(torch.distributed.group.WORLD)",
+        "from accelerate.state import AcceleratorState; AcceleratorState._reset_state(True)",
+    ],
+)
+def test_training_goes_on_after(trained: Session, undisturbed: list[float], ending: str) -> None:
+    trained.run(ANEW)
+    found = losses(trained, 0, 3)
+    trained.run(ending)
+    assert found + losses(trained, 3, 6) == undisturbed
+
+
+@pytest.mark.fault("C15")
+def test_another_training_follows_free_memory(trained: Session, undisturbed: list[float]) -> None:
+    trained.run(ANEW)
+    trained.run("model, optimizer = accelerator.free_memory(model, optimizer)")
+    trained.run("assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]")
+    trained.run(ANEW)
+    assert losses(trained, 0, 9) == undisturbed
+
+
+@pytest.mark.fault("C15")
+def test_a_whole_script_runs_again_and_again(trained: Session, undisturbed: list[float]) -> None:
+    script = """
+        import torch.distributed as dist
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        AcceleratorState._reset_state()
+        mine = Accelerator()
+        of_session, accelerator = accelerator, mine
+        model, optimizer = prepare()
+        found = [loss_of(step) for step in range(3)]
+        mine.end_training()
+        accelerator = of_session
+    """
+    for _ in range(2):
+        trained.run(script)
+        assert trained.run("found", output="none").values[0] == undisturbed[:3]
+    trained.run(ANEW)
+    assert losses(trained, 0, 3) == undisturbed[:3]
+
+
+# -- groups of cells, under one engine
+
+COUNTED = """
+from pathlib import Path
+import time
+
+def workers():
+    "Threads of gloo's process groups."
+    tasks = Path("/proc/self/task").glob("*/comm")
+    return sum(one.read_text().startswith("pt_gloo_runloop") for one in tasks)
+"""
+
+
+def test_a_group_of_a_cell_is_freed_with_its_threads(session: Session) -> None:
+    session.run(COUNTED)
+    before = session.run("workers()").values
+    session.run("mine = torch.distributed.new_group()\nother = torch.distributed.new_group()")
+    assert session.run("workers()").values[0] > before[0]
+    session.run("torch.distributed.destroy_process_group(mine)\ndel mine")
+    session.run("torch.distributed.destroy_process_group()\ndel other")
+    assert session.run("workers()").values == before
+
+
+def test_another_default_group_is_refused(session: Session) -> None:
+    session.run("torch.distributed.init_process_group(world_size=2, rank=rank)")
+    with pytest.raises(CellError, match=r"rank 0 of 2\) .* asks for world_size=4; leave it out"):
+        session.run("torch.distributed.init_process_group(world_size=4, rank=rank)", ranks=[0])
+    with pytest.raises(CellError, match="asks for backend='nccl'"):
+        session.run("torch.distributed.init_process_group('nccl')")
+
+
+def test_nccl_watchdog_ends_no_rank_whose_groups_were_aborted(session: Session) -> None:
+    cell = "import os; os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']"
+    assert session.run(cell).values == {0: "2", 1: "2"}
+
+
+@pytest.mark.fault("C16")
+@pytest.mark.parametrize("last", ["ddp.reducer", "ddp.logger"])
+def test_a_group_is_freed_without_the_gil(session: Session, last: str) -> None:
+    """As of a cell that ends: the last reference to DDP goes while gloo's thread needs the GIL.
+
+    On rank 0 that thread runs a callback, which waits in Python for another thread.
+    """
+    session.run(f"""
+        import threading
+        import torch.distributed as dist
+        group = dist.new_group()
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+        found = [torch.empty(1) for _ in range(2)]
+        called, go_on = threading.Event(), threading.Event()
+        if rank == 0:
+            work = dist.all_gather(found, torch.ones(1), group=group, async_op=True)
+            work.get_future().then(lambda _: (called.set(), go_on.wait(60)))
+            del work
+        dist.barrier()  # rank 1 gathers once the callback waits for it
+        if rank == 1:
+            dist.all_gather(found, torch.ones(1), group=group)
+        else:
+            assert called.wait(60)
+            threading.Timer(0.2, go_on.set).start()
+        dist.destroy_process_group(group)
+        last = {last}
+        del group, ddp
+        del last
+        assert rank == 1 or go_on.is_set()
+    """)
+
+
+# -- a rank that fails in an exchange of state
+
+
+@pytest.mark.fault("E19")
+def test_a_rank_that_lacks_memory_in_a_switch_takes_all_back(session: Session) -> None:
+    """As on GPUs, where no check of collectives stands between the ranks and NCCL."""
+    session.run(PREPARE + ANEW)
+    session.switch("fsdp2")
+    found = losses(session, 0, 3)
+    session.run("""
+        from nbdist.rank.collectives import Meeting
+        from nbdist.state import moving
+        meet, Meeting.__call__ = Meeting.__call__, lambda *_, **__: None
+        packed = moving._Plan._packed
+
+        def lacking(*_):
+            moving._Plan._packed = packed
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+
+        if rank == 1:
+            moving._Plan._packed = lacking
+    """)
+    try:
+        with pytest.raises(SwitchError, match=r"while loading, on rank 1: .*out of memory"):
+            session.switch("ddp")
+    finally:
+        session.run("Meeting.__call__ = meet")
+    found += losses(session, 3, 3)
+    session.run(ANEW)
+    assert found == losses(session, 0, 6)

@@ -1,0 +1,90 @@
+"""What only NCCL has in a release, on groups that note what happens to them."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist.rank import release
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CLOSED = "sockets closed"
+
+
+class Group:
+    """A process group of GPU ranks: gloo for the CPU, NCCL for the GPU."""
+
+    def __init__(self, name: str, noted: list[str], abort: Callable[[], object]) -> None:
+        self.name, self._noted, self._abort = name, noted, abort
+
+    def _get_backend(self, device: Any) -> Any:
+        assert device.type == "cuda"
+        return SimpleNamespace(
+            _group_start=lambda: self._noted.append("group start"),
+            _group_end=lambda: self._noted.append("group end"),
+        )
+
+    def abort(self) -> None:
+        self._abort()
+        self._noted.append(f"abort {self.name}")
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens, in order."""
+    found: list[str] = []
+    monkeypatch.setattr(release, "_close", lambda _: found.append(CLOSED) or 1)
+    monkeypatch.setattr(release, "_ends_of_others", lambda *_: set())
+    return found
+
+
+def with_groups(monkeypatch: pytest.MonkeyPatch, *groups: Group) -> dict[Group, str]:
+    names = {group: group.name for group in groups}
+    monkeypatch.setattr(release.distributed_c10d, "_world", SimpleNamespace(pg_names=names))
+    return names
+
+
+def test_nccl_is_aborted_in_one_group_before_any_socket_is_closed(
+    monkeypatch: pytest.MonkeyPatch, noted: list[str]
+) -> None:
+    groups = [Group(name, noted, lambda: None) for name in ("0", "1")]
+    names = with_groups(monkeypatch, *groups)
+    assert release.release([], "first") == 1
+    assert noted == ["group start", "abort 1", "abort 0", "group end", CLOSED]
+    assert list(names) == groups  # engines still look them up
+    release.release([], "second")
+    assert noted[5:] == noted[:5]
+
+
+def test_an_abort_that_fails_is_told_and_sockets_are_closed(
+    monkeypatch: pytest.MonkeyPatch, noted: list[str]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("NCCL error: unhandled cuda error")
+
+    with_groups(monkeypatch, Group("0", noted, fail))
+    with pytest.raises(RuntimeError, match=r"could not be aborted: NCCL error: unhandled"):
+        release.release([], "failing")
+    assert noted == ["group start", "group end", CLOSED]
+
+
+def test_an_abort_that_hangs_is_told_in_time(
+    monkeypatch: pytest.MonkeyPatch, noted: list[str]
+) -> None:
+    monkeypatch.setattr(release, "ABORT_S", 0.05)
+    go_on = threading.Event()
+    with_groups(monkeypatch, Group("0", noted, lambda: go_on.wait(30)))
+    try:
+        with pytest.raises(RuntimeError, match="takes more than"):
+            release.release([], "hanging")
+        assert noted == ["group start", CLOSED]
+    finally:
+        go_on.set()
+        for thread in threading.enumerate():
+            if thread.name == "nbdist-abort":
+                thread.join(30)
