@@ -76,6 +76,11 @@ ROWS = (
     Row("C12", "Stop again and again, at any moment", "nothing is left, nothing is half"),
     Row("C13", "a slow rank or a long cell", "called slow, never ended"),
     Row("C14", "the clock jumps, the machine sleeps", "no rank is called dead"),
+    Row(
+        "C15",
+        "Stop while a rank spins or sleeps in C, holds the GIL or is stopped",
+        "it is named; a second Stop returns the prompt, a third ends the ranks",
+    ),
     Row("D1", "20,000 displays, 200,000 lines a rank", "counted, bounded memory, the cell ends"),
     Row("D2", "one text of 200 MB", "cut, with its size told; bounded memory"),
     Row("D3", "progress bars, escapes, bytes that are no text", "shown without harm to others"),
