@@ -243,7 +243,7 @@ class NbDist(Magics):
         pull NAMES      variables of rank 0 into the notebook, as a,b; a model as its state dict
         push NAMES      variables of the notebook to all ranks
         wait            join the cell that runs in the background
-        interrupt       stop the running cell on all ranks; variables are kept
+        interrupt       stop what runs on all ranks; variables are kept; a third Stop ends the ranks
         restart         new ranks with the same options; variables are lost; after the death of a
                         node on those that are left, with --wait once there is another
         stop            end ranks and launcher

@@ -255,8 +255,11 @@ class Standing(TypedDict):
     """Those ranks."""
     still_s: float
     """Since when it is at this place, as far as it was asked."""
-    idle: bool
-    """Whether it waits for something, in C too, rather than computes."""
+    sleeps: bool
+    """Whether the system says that it sleeps. Describes it, and decides nothing: a rank that waits
+    for NCCL spins."""
+    failed: str
+    """In work of phases: the error with which it waits for the others to agree; "" without one."""
     counts: dict[str, int]
     """Collectives that have begun, by process group of this rank."""
     midway: Literal["", "forward", "backward"]

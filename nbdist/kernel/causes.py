@@ -54,6 +54,8 @@ class Death:
     """The end of the log that all ranks share, after a crash."""
     followers: str = ""
     """Who ended after it by itself."""
+    by_stop: bool = False
+    """Whether Stop has ended ranks that nothing else stopped."""
 
     @property
     def said(self) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from nbdist import ranks as rank_names
@@ -23,12 +22,9 @@ if TYPE_CHECKING:
     from nbdist.errors import RankDied
     from nbdist.kernel.cell import Cell
     from nbdist.kernel.gang import Gang
-    from nbdist.kernel.ladder import Rung
     from nbdist.kernel.screen import PinnedScreen
     from nbdist.kernel.whereabouts import Whereabouts
 
-PATIENCE_S = 3.0
-"""A Stop after this time gives up on ranks that the first has not ended."""
 KEPT_CELLS = 64
 """Late output (a rank's background thread) is shown for this many past cells."""
 
@@ -46,7 +42,7 @@ class Cells:
         self._kept: list[Cell] = []
         self._lock = threading.Lock()
         """For `running` and those kept: one thread sends a cell while another ends them all."""
-        self._ladder: Ladder | None = None
+        self.ladder: Ladder | None = None
         """Of the cell that runs now, or of the last one until the ranks are seen to be in step."""
         self._counter = itertools.count(1)
         self._gang, self._whereabouts = gang, whereabouts
@@ -59,7 +55,7 @@ class Cells:
 
     def send(self, cell: Cell, *, world_size: int, checkpoints: str) -> None:
         """Send a cell to its ranks, with where its `save()` goes."""
-        self._ladder = Ladder(cell, self._gang, self._whereabouts, world_size=world_size)
+        self.ladder = Ladder(cell, self._gang, self._whereabouts, world_size=world_size)
         with self._lock:
             self.running = cell
             self._kept.append(cell)
@@ -80,7 +76,6 @@ class Cells:
         afterwards: PinnedScreen,
         *,
         owed: Callable[[Cell], object],
-        end: Callable[[], object],
     ) -> None:
         """Show the cell's output until it is over; Stop interrupts the ranks.
 
@@ -88,60 +83,43 @@ class Cells:
             cell: the one that runs.
             afterwards: where it shows what comes later.
             owed: shows what belongs below the cell when it is over.
-            end: ends all ranks and starts new ones.
 
         Raises:
-            CellInterrupted: Stop was pressed, and the ranks could not be stopped.
+            CellInterrupted: Stop was pressed twice, and the ranks did not stop: the cell goes on.
         """
+        pressed = False
         try:
             while not cell.finished.is_set():
-                cell.pump(cell.patience_s)
-            owed(cell)
-        except KeyboardInterrupt:
-            self._join_interrupted(cell, end)
+                if self.ladder is not None and self.ladder.returns_prompt:
+                    break
+                try:
+                    if pressed:
+                        pressed = False
+                        self.stop()
+                    cell.pump(cell.patience_s)
+                except KeyboardInterrupt:
+                    pressed = True
+            if not cell.finished.is_set():
+                cell.show_errors()
+                raise CellInterrupted(stuck_words(cell))
             owed(cell)
         finally:
             cell.detach(afterwards)
 
-    def _join_interrupted(self, cell: Cell, end: Callable[[], object]) -> None:
-        """Lead Stop from rung to rung until the cell is over.
-
-        Where ranks only compute, a late second Stop gives the prompt back.
-        """
-        asked_at = time.monotonic()
-        rung: Rung = "none"
-        while not cell.finished.is_set():
-            try:
-                rung = self.stop()
-                while not cell.finished.is_set() and rung != "end":
-                    cell.pump(cell.patience_s)
-            except KeyboardInterrupt:
-                if self.asked_to_stop and time.monotonic() - asked_at > PATIENCE_S:
-                    cell.show_errors()
-                    raise CellInterrupted(stuck_words(cell)) from None
-            if rung == "end":
-                words = rank_names.words(cell.pending)
-                end()
-                msg = f"{words} did not stop, so all ranks were ended and new ones started;"
-                raise CellInterrupted(f"{msg} their variables are gone.") from None
-
-    def stop(self) -> Rung:
-        """Go one rung up with the running cell; returns where it is now."""
-        if self.running is None or self._ladder is None:
-            return "none"
-        return self._ladder.stop()
-
-    @property
-    def asked_to_stop(self) -> bool:
-        """Whether Stop was pressed, and its ranks are on their way out by themselves."""
-        return self._ladder is not None and self._ladder.rung == "asked"
+    def stop(self) -> bool:
+        """Go one stage further with the running cell; returns whether there is one."""
+        if self.running is None or self.ladder is None:
+            return False
+        self.ladder.stop()
+        return True
 
     def settle(self, *, world_size: int) -> str:
         """See that the ranks of the cell before are in step; returns what went wrong with it."""
-        ladder, self._ladder = self._ladder, None
-        if ladder is None:
+        if self.ladder is None:
             return ""
-        return settling.settle(ladder, self._gang, world_size=world_size)
+        problem = settling.settle(self.ladder, self._gang, world_size=world_size)
+        self.ladder = None
+        return problem
 
     # -- what arrives on the reader thread
 
@@ -160,8 +138,8 @@ class Cells:
 
     def tick(self) -> None:
         """Watch the running cell."""
-        if self.running is not None and self._ladder is not None:
-            self._ladder.tick()
+        if self.running is not None and self.ladder is not None:
+            self.ladder.tick()
 
     def show_late(self) -> bool:
         """Show output of background cells, and what past ones write; whether there was any."""
@@ -196,5 +174,6 @@ def stuck_words(cell: Cell) -> str:
     """Say which ranks did not stop, and what can be done."""
     return (
         f"{rank_names.words(cell.pending)} did not stop yet: Python stops when the library that it"
-        " has called returns. %nbdist wait goes on waiting, %nbdist restart takes new ranks."
+        " has called returns. %nbdist wait goes on waiting; %nbdist interrupt ends the ranks, and"
+        " %nbdist restart takes new ones."
     )

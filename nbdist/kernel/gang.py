@@ -15,10 +15,13 @@ import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from nbdist import machine, wire
 from nbdist.engines.environment import scrubbed
 from nbdist.engines.fleet import GONE, Left
 from nbdist.engines.local import LAUNCHER_GONE
+from nbdist.engines.processes import STOPPED
 from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.kernel import causes
 from nbdist.kernel.arrival import Arrival
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from nbdist.kernel.arrival import Member
     from nbdist.kernel.causes import Death
     from nbdist.kernel.joint import Joint
+    from nbdist.kernel.standstill import State
     from nbdist.machine import Node
     from nbdist.readings import Now
 
@@ -187,6 +191,10 @@ class Gang:
         """Wait for no answer any more, on any thread; the ranks are ended next."""
         self._up = False
 
+    def end(self, who: str, how: str) -> None:
+        """End ranks that nothing else stops; from any thread. Told as any death of theirs."""
+        self._died(None, causes.Death(who=who, how=how, by_stop=True))
+
     def close(self) -> None:
         """End ranks and launcher; nothing of them is left on the machine."""
         self._up = False
@@ -234,6 +242,7 @@ class Gang:
             self._channels = None
         self._routes.clear()
         self.members = []
+        self.joint = None
 
     def remove_at_end(self, folder: Path, *, remove: bool = True) -> None:
         """Let the launcher remove a folder when this kernel is gone, or not any more."""
@@ -271,6 +280,15 @@ class Gang:
             return list(members)
         found = self._fleet.processes(members)
         return [rank for rank in members if found[f"rank {rank}"].status == GONE]
+
+    def state_of(self, rank: int) -> State:
+        """Whether a rank's process is stopped, runs or sleeps, as far as it is known here."""
+        status = self.pulse.status(f"rank {rank}")
+        if status in STOPPED:
+            return "stopped"
+        if self.node_of(rank):  # an agent tells of stopped processes and of no other state
+            return ""
+        return "running" if status == psutil.STATUS_RUNNING else "sleeping"
 
     def node_of(self, rank: int) -> str:
         """Name of a rank's node; "" on one machine."""
@@ -489,13 +507,13 @@ class Gang:
             if not self.ends or message.generation == LAUNCHER_GONE:
                 self._died(message)
 
-    def _died(self, ended: wire.Ended | None) -> None:
+    def _died(self, ended: wire.Ended | None, death: Death | None = None) -> None:
         with self._lock:
             was_up, self._up = self._up, False
             self._dying = self._dying or was_up
         if not was_up:
             return
-        death = self.death(ended)
+        death = death or self.death(ended)
         if self._fleet is not None:
             self._fleet.wake_up()
             with contextlib.suppress(StartError):  # it is gone

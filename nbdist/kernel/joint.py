@@ -1,21 +1,24 @@
 """A request that all ranks do together; runs in the notebook's kernel.
 
 Watched as a cell is: who waits for whom is told after a few seconds, ranks that wait for one that
-has failed are freed, and Stop goes from rung to rung. On the ranks Stop is heard where a phase
-ends (`rank.stops`); where that takes long, or nothing moves, the phase is cut.
+has failed are freed, and Stop goes from stage to stage (`kernel.ladder`). On the ranks Stop is
+heard where a phase ends (`rank.stops`); where that takes long, the phase is cut.
+
+A second Stop returns the prompt even if the ranks go on. The request is then `detached`: it stays
+the session's `Gang.joint`, the reader thread watches it, a third Stop ends the ranks, and
+`conclude` takes note of its end before the ranks are used again.
 """
 
 from __future__ import annotations
 
 import threading
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nbdist import ranks as rank_names
 from nbdist import wire
 from nbdist.errors import CellInterrupted
 from nbdist.kernel import tracebacks
-from nbdist.kernel.ladder import END_AFTER_S, FREE_AFTER_S, LEFT_AFTER_S, Ladder
+from nbdist.kernel.ladder import Ladder
 from nbdist.kernel.unstopped import not_stopped
 from nbdist.kernel.whereabouts import Whereabouts
 
@@ -25,19 +28,17 @@ if TYPE_CHECKING:
     from nbdist.engines.channel import Channel, Message
     from nbdist.errors import NbdistError, RankDied
     from nbdist.kernel.gang import Gang
+    from nbdist.kernel.ladder import Kind
 
 TICK_S = 0.2
-CUT_AFTER_S = 4.0
-"""A phase that has not ended so long after Stop is cut."""
-STILL_S = 1.5
-"""Ranks that have stood at one place for so long, all of them, do not get on."""
-AGAIN_S = 1.5
-"""Ranks that were freed and have not answered are cut off once more: code of the user's may have
-swallowed the interrupt, or two of them came as one on a machine in use."""
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Joint:
-    """One request, on its way; `kernel.ladder` watches it as it watches a cell."""
+    """One request, on its way."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Joint:
             kind: of the request.
             raises: how a failure is told.
             show: gets a line when ranks wait for one another, or Stop was pressed.
-            stoppable: whether Stop has an effect but a word of why not.
+            stoppable: whether a first Stop has an effect but a word of why not.
             alone: a rank that fails says so at once, and the others need not come to an end.
         """
         self.ranks = tuple(ranks)
@@ -69,13 +70,20 @@ class Joint:
         self.interrupted_at = 0.0
         """Unix seconds of when it was first asked to stop; 0: it was not."""
         self.notice = ""
+        self.detached = False
+        """Whether the prompt was returned before all ranks had answered."""
+        self.late: Callable[[], object] = _nothing
+        """Called by `conclude` where a detached request went through on all ranks."""
         self.gang, self._kind, self._raises, self._show = gang, kind, raises, show
-        self._stoppable, self.alone = stoppable, alone
-        self.ladder = _Ladder(self, gang, Whereabouts(gang), world_size=len(self.ranks))
-        self._answers: SimpleQueue[tuple[int, Channel, Message]] = SimpleQueue()
+        self._alone = alone
+        self._whereabouts = Whereabouts(gang)
+        watched: Kind = "request" if stoppable else "repair"
+        self.ladder = Ladder(
+            self, gang, self._whereabouts, world_size=len(self.ranks), kind=watched
+        )
         self._replies: dict[int, Any] = {}
         self._pressed = self._taken = 0
-        """How often Stop was pressed, and how many of those the ladder knows of."""
+        """How often Stop was pressed on this thread, and how many of those the ladder knows of."""
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -84,53 +92,87 @@ class Joint:
 
     running = pending
 
+    @property
+    def what(self) -> str:
+        """The request in words: "the switch"."""
+        return f"the {self._kind.split('_')[1]}"
+
     def ask(self, content: Any) -> dict[int, Any]:
         """Ask the ranks; returns their replies once all have done it.
 
         Raises:
             NbdistError: of the type given: what failed first, and on which rank.
-            CellInterrupted: Stop has ended it.
+            CellInterrupted: Stop has ended it, or has returned the prompt.
             RankDied: a rank ended.
         """
         self.gang.joint = self
         try:
             with not_stopped(self._press):
-                request = self.gang.post(
-                    self.ranks, "shell", self._kind, content, lambda *one: self._answers.put(one)
-                )
+                request = self.gang.post(self.ranks, "shell", self._kind, content, self._take)
                 self.requests.update(dict.fromkeys(self.ranks, request))
                 self.gang.wake()
-                while self.pending and not (self.alone and self.errors):
-                    self._take()
-                    self._watch()
-                self.finished.set()
-                problem = self._problem()
+                self._wait()
+                problem = "" if self.detached else self._problem()
         finally:
-            self.gang.forget(set(self.requests.values()))
-            self.gang.joint = None
+            if not self.detached:
+                self._forget()
+        if self.detached:
+            raise CellInterrupted(self.busy_words())
         if self.errors:
             self._raise(problem)
         return self._replies
 
+    def busy_words(self) -> str:
+        """Say that it goes on, and what can be done."""
+        where = self.ladder.where() or f"{rank_names.words(self.pending)} did not stop"
+        return (
+            f"{self.what} goes on: {where}. Until it has ended the ranks can do nothing else:"
+            " %nbdist interrupt ends the ranks, %nbdist restart takes new ones, and %nbdist load"
+            " the last checkpoint."
+        )
+
+    def conclude(self) -> None:
+        """Take note of the end of a detached request, and have the ranks in step again."""
+        self._forget()
+        self._problem()
+        if not self.errors:
+            self.late()
+
     def stop(self) -> None:
         """Stop was pressed; from any thread."""
-        self._pressed += 1
+        self.ladder.stop()
 
     def _press(self) -> None:
-        if self._stoppable:
-            self.stop()
-        else:
-            self._show("cannot be stopped half-way")
+        """Stop was pressed on the thread that waits, which may hold any lock."""
+        self._pressed += 1
 
-    def _take(self) -> None:
-        try:
-            rank, channel, message = self._answers.get(timeout=TICK_S)
-        except Empty:
+    def _wait(self) -> None:
+        """Return when all ranks have answered, or when a second Stop returns the prompt."""
+        shown = ""
+        while not self.finished.wait(TICK_S):
             self.gang.check_up(self._kind)
-            return
+            while self._taken < self._pressed:
+                self._taken += 1
+                self.ladder.stop()
+            self.gang.wake()  # the reader thread watches
+            if self.notice and self.notice != shown:
+                shown = self.notice
+                self._show(shown)
+            if self.ladder.returns_prompt:
+                self.detached = True
+                return
+
+    def _forget(self) -> None:
+        self.gang.forget(set(self.requests.values()))
+        self._whereabouts.forget()
+        if self.gang.joint is self:
+            self.gang.joint = None
+
+    def _take(self, rank: int, channel: Channel, message: Message) -> None:
+        """Take a reply, on the reader thread."""
         if channel != "shell":
             return
-        reply = self._replies[rank] = message["content"]
+        reply = message["content"]
         if reply["status"] == "error":
             self.errors[rank] = wire.RankError(
                 rank=rank,
@@ -139,19 +181,9 @@ class Joint:
                 traceback=[f"{reply.get('ename', '')}: {reply['error']}"],
                 at=message["header"]["date"].timestamp(),
             )
-
-    def _watch(self) -> None:
-        """Go on with Stop, and say who waits for whom."""
-        while self._taken < self._pressed:
-            self._taken += 1
-            if self.ladder.stop() == "end":
-                left = rank_names.words(self.pending)
-                msg = f"{left} did not stop: %nbdist restart takes new ranks, and %nbdist load the"
-                raise CellInterrupted(f"{msg} last checkpoint.")
-        before = self.notice
-        self.ladder.tick()
-        if self.notice and self.notice != before:
-            self._show(self.notice)
+        self._replies[rank] = reply
+        if not self.pending or (self._alone and self.errors):
+            self.finished.set()
 
     def _problem(self) -> str:
         """What else is wrong after a failure, in words."""
@@ -161,53 +193,12 @@ class Joint:
         """Raise what failed first, for those that it left alone say nothing of their own."""
         first = tracebacks.grouped(list(self.errors.values()))[0].error
         words = f"rank {first.rank}: {first.evalue}"
-        if {one.evalue for one in self.errors.values()} == {first.evalue}:
+        if {error.evalue for error in self.errors.values()} == {first.evalue}:
             words = first.evalue
         if first.is_stop:
-            words = f"the {self._kind.split('_')[1]} was stopped"
+            words = f"{self.what} was stopped"
         if problem:
             words = f"{words.removesuffix('.')}; {problem}"
-        if self._pressed and threading.current_thread() is threading.main_thread():
+        if self.ladder.stops and threading.current_thread() is threading.main_thread():
             raise CellInterrupted(words)
         raise self._raises(words)
-
-
-class _Ladder(Ladder):
-    """The way of a request to its end: one that works, if slowly, is not freed."""
-
-    grace_s = 0.0
-    unasked = False
-    """Whether ranks that do not get on are stopped without Stop."""
-    _cut = False
-    _again_at = 0.0
-
-    def _climb(self, now: float) -> None:
-        super()._climb(now)
-        if self.rung == "none" and self.unasked and self.standstill and self._may_free():
-            self._ask(now)
-        if self.rung == "asked" and not self._cut and now - self._asked_at > CUT_AFTER_S:
-            self._cut = True
-            self._stop_after(0)
-        if self.rung == "freed" and now - max(self._freed_at, self._again_at) > AGAIN_S:
-            self._again_at = now
-            self._cut_off()
-
-    @property
-    def _patience_s(self) -> float:
-        """A rank that has failed cannot come any more."""
-        left_alone = len(self.cell.running) < len(self.cell.ranks)
-        return LEFT_AFTER_S if left_alone else FREE_AFTER_S
-
-    def _may_free(self) -> bool:
-        """Whether nothing moves: of ranks in step some may wait for one that works."""
-        answers = self._whereabouts.now()
-        found = [answers[rank]["standing"] for rank in self.cell.running if rank in answers]
-        still = all(one["idle"] and one["still_s"] >= STILL_S for one in found)
-        return still and len(found) == len(self.cell.running)
-
-    def _words(self, now: float) -> str:
-        words = super()._words(now)
-        if self.rung == "freed" and now - self._freed_at >= END_AFTER_S:
-            left = rank_names.words(self.cell.running)
-            return f"{left} did not stop. Stop again waits no longer."
-        return words

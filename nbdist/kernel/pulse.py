@@ -30,15 +30,21 @@ class Pulse:
         """Know nothing yet."""
         self._since: dict[str, float] = {}
         self._told: dict[str, str] = {}
+        self._status: dict[str, str] = {}
 
     def words(self, name: str) -> str:
         """Why a process does not answer: "unresponsive (stopped, state T)"; "" if it does."""
         return self._told.get(name, "")
 
+    def status(self, name: str) -> str:
+        """How a process was at the last look, as psutil names it; "" before that."""
+        return self._status.get(name, "")
+
     def look(self, processes: Mapping[str, Process]) -> list[str]:
         """Look at all of them; returns a line for each that has changed."""
         lines = []
         for name, process in processes.items():
+            self._status[name] = process.status
             state = _STOPPED.get(process.status)
             if state is None:
                 self._since.pop(name, None)

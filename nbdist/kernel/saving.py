@@ -295,6 +295,14 @@ class Checkpoints(Sequence[Checkpoint]):
         """The same, of a URL without asking it: those that were listed, or saved since."""
         return list(self._entries) if isinstance(self.root, Url) else list(self._now())
 
+    def newest(self, *, within_s: float) -> Checkpoint | None:
+        """The newest; where the folder cannot be read in this time, of those seen before."""
+        read: list[list[Checkpoint]] = []
+        reading = threading.Thread(target=lambda: read.append(self.known), daemon=True)
+        reading.start()
+        reading.join(within_s)
+        return next(reversed(read[0] if read else self._entries), None)
+
     def add(self, save: Save) -> None:
         """Take note of a save that is over."""
         if save.error:

@@ -81,6 +81,10 @@ if TYPE_CHECKING:
     from nbdist.readings import Now
 
 State = Literal["new", "ready", "running", "dead", "stopped"]
+NEWEST_S = 1.0
+"""For the folder of checkpoints to be read once ranks have died: its file system may hang."""
+TURN_S = 1.0
+"""A thread that waits for ranks which Stop has ended starts new ones itself, within this time."""
 
 
 class Session:
@@ -145,6 +149,8 @@ class Session:
         self.received: dict[str, Any] = {}
         """Values of send(), by name."""
         self._death: RankDied | None = None
+        self._ended_by_stop = False
+        """Whether Stop has ended the ranks that are dead."""
         self._where = Where({name: options.pop(name) for name in NAMES if name in options})
         self._gang = Gang(
             self._where.engine() or engine or LocalEngine(),
@@ -197,8 +203,9 @@ class Session:
 
     @property
     def standstill(self) -> str:
-        """Who waits for whom in the running cell, in words; "" where nobody does for long."""
-        return self.running.notice if self.running is not None else ""
+        """Who waits for whom in what runs, and who does not answer; "" where all goes on."""
+        work = self.running or self._gang.joint
+        return "" if work is None else work.notice
 
     @property
     def death(self) -> RankDied | None:
@@ -433,14 +440,27 @@ class Session:
         """Say who ended how, what it said last, and from where training can go on."""
         self._death = death.told(
             log=self.logs[death.rank].tail(causes.LAST_LINES) if death.rank is not None else "",
-            checkpoint=next(reversed(self.checkpoints.known), None),
+            checkpoint=self.checkpoints.newest(within_s=NEWEST_S),
             cells=self._cells.files(),
         )
+        self._ended_by_stop = death.by_stop
         self.state = "dead"
         self._saves.give_up(self._death.headline)
         self._profiler.give_up(self._death.headline)
         self._cells.die(self._death)
         return self._death
+
+    def replace_stopped_ranks(self) -> str:
+        """Start new ranks where Stop has ended the old ones; in turn.
+
+        Returns:
+            What happened, in words; "" where Stop has ended none.
+        """
+        death = self._death
+        if death is None or not self._ended_by_stop:
+            return ""
+        self.restart()
+        return f"{death.headline.partition(';')[0]}; all ranks were ended, and new ones started."
 
     def _notice(self, line: str) -> None:
         self._cells.tell(line)
@@ -524,14 +544,30 @@ class Session:
 
         A save, a load, a switch, an export is stopped too, and all is as it was before.
 
+        A second call aborts the process groups, which frees ranks that wait for others in C, and
+        returns the prompt where a cell or command blocks it. A third call ends the ranks and
+        starts new ones. A Stop in the notebook or in the panel counts as a call.
+
         Returns:
             Whether there was anything to stop.
         """
         joint = self._gang.joint
-        if self.running is None and joint is not None:
+        if self._death is not None:
+            stopped = False
+        elif joint is not None:
             joint.stop()
-            return True
-        return self._cells.stop() != "none"
+            stopped = True
+        else:
+            stopped = self._cells.stop()
+        # where no thread waits for the ranks, nobody else would start new ones
+        if self._ended_by_stop and self.turn.acquire(timeout=TURN_S):
+            try:
+                if said := self.replace_stopped_ranks():
+                    with StatusLine() as line:
+                        line.show(f"nbdist: {said}")
+            finally:
+                self.turn.release()
+        return stopped
 
     def _shown(self, output: str | Sequence[int]) -> Show:
         """Whose output is displayed."""
@@ -555,19 +591,11 @@ class Session:
 
     def _join(self, cell: Cell, afterwards: PinnedScreen) -> None:
         """Show the cell's output until it is over, and see that the ranks are in step."""
-        self._cells.join(cell, afterwards, owed=self._profiler.show_owed, end=self._begin_anew)
+        self._cells.join(cell, afterwards, owed=self._profiler.show_owed)
         problem = self._settle()
         if cell.stopped:  # perhaps by another thread
             words = f"but {problem}" if problem else "every variable is kept"
             raise CellInterrupted(f"stopped on all ranks; {words}.") from None
-
-    def _begin_anew(self) -> None:
-        """End ranks that nothing else has stopped, and start new ones."""
-        stuck = self.running
-        self.abandon()
-        if stuck is not None:
-            stuck.pump(0)
-        self.restart()
 
     def _settle(self) -> str:
         return self._cells.settle(world_size=self.world_size)
@@ -590,6 +618,10 @@ class Session:
                 " with %nbdist interrupt, or take new ranks with %nbdist restart."
             )
             raise SessionBusy(msg)
+        while (joint := self._gang.joint) is not None:
+            if not joint.finished.is_set():
+                raise SessionBusy(joint.busy_words())
+            joint.conclude()
         self._settle()  # after a cell in the background
 
     def _cell_done(self, cell: Cell) -> None:
@@ -622,8 +654,10 @@ class Session:
             self.marks.add(mark)
 
     def _on_idle(self) -> bool:
-        """Watch the running cell; show output of background cells and what past ones write."""
+        """Watch what runs; show output of background cells and what past ones write."""
         self._cells.tick()
+        if (joint := self._gang.joint) is not None and self._death is None:
+            joint.ladder.tick()
         self._profiler.tick()
         return self._cells.show_late()
 
@@ -731,9 +765,18 @@ class Session:
             request = switching.Request(
                 before=self._choice, then=then, reset_optimizer=reset_optimizer, line=line
             )
-            report = request.send(self._gang, self._listen)
-        self._asked, self._choice = asked_for, then
-        self._is_up()
+
+            def switched() -> None:
+                self._asked, self._choice = asked_for, then
+                self._is_up()
+
+            try:
+                report = request.send(self._gang, self._listen)
+            except CellInterrupted:
+                if (joint := self._gang.joint) is not None:
+                    joint.late = switched  # the prompt comes back, and the switch goes on
+                raise
+        switched()
         return report
 
     def _hand_over(self, then: Choice, *, reset_optimizer: bool) -> SwitchReport:
@@ -755,6 +798,7 @@ class Session:
             except SwitchError as error:
                 if change.lost:
                     self.state, self._death = "dead", RankDied(str(error))
+                    self._ended_by_stop = False
                 else:
                     self._is_up()
                 raise
@@ -765,7 +809,7 @@ class Session:
         return report
 
     def _is_up(self) -> None:
-        self.state, self._death = "ready", None
+        self.state, self._death, self._ended_by_stop = "ready", None, False
 
     def _listen(self, on_phase: Callable[[str], object] | None) -> None:
         """Let the ranks' words about a long request be heard."""

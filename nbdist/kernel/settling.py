@@ -12,9 +12,10 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from nbdist import wire
-from nbdist.errors import CellInterrupted, SwitchError
+from nbdist.errors import CellInterrupted, RankDied, SessionError, SwitchError
 from nbdist.kernel import tracebacks
 from nbdist.kernel.joint import Joint
+from nbdist.kernel.ladder import Stage, release_request
 from nbdist.kernel.standstill import apart
 from nbdist.kernel.status_line import StatusLine
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from nbdist.kernel.gang import Gang
     from nbdist.kernel.ladder import Ladder
 
+ANSWER_S = 10.0
+"""For a rank's control thread to answer; only one that is stopped or holds the GIL takes long."""
 _eras = itertools.count(1)
 
 
@@ -38,13 +41,16 @@ def settle(ladder: Ladder, gang: Gang, *, world_size: int, midway: bool = True) 
         RankDied: a rank ended.
         SessionError: a rank does not answer.
     """
-    cell = ladder.cell
-    if cell.death is not None or not (cell.errors or ladder.rung != "none"):
+    work = ladder.work
+    stopped = ladder.stage is not Stage.RUNNING
+    if work.death is not None or not (work.errors or stopped):
         return ""
-    broken = ladder.rung == "freed" or any(
-        group.kind == "secondary" for group in tracebacks.grouped(list(cell.errors.values()))
+    broken = ladder.stage is Stage.ABORTED or any(
+        group.kind == "secondary" for group in tracebacks.grouped(list(work.errors.values()))
     )
-    answers = gang.ask(range(world_size), wire.WHERE, {}, channel="control").values()
+    answers = gang.ask(
+        range(world_size), wire.WHERE, {}, channel="control", patience_s=ANSWER_S
+    ).values()
     broken = broken or apart(answers)
     if not broken and not (midway and any(one["standing"]["midway"] for one in answers)):
         return ""
@@ -57,6 +63,9 @@ def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
     Returns what went wrong; "" where all is ready.
 
     Where that does not work, cells run on without collectives: their variables can be saved.
+
+    Groups that are to be made anew are aborted first, on all ranks: under NCCL what is left of an
+    unmatched collective would hold up the stream on which the new group is proven.
     """
     with StatusLine() as line:
         line.show("nbdist: making the ranks ready again")
@@ -69,11 +78,14 @@ def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
             stoppable=False,
             show=lambda text: line.show(f"nbdist: making the ranks ready again: {text}"),
         )
-        joint.ladder.unasked = True  # and a Stop that comes once more leaves nothing half made
         try:
+            if groups:
+                abort_groups(gang, world_size)
             replies = joint.ask(request)
-        except (SwitchError, CellInterrupted) as error:
-            if not groups and _is_broken(joint):
+        except RankDied:
+            raise
+        except (SessionError, SwitchError, CellInterrupted) as error:
+            if not groups and not joint.detached and _is_broken(joint):
                 return renew(gang, world_size=world_size, groups=True)
             why = str(error).removesuffix(".")
             problem = (
@@ -86,10 +98,21 @@ def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
         return ""
 
 
+def abort_groups(gang: Gang, world_size: int) -> None:
+    """Have all ranks abort their process groups; once more does no harm.
+
+    Raises:
+        RankDied: a rank ended.
+        SessionError: a rank could not, or does not answer.
+    """
+    ranks, request = range(world_size), release_request(gang)
+    gang.ask(ranks, wire.RELEASE, request, channel="control", patience_s=ANSWER_S)
+
+
 def _is_broken(joint: Joint) -> bool:
     """Whether it was the group that did not work: a SwitchError comes from ranks that agree."""
     return bool(joint.errors) and all(
-        one.ename not in {"SwitchError", "KeyboardInterrupt"} for one in joint.errors.values()
+        error.ename not in {"SwitchError", "KeyboardInterrupt"} for error in joint.errors.values()
     )
 
 
@@ -98,13 +121,19 @@ class Transaction(Joint):
 
     def _problem(self) -> str:
         """Have the ranks in step again where they may not be; what went wrong with that."""
-        if not self.errors or self.alone:
+        running = self.ladder.stage is Stage.RUNNING
+        if self._alone or (running and not self.errors):
             return ""
-        first = tracebacks.grouped(list(self.errors.values()))[0]
-        agreed = first.ranks == self.ranks and first.kind == "cause"
-        if agreed and self.ladder.rung == "none":
-            return ""
-        return settle(self.ladder, self.gang, world_size=len(self.ranks), midway=False)
+        if self.errors:
+            first = tracebacks.grouped(list(self.errors.values()))[0]
+            if running and first.ranks == self.ranks and first.kind == "cause":
+                return ""  # they have agreed on it
+        try:
+            return settle(self.ladder, self.gang, world_size=len(self.ranks), midway=False)
+        except RankDied:
+            raise
+        except SessionError as error:
+            return f"{error} %nbdist restart takes new ranks"
 
 
 def _in_words(report: dict[str, Any], *, groups: bool) -> str:

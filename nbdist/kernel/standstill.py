@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from nbdist import ranks as rank_names
 from nbdist.kernel.ansi import plain
@@ -36,27 +36,50 @@ class Standstill:
     words: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """One rank that waits."""
+
+    place: str
+    seconds: float
+    missing: tuple[int, ...]
+    """Ranks that it waits for, as far as it is known."""
+    known: bool = True
+    """Whether it waits for sure: else others have failed, and it stays at one line."""
+
+
 def standstill(
     ranks: Sequence[int],
     *,
     answers: Mapping[int, WhereReply],
     pending: Sequence[int],
     errors: Mapping[int, RankError],
+    waited_s: float | None = None,
 ) -> Standstill | None:
     """Look whether ranks of a cell wait for others; None where they do not, or not for long.
+
+    A rank waits if it stays at the same line and others have begun fewer collectives of a group
+    that they share, or have failed, or if the line is inside a collective. How much CPU time it
+    uses says nothing: while NCCL works, `cudaStreamSynchronize` spins.
 
     Args:
         ranks: those that run the cell.
         answers: where each rank of the session is.
         pending: those whose code has not ended.
-        errors: of those whose code has raised.
+        errors: of those that have failed.
+        waited_s: how long they have waited at least. Default: `WAITED_S`.
     """
     alike = _alike(answers)
-    waits = {rank: _wait(rank, answers, alike) for rank in pending if rank in answers}
-    waiting = {rank: wait for rank, wait in waits.items() if wait and wait[1] >= WAITED_S}
+    waited_s = WAITED_S if waited_s is None else waited_s
+    waits = {
+        rank: _wait(rank, answers, alike, errors)
+        for rank in pending
+        if rank in answers and rank not in errors
+    }
+    waiting = {rank: wait for rank, wait in waits.items() if wait and wait.seconds >= waited_s}
     if not waiting:
         return None
-    missing = {other for _, _, others in waiting.values() for other in others} - waiting.keys()
+    missing = {other for wait in waiting.values() for other in wait.missing} - waiting.keys()
     said = [
         *(_raised(errors[rank]) for rank in sorted(errors)),
         *_waited(waiting),
@@ -68,24 +91,27 @@ def standstill(
 
 
 def _wait(
-    rank: int, answers: Mapping[int, WhereReply], alike: Mapping[_Counts, Sequence[int]]
-) -> tuple[str, float, tuple[int, ...]] | None:
-    """What a rank waits in, for how many seconds, and for whom; None where it gets on."""
+    rank: int,
+    answers: Mapping[int, WhereReply],
+    alike: Mapping[_Counts, Sequence[int]],
+    errors: Mapping[int, RankError],
+) -> _Wait | None:
+    """What a rank waits in, for how long, and for whom; None where nothing says that it waits."""
     here = answers[rank]
     standing = here["standing"]
     if standing["waits_for"]:
-        return place(here), standing["still_s"], tuple(standing["missing"])
-    if not standing["idle"]:
-        return None
+        return _Wait(place(here), standing["still_s"], tuple(standing["missing"]))
     behind = tuple(
         other
         for counts, others in alike.items()
         if _is_behind(dict(counts), standing["counts"])
         for other in others
     )
-    if not behind and not here["collective"]:
-        return None
-    return place(here), standing["still_s"], behind
+    if behind or here["collective"]:
+        return _Wait(place(here), standing["still_s"], behind)
+    if errors:
+        return _Wait(place(here), standing["still_s"], tuple(errors), known=False)
+    return None
 
 
 def _alike(answers: Mapping[int, WhereReply]) -> dict[_Counts, list[int]]:
@@ -122,16 +148,17 @@ def _raised(error: RankError) -> str:
     return f"rank {error.rank} raised {error.ename}{where}"
 
 
-def _waited(waiting: Mapping[int, tuple[str, float, tuple[int, ...]]]) -> list[str]:
+def _waited(waiting: Mapping[int, _Wait]) -> list[str]:
     """Say it once for ranks that wait at the same place."""
-    places: dict[str, list[int]] = {}
-    for rank, (what, _, _) in sorted(waiting.items()):
-        places.setdefault(what, []).append(rank)
+    places: dict[tuple[str, bool], list[int]] = {}
+    for rank, wait in sorted(waiting.items()):
+        places.setdefault((wait.place, wait.known), []).append(rank)
     said = []
-    for what, ranks in places.items():
-        longest = max(waiting[rank][1] for rank in ranks)
-        has = "has" if len(ranks) == 1 else "have"
-        said.append(f"{rank_names.words(ranks)} {has} waited {longest:.0f} s in {what}")
+    for (where, known), ranks in places.items():
+        longest = max(waiting[rank].seconds for rank in ranks)
+        has = f"{rank_names.words(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+        waited, been = f"waited {longest:.0f} s in {where}", f"been in {where} for {longest:.0f} s"
+        said.append(f"{has} {waited if known else been}")
     return said
 
 
@@ -146,3 +173,53 @@ def _elsewhere(
     if rank not in answers:
         return f"rank {rank} does not say where it is"
     return f"rank {rank} is in {place(answers[rank])}"
+
+
+State = Literal["stopped", "running", "sleeping", ""]
+"""Of a process that does not answer; "" where it is not known, as on another node."""
+
+_SAYS: dict[str, tuple[str, str]] = {
+    "stopped": ("is stopped (SIGSTOP, state T)", "are stopped (SIGSTOP, state T)"),
+    "running": ("holds the GIL and spins", "hold the GIL and spin"),
+    "sleeping": ("holds the GIL and sleeps in C", "hold the GIL and sleep in C"),
+    "": ("holds the GIL in C, or is stopped", "hold the GIL in C, or are stopped"),
+}
+
+
+def described(
+    ranks: Sequence[int],
+    *,
+    answers: Mapping[int, WhereReply],
+    silent: Mapping[int, float],
+    states: Mapping[int, State],
+) -> str:
+    """Say of each rank whether it spins, sleeps in C, holds the GIL or is stopped, and where.
+
+    Args:
+        ranks: those to describe.
+        answers: where each rank is, or was when it answered last.
+        silent: for how many seconds ranks have not answered.
+        states: of the processes that do not answer.
+    """
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for rank in ranks:
+        if rank in silent:
+            verbs = _SAYS[states.get(rank, "")]
+            where = f", last seen in {place(answers[rank])}" if rank in answers else ""
+            key = (*verbs, f" and has not answered for {silent[rank]:.0f} s{where}")
+        elif rank not in answers:
+            continue
+        else:
+            standing, where = answers[rank]["standing"], f" in {place(answers[rank])}"
+            if standing["still_s"] < WAITED_S:
+                key = ("is", "are", where)
+            elif standing["sleeps"]:
+                key = ("sleeps", "sleep", where)
+            else:
+                key = ("spins", "spin", where)
+        groups.setdefault(key, []).append(rank)
+    said = []
+    for (alone, several, where), members in groups.items():
+        verb = alone if len(members) == 1 else several
+        said.append(f"{rank_names.words(members)} {verb}{where}")
+    return "; ".join(said)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from nbdist.errors import RankDied
+from nbdist.errors import CellInterrupted, RankDied
 from nbdist.kernel import progress
 from nbdist.kernel.status_line import StatusLine
 
@@ -46,6 +46,7 @@ def in_turn_on_these_ranks(method: _M) -> _M:
 
     Raises:
         RankDied: the ranks were restarted before its turn came.
+        CellInterrupted: Stop has ended the ranks; there are new ones.
     """
 
     @functools.wraps(method)
@@ -58,7 +59,13 @@ def in_turn_on_these_ranks(method: _M) -> _M:
                     "The ranks were restarted while this waited for its turn; it was not done, and"
                     " the old ranks' variables are gone."
                 )
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except RankDied:
+                if not (said := self.replace_stopped_ranks()):
+                    raise
+                msg = f"{said} Their variables are gone."
+                raise CellInterrupted(msg) from None
 
     return cast("_M", alone)
 

@@ -35,6 +35,8 @@ class Whereabouts:
         self._open: dict[str, int] = {}
         """How many ranks have not answered a request."""
         self._answers: dict[int, wire.WhereReply] = {}
+        self._silent_since: dict[int, float] = {}
+        """By rank, when it was first asked what it has not answered."""
         self._lock = threading.Lock()
 
     def ask(self, ranks: Iterable[int]) -> None:
@@ -47,6 +49,7 @@ class Whereabouts:
             if wanted:
                 request = self._gang.post(wanted, "control", wire.WHERE, {}, self._take)
                 self._asked.update(dict.fromkeys(wanted, (request, now)))
+                self._silent_since = dict.fromkeys(wanted, now) | self._silent_since
                 self._open[request] = len(wanted)
         self._gang.wake()
 
@@ -57,11 +60,18 @@ class Whereabouts:
             self._open.clear()
             self._asked.clear()
             self._answers.clear()
+            self._silent_since.clear()
 
     def now(self) -> dict[int, wire.WhereReply]:
         """The last answers, by rank."""
         with self._lock:
             return dict(self._answers)
+
+    def silent(self) -> dict[int, float]:
+        """For how many seconds ranks have left a question unanswered."""
+        now = time.monotonic()
+        with self._lock:
+            return {rank: now - since for rank, since in self._silent_since.items()}
 
     def _take(self, rank: int, channel: Channel, message: Message) -> None:
         """Take an answer, on the reader thread; its `idle` on iopub is none."""
@@ -73,6 +83,7 @@ class Whereabouts:
             if message["parent_header"].get("msg_id") != request:
                 return  # of a cell that has ended since
             self._settle(rank)
+            self._silent_since.pop(rank, None)
             if content.get("status") != "error":  # a rank that cannot say it is asked again
                 self._answers[rank] = content
 

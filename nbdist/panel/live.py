@@ -293,6 +293,8 @@ class Live:
             text = f"{doing.text} cannot be stopped now; Restart ends the ranks with it."
         elif self._session.activity.now is not None:
             return
+        elif self._session.interrupt():  # what a second Stop has left to itself
+            ok, text = True, "what runs on the ranks is asked to stop."
         else:
             ok, text = True, "no cell runs."
         self._say(answered(asked.id, text, ok=ok))

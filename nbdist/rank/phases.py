@@ -67,7 +67,7 @@ class Phases:
 
     def _agree(self, name: str, error: BaseException | None) -> None:
         """Let all ranks know whether one of them failed, or is to stop; a collective."""
-        with stops.whole():
+        with stops.whole(error):
             error = error or (KeyboardInterrupt() if stops.wanted else None)
             refused = isinstance(error, NbdistError)
             follows = isinstance(error, CollectiveMismatch)

@@ -6,23 +6,24 @@ are torch's own, and the collective that is waited for stands in `Meeting.waitin
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d
 
 from nbdist import wire
 from nbdist.rank import collectives, training
+from nbdist.rank.stops import stops
 
 if TYPE_CHECKING:
     from nbdist.rank.collectives import Meeting
 
-IDLE_SHARE = 0.1
-"""A main thread that computes for less of the time waits for something."""
-SHORTEST_S = 0.1
-"""Between two looks that say something about it."""
 STEP_S = 0.5
 """Times are told in these steps: ranks that wait at one place then answer the same, which an agent
 passes on once."""
@@ -35,11 +36,8 @@ class Standing:
         """Look at a rank whose collectives meet first, or do not (NCCL)."""
         self._meeting = meeting
         self._main = threading.main_thread().ident or 0
-        self._clock = time.pthread_getcpuclockid(self._main)
         self._place: object = None
-        self._since = self._looked_at = time.monotonic()
-        self._computed = time.clock_gettime(self._clock)
-        self._idle = False
+        self._since = time.monotonic()
 
     def look(self) -> wire.Standing:
         """Say how the main thread stands now."""
@@ -47,17 +45,13 @@ class Standing:
         place = (self._frames(), tuple(counts.items()))
         if place != self._place:
             self._place, self._since = place, now
-        computed = time.clock_gettime(self._clock)
-        if now - self._looked_at >= SHORTEST_S:
-            share = (computed - self._computed) / (now - self._looked_at)
-            self._idle = share < IDLE_SHARE
-            self._looked_at, self._computed = now, computed
         waiting = self._meeting.waiting if self._meeting is not None else None
         return wire.Standing(
             waits_for=waiting.words if waiting else "",
             missing=list(waiting.missing) if waiting else [],
             still_s=(now - (waiting.since if waiting else self._since)) // STEP_S * STEP_S,
-            idle=self._idle,
+            sleeps=_sleeps(),
+            failed=stops.failed,
             counts=counts,
             midway=training.midway(),
         )
@@ -74,6 +68,17 @@ class Standing:
 
 
 _OWN_FILE = collectives.__file__
+_STATE = re.compile(r"\) ([A-Z])")
+"""After the name of a process, which may hold anything but stands in parentheses."""
+
+
+def _sleeps() -> bool:
+    """Whether the main thread sleeps now; Linux gives it the number of its process."""
+    with contextlib.suppress(OSError):  # no /proc: macOS
+        text = Path(f"/proc/self/task/{os.getpid()}/stat").read_text(errors="replace")
+        found = _STATE.findall(text)
+        return bool(found) and found[-1] in "SDI"
+    return False
 
 
 def group_counts() -> dict[str, int]:

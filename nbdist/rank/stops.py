@@ -28,6 +28,8 @@ class Stops:
         """Whether Stop can end the work still."""
         self._whole = False
         """Whether what happens now must not be cut."""
+        self.failed = ""
+        """The error with which this rank waits for the others to agree."""
 
     @property
     def wanted(self) -> bool:
@@ -46,13 +48,17 @@ class Stops:
             self._begin()
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Let no Stop cut what happens in this."""
-        self._whole = True
+    def whole(self, error: BaseException | None = None) -> Iterator[None]:
+        """Let no Stop cut what happens in this: the agreement, to which a rank may bring an error.
+
+        Args:
+            error: that of this rank.
+        """
+        self._whole, self.failed = True, "" if error is None else type(error).__name__
         try:
             yield
         finally:
-            self._whole = False
+            self._whole, self.failed = False, ""
 
     def no_more(self) -> None:
         """The work has failed: what follows is the way back."""

@@ -78,6 +78,11 @@ ROWS = (
     Row("C14", "the clock jumps, the machine sleeps", "no rank is called dead"),
     Row("C15", "a cell ends the process group, as scripts do", "the session's groups stay"),
     Row("C16", "the last reference to a process group goes", "no rank deadlocks with its threads"),
+    Row(
+        "C17",
+        "Stop while a rank spins or sleeps in C, holds the GIL or is stopped",
+        "it is named; a second Stop returns the prompt, a third ends the ranks",
+    ),
     Row("D1", "20,000 displays, 200,000 lines a rank", "counted, bounded memory, the cell ends"),
     Row("D2", "one text of 200 MB", "cut, with its size told; bounded memory"),
     Row("D3", "progress bars, escapes, bytes that are no text", "shown without harm to others"),

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
-from nbdist import CellError, CellInterrupted, Session
+from nbdist import CellError, CellInterrupted, Session, wire
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from nbdist.engines.channel import Channel
 
 PREPARE = """
 import torch.distributed as dist
@@ -339,6 +341,25 @@ def test_a_group_that_timed_out_is_made_anew(plain: Session) -> None:
     assert can_add(plain)
 
 
+def test_groups_are_aborted_on_all_ranks_before_new_ones_are_made(
+    plain: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[str, int]] = []
+    post = plain._gang.post
+
+    def noted(ranks: range, channel: Channel, kind: str, *args: object, **kwargs: object) -> str:
+        sent.append((kind, len(ranks)))
+        return post(ranks, channel, kind, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(plain._gang, "post", noted)
+    code = "if rank == 0:\n    dist.all_reduce(torch.ones(1), async_op=True)\n    raise ValueError"
+    with pytest.raises(CellError, match="ValueError"):
+        plain.run(code)  # one collective has begun on rank 0 alone
+    assert can_add(plain)
+    made_anew = [one for one in sent if one[0] in {wire.RELEASE, wire.RENEW}]
+    assert made_anew == [(wire.RELEASE, 2), (wire.RENEW, 2)]
+
+
 @pytest.mark.fault("C3")
 def test_a_rank_that_makes_a_group_alone_is_freed(plain: Session) -> None:
     code = "if rank == 0: dist.new_group([0, 1])\nelse:\n    while True: time.sleep(0.05)"
@@ -367,9 +388,9 @@ def test_a_slow_rank_is_told_and_never_stopped(plain: Session) -> None:
 
 
 @pytest.mark.fault("C12")
-def test_a_second_stop_goes_one_rung_up(session: Session) -> None:
+def test_a_second_stop_aborts_the_groups_and_keeps_the_model(session: Session) -> None:
     def asked() -> bool:
-        return session._cells.asked_to_stop
+        return session._cells.ladder is not None and session._cells.ladder.stops == 1
 
     said, _ = stopped(session, IN_STEP, when=runs_for(session, 2.5), more=asked)
     assert "every variable is kept" in said
@@ -406,8 +427,12 @@ def test_ranks_that_nothing_stops_are_ended_by_a_further_stop() -> None:
         def press_on() -> None:
             eventually(runs_for(session, 1.5), within_s=30)
             press()
-            eventually(lambda: "Stop again" in session.standstill, within_s=30)
-            press()
+            for count in (1, 2):
+                eventually(lambda count=count: stops() == count, within_s=30)  # type: ignore[misc]
+                press()
+
+        def stops() -> int:
+            return session._cells.ladder.stops if session._cells.ladder is not None else 0
 
         thread = threading.Thread(target=press_on)
         thread.start()

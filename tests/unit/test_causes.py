@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist import wire
+import nbdist
+from nbdist import checkpoint, wire
 from nbdist.engines import fleet, processes
 from nbdist.engines.local import LAUNCHER, LAUNCHER_GONE
 from nbdist.kernel import causes, pulse
+from nbdist.kernel.causes import Death
 from nbdist.kernel.oom import OomCounter, events_file
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from nbdist.checkpoint import Entry
 
 CRASH = """Fatal Python error: Segmentation fault
 
@@ -181,3 +187,22 @@ def test_a_stopped_process_is_told_once_and_when_it_goes_on(
     eventually(lambda: looked() == 2, within_s=5)
     assert told[1] == "nbdist: rank 3 goes on"
     assert seen.words("rank 3") == ""
+
+
+def test_a_death_is_told_though_the_folder_of_checkpoints_hangs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As of a file server that is gone; this is the thread that reads the ranks' messages."""
+    over = threading.Event()
+
+    def hangs(_: Path) -> list[Entry]:
+        over.wait(60)
+        return []
+
+    monkeypatch.setattr(checkpoint, "entries", hangs)
+    session = nbdist.Session(nproc=2, checkpoints=tmp_path)
+    began = time.monotonic()
+    died = session._die(Death("rank 1", "ended with exit code 3"))
+    assert time.monotonic() - began < 10
+    over.set()
+    assert died.headline.startswith("rank 1 ended with exit code 3; all ranks were ended")

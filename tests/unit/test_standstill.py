@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbdist import wire
-from nbdist.kernel.standstill import apart, standstill
+from nbdist.kernel.standstill import apart, described, standstill
 
 
 def answer(
@@ -21,7 +21,8 @@ def answer(
         "waits_for": "",
         "missing": [],
         "still_s": 0.0,
-        "idle": False,
+        "sleeps": False,
+        "failed": "",
         "counts": {"0": count},
         "midway": "",
     }
@@ -79,14 +80,51 @@ def test_ranks_that_have_finished_or_never_ran_the_cell() -> None:
 
 
 def test_a_rank_that_is_stuck_in_c_is_seen_by_its_count() -> None:
-    stuck = answer(8, called="backward", idle=True, still_s=5.0, count=6)
+    stuck = answer(8, called="backward", sleeps=True, still_s=5.0, count=6)
     said = words({0: stuck, 1: answer(2, called="load")}, pending=[0, 1], errors={})
     assert said == "rank 0 has waited 5 s in backward at line 8; rank 1 is in load at line 2"
 
 
-def test_a_rank_that_computes_waits_for_nobody() -> None:
-    busy = answer(8, called="backward", idle=False, still_s=60.0, count=6)
-    assert words({0: busy, 1: answer(count=5)}, pending=[0, 1], errors={}) == ""
+def test_a_rank_that_spins_in_c_waits_as_one_that_sleeps() -> None:
+    spins = answer(8, called="item", sleeps=False, still_s=5.0, count=6)
+    said = words({0: spins, 1: answer(2, called="load")}, pending=[0, 1], errors={})
+    assert said == "rank 0 has waited 5 s in item at line 8; rank 1 is in load at line 2"
+
+
+def test_a_rank_that_computes_for_long_waits_for_nobody() -> None:
+    busy = answer(8, called="matmul", sleeps=False, still_s=60.0)
+    assert words({0: busy, 1: answer(2)}, pending=[0, 1], errors={}) == ""
+    assert words({0: busy, 1: answer()}, pending=[0], errors={}) == ""
+
+
+def test_a_rank_that_stays_at_one_line_after_another_has_failed_is_told() -> None:
+    answers = {0: answer(), 1: answer(4, called="item", still_s=4.0)}
+    said = words(answers, pending=[1], errors={0: error(0, 3)})
+    assert said == "rank 0 raised ValueError at line 3; rank 1 has been in item at line 4 for 4 s"
+
+
+def test_each_way_to_be_in_c_is_described() -> None:
+    answers = {
+        0: answer(4, called="item", still_s=4.0),
+        1: answer(4, called="item", still_s=4.0),
+        2: answer(5, called="read", still_s=9.0, sleeps=True),
+        3: answer(6, called="tokenize", still_s=0.5),
+        4: answer(7, called="solve", still_s=0.5),
+    }
+    said = described(
+        range(7),
+        answers=answers,
+        silent={4: 6.0, 5: 7.0, 6: 8.0},
+        states={4: "running", 5: "stopped", 6: "sleeping"},
+    )
+    assert said.split("; ") == [
+        "ranks 0-1 spin in item at line 4",
+        "rank 2 sleeps in read at line 5",
+        "rank 3 is in tokenize at line 6",
+        "rank 4 holds the GIL and spins and has not answered for 6 s, last seen in solve at line 7",
+        "rank 5 is stopped (SIGSTOP, state T) and has not answered for 7 s",
+        "rank 6 holds the GIL and sleeps in C and has not answered for 8 s",
+    ]
 
 
 def test_a_short_wait_is_no_standstill() -> None:
