@@ -231,6 +231,11 @@ def _cached(nvml: Any, visible: str | None, order: str | None, driver: Path) -> 
     return seen
 
 
+def _failures(nvml: Any) -> tuple[type[Exception], ...]:
+    """What NVML raises, and pynvml 13.615 where an older driver cannot list processes."""
+    return (nvml.NVMLError, getattr(nvml, "NVMLLibraryMismatchError", nvml.NVMLError))
+
+
 @contextmanager
 def opened(nvml: Any) -> Iterator[None]:
     """Initialise NVML for a while."""
@@ -445,7 +450,7 @@ def usage(machine: Machine, *, own: Collection[int] = (), nvml: Any = None) -> t
     try:
         with opened(nvml):
             return tuple(_usage(nvml, gpu, own) for gpu in machine.gpus)
-    except nvml.NVMLError:
+    except _failures(nvml):
         return ()
 
 
@@ -479,7 +484,7 @@ def refusal(nvml: Any, gpu: Gpu, *, own: Collection[int] = ()) -> Refusal | None
         handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
         mode = nvml.nvmlDeviceGetComputeMode(handle)
         running = [one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-    except nvml.NVMLError:
+    except _failures(nvml):
         return None  # not told on some MIG instances
     ask = f"ask who runs the machine: nvidia-smi -i {gpu.uuid} -c DEFAULT"
     if mode == nvml.NVML_COMPUTEMODE_PROHIBITED:

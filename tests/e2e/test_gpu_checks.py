@@ -33,7 +33,7 @@ def rows(out: Path) -> dict[str, dict[str, Any]]:
 def test_a_short_rehearsal_writes_gpu_json_and_the_table(tmp_path: Path) -> None:
     names = "start,device-before,train-bf16-ddp,descriptors,collectives,fp8"
     process = started(tmp_path, "--only", names)
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=240)
     assert process.returncode == 0, printed + (tmp_path / "checks.log").read_text()
     found = rows(tmp_path)
     assert ",".join(found) == names

@@ -48,9 +48,38 @@ int nvmlDeviceGetUUID(void *handle, char *uuid, unsigned size) {
     snprintf(uuid, size, "%s", (char *)handle);
     return OK;
 }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    for (unsigned i = 0; i < count; i++)
+        for (char *own = gpus[i].uuid; own; own = own == gpus[i].uuid ? gpus[i].instance : NULL)
+            if (!strcmp(uuid, own)) {
+                *handle = own;
+                return OK;
+            }
+    return NOT_FOUND;
+}
+int nvmlDeviceGetName(void *handle, char *name, unsigned size) {
+    snprintf(name, size, "NVIDIA %s", strncmp(handle, "MIG-", 4) ? "H100" : "H100 MIG 3g.40gb");
+    return OK;
+}
+int nvmlDeviceGetComputeMode(void *handle, unsigned *mode) {
+    *mode = 0;
+    return OK;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *running, void *processes) {
+    *running = 0;
+    return OK;
+}
+int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned index, void **instance) {
+    for (unsigned i = 0; i < count; i++)
+        if (handle == gpus[i].uuid && index == 0 && gpus[i].instance[0]) {
+            *instance = gpus[i].instance;
+            return OK;
+        }
+    return NOT_FOUND;
+}
 int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
     for (unsigned i = 0; i < count; i++)
-        if (handle == gpus[i].uuid) {
+        if (handle == gpus[i].uuid || handle == gpus[i].instance) {
             memory->total = 80ULL << 30;
             memory->free = gpus[i].free_bytes;
             memory->used = memory->total - memory->free;

@@ -104,6 +104,24 @@ def test_nvme_without_the_cuda_toolkit_is_refused_before_ranks_start(
     assert "nvcc or CUDA's headers are missing; install the toolkit" in ended.error
 
 
+@pytest.mark.parametrize("gpu", ["GPU-aaaa,70", "GPU-aaaa,70,MIG-1111"])
+def test_a_session_gets_as_far_as_the_missing_driver(gpu: str, gpu_machine: GpuMachine) -> None:
+    gpu_machine.has(gpu)
+    code = """
+import nbdist
+session = nbdist.Session(nproc=1)
+try:
+    session.start()
+except nbdist.errors.SessionError as error:
+    print(session.describe(), error)
+session.stop()
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "1 rank on GPU 0, ddp" in done.stdout
+    assert "Found no NVIDIA driver" in done.stdout
+    assert "Cannot re-initialize CUDA" not in done.stdout
+
+
 def test_what_transformers_has_cached_in_the_launcher_is_forgotten_on_ranks(
     gpu_machine: GpuMachine,
 ) -> None:

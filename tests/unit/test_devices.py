@@ -505,6 +505,17 @@ def test_gpus_that_others_fill_are_named() -> None:
     assert chosen_on(nvml, own=(gone,)) == []
 
 
+def test_a_driver_that_is_too_old_to_list_processes_keeps_no_session_from_starting() -> None:
+    class OldDriver(FakeNvml):
+        class NVMLLibraryMismatchError(Exception):
+            pass
+
+        def nvmlDeviceGetComputeRunningProcesses(self, _gpu: FakeGpu) -> list[Any]:
+            raise self.NVMLLibraryMismatchError
+
+    assert chosen_on(OldDriver([FakeGpu("GPU-0")])) == []
+
+
 def test_failures_are_told_with_a_session_on_cpu_ranks_but_not_where_it_wants_them() -> None:
     nvml = FakeNvml([FakeGpu("GPU-0", lost=True)])
     assert chosen_on(nvml) == ["GPU 0 fails (GPU is lost) and is left out; run nvidia-smi"]
