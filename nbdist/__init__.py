@@ -97,10 +97,11 @@ def session() -> Session | None:
 def trainer_arguments(
     model: Any = None, *, batch_size: int | None = None, seq_len: int | None = None
 ) -> dict[str, Any]:
-    """Arguments that put Hugging Face's Trainer under the session's strategy.
+    """Arguments with which Hugging Face's Trainer clips only where the session says --clip.
 
-    Called in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`.
-    Under --auto the strategy is chosen here, for `model`.
+    Called in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`. A
+    Trainer takes the session's engine without them. Under --auto the engine is chosen here, for
+    `model` and `seq_len`.
 
     Args:
         model: the one that Trainer will get; needed under --auto.

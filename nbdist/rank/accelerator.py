@@ -64,8 +64,8 @@ _OWN_ENGINE = frozenset(
 _OWN_DEEPSPEED = frozenset({"deepspeed_plugin", "deepspeed_plugins"})
 
 _UNDECIDED = (
-    "--auto decides when the rank's own `accelerator` prepares a model; use that one instead of a"
-    " new Accelerator(), and for a Trainer nbdist.trainer_arguments(model=model)."
+    "--auto decides when the rank's own `accelerator` prepares a model, or a Trainer is made with"
+    " one; use that instead of a new Accelerator()."
 )
 
 _LEFT_BEHIND = (
@@ -523,10 +523,16 @@ def _clip_step(
     *,
     max_norm: float,
 ) -> None:
-    """Clip the gradients that an optimizer is about to use; they are unscaled by now."""
+    """Clip the gradients that an optimizer is about to use.
+
+    A GradScaler has unscaled them by now, but for a fused optimizer, whose kernel does it
+    (torch 2.13): there the limit is scaled instead.
+    """
     if accelerator._nbdist_clipped:  # noqa: SLF001
         accelerator._nbdist_clipped = False  # noqa: SLF001
         return
+    if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+        max_norm *= float(scale)
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     held = set(map(id, parameters))
     owners = [m for m in accelerator._models if held & set(map(id, m.parameters()))]  # noqa: SLF001

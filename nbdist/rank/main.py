@@ -17,7 +17,16 @@ import torch
 
 from nbdist import machine, strategies, wire
 from nbdist.launcher import blackbox, family
-from nbdist.rank import accelerator, collectives, devices, group, namespace, store, stream
+from nbdist.rank import (
+    accelerator,
+    collectives,
+    devices,
+    group,
+    namespace,
+    store,
+    stream,
+    trainer,
+)
 from nbdist.rank.board import Board
 from nbdist.rank.choose import Chooser
 from nbdist.rank.kernel import RankApp
@@ -88,6 +97,7 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
         world_size=launch.world_size,
         accelerator=accelerator.install(options, hardware, nodes=nodes, chooser=chooser),
     )
+    trainer.install()
     run_dir = Path(launch.run_dir)
     app = RankApp.for_rank(rank, run_dir=run_dir, user_ns=names, meeting=meeting)
     if chooser is not None:

@@ -192,7 +192,9 @@ def watch(accelerator: Accelerator, result: object, options: Options | None) -> 
         models[-1].register_forward_pre_hook(_before_forward, with_kwargs=True)
     if following.optimizer is None and optimizers:
         following.optimizer = weakref.ref(optimizers[0])
-        following.described = following.described or described(optimizers[0].optimizer)
+        inside = innermost(following)  # a DummyOptim has none of its own before `prepare()`
+        if inside is not None:
+            following.described = following.described or described(inside)
 
 
 def cell_ended() -> None:

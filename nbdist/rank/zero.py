@@ -148,7 +148,12 @@ def prepare(
         model = getattr(optimizer, "engine", None)
     if engine_of(model) is not None:
         return _again(accelerator, original, args, model, optimizer)
-    _check_together(accelerator.state.deepspeed_plugin.zero_stage, model, optimizer)
+    used = accelerator.state.deepspeed_plugin
+    _check_together(used.zero_stage, model, optimizer)
+    steps = used.deepspeed_config["gradient_accumulation_steps"]
+    if isinstance(steps, int) and options is not None:
+        # A Trainer counts by itself and keeps 1 here; accelerate 1.15 would warn and do this.
+        accelerator.gradient_accumulation_steps = steps
     if model is None:
         return original(accelerator, *args, **kwargs)
     before = accelerator.deepspeed_engine_wrapped
@@ -285,10 +290,9 @@ def _fill(
     """Fill those "auto" values of the session's config that Accelerate would refuse."""
     made = accelerator.state.deepspeed_plugin
     config = made.deepspeed_config
-    steps = config["gradient_accumulation_steps"]
-    if isinstance(steps, int) and steps != accelerator.gradient_accumulation_steps:
-        # A Trainer counts by itself and keeps 1 here; accelerate 1.15 would warn and do this.
-        accelerator.gradient_accumulation_steps = steps
+    if made.is_auto("gradient_clipping"):
+        # accelerate 1.15 fills in 1.0, while the other engines do not clip.
+        config["gradient_clipping"] = 0.0
     fresh = accelerator.__dict__.setdefault("_nbdist_config", copy.deepcopy(config))
     if "train_micro_batch_size_per_gpu" in config and made.is_auto("train_batch_size") is False:
         # A second model: what the first one filled in must not stay.

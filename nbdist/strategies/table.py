@@ -202,15 +202,15 @@ class Strategy:
         return {"dp_replicate_size": nodes, "dp_shard_size": hardware.world_size // nodes}
 
     def deepspeed_config(self, options: Options, hardware: Hardware) -> Plain:
-        """Return a DeepSpeed config; "auto" is filled by Accelerate, the user's file wins."""
+        """Return a DeepSpeed config; "auto" is filled at `prepare()`, the user's file wins."""
         zero: Plain = {"stage": self.level} | _ZERO_STAGE_KEYS.get(self.level, {})
         zero |= _zero_offload(options, hardware)
         config: Plain = {
             "train_micro_batch_size_per_gpu": "auto",
             "train_batch_size": "auto",
             "gradient_accumulation_steps": "auto",
-            # accelerate 1.15 fills "auto" with 1.0 while the other engines do not clip.
-            "gradient_clipping": options.clip or 0.0,
+            # A Trainer fills "auto" with its max_grad_norm, `rank.zero` with 0: no clipping.
+            "gradient_clipping": options.clip or "auto",
             "zero_allow_untested_optimizer": True,
             "zero_optimization": zero,
         }

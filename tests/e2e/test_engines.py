@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from nbdist import CellError, Session
 from nbdist.strategies import STRATEGIES
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 STEPS = 30
+TRAINER_STEPS = 10
 WRAPPED = {
     "ddp": "DistributedDataParallel",
     "fsdp2": "FSDPGPT2LMHeadModel",
@@ -67,14 +71,18 @@ TRAINER = textwrap.dedent(
     args = TrainingArguments(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps={steps},
         logging_steps=1, learning_rate=3e-3, report_to="none", save_strategy="no", seed=3,
-        disable_tqdm=True, **nbdist.trainer_arguments(),
+        disable_tqdm=True, {arguments}
     )
-    trainer = Trainer(model=build(), args=args, train_dataset=rows)
+    class OwnTrainer(Trainer):
+        pass
+    trainer = OwnTrainer(model=build(), args=args, train_dataset=rows)
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     (type(trainer.model_wrapped).__name__, losses)
     """
 )
+
+ARGUMENTS = "**nbdist.trainer_arguments()"
 
 
 def losses(backend: str, **options: Any) -> dict[str, list[float]]:
@@ -83,15 +91,19 @@ def losses(backend: str, **options: Any) -> dict[str, list[float]]:
         "plain": CELL.format(steps=STEPS, cell_clip=None),
         "own": "accelerator = __import__('accelerate').Accelerator()\n"
         + CELL.format(steps=STEPS, cell_clip=0.5),
-        "trainer": TRAINER.format(steps=STEPS),
+        "trainer": TRAINER.format(steps=TRAINER_STEPS, arguments=""),
+        "trainer_arguments": TRAINER.format(steps=TRAINER_STEPS, arguments=ARGUMENTS),
     }
+    if not options:
+        own = "max_grad_norm=0.3, gradient_accumulation_steps=2, warmup_steps=5"
+        ways["trainer with numbers of its own"] = TRAINER.format(steps=TRAINER_STEPS, arguments=own)
     found = {}
     with Session(nproc=2, backend=backend, **options) as session:
         session.run(MODEL)
         for way, code in ways.items():
             wrapped, found[way] = session.run(code).values[0]
             assert wrapped == WRAPPED[backend]
-            assert len(found[way]) == STEPS
+            assert len(found[way]) == (TRAINER_STEPS if "trainer" in way else STEPS)
     return found
 
 
@@ -137,3 +149,67 @@ def test_an_optimizer_alone_under_deepspeed_is_one_sentence() -> None:
         session.run(MODEL + "\nmodel = build()")
         with pytest.raises(CellError, match="one call for both"):
             session.run("accelerator.prepare(torch.optim.AdamW(model.parameters()))")
+
+
+@pytest.fixture(scope="module")
+def under_zero2() -> Iterator[Session]:
+    with Session(nproc=2, backend="zero2") as session:
+        session.run(MODEL)
+        yield session
+
+
+def test_a_trainer_under_zero_trains_in_bf16(under_zero2: Session) -> None:
+    losses = under_zero2.run(TRAINER.format(steps=5, arguments="use_cpu=True, bf16=True")).values[0]
+    exact = under_zero2.run(TRAINER.format(steps=5, arguments="")).values[0]
+    engine = under_zero2.run("str(trainer.accelerator.deepspeed_engine_wrapped.engine.dtype)")
+    assert losses != exact
+    assert losses[1] == pytest.approx(exact[1], abs=1e-2)
+    assert engine.values[0] == "torch.float32"
+
+
+def test_a_trainer_that_contradicts_the_session_says_so_in_one_sentence() -> None:
+    with Session(nproc=2, clip=0.5) as session:
+        session.run(MODEL)
+        said = r"TrainingArguments has max_grad_norm=0\.3 and the session has --clip 0\.5; keep one"
+        with pytest.raises(CellError, match=said):
+            session.run(TRAINER.format(steps=2, arguments="max_grad_norm=0.3"))
+        taken = session.run(TRAINER.format(steps=2, arguments=""))
+        printed = "".join(output.get("text", "") for output in taken.outputs[0])
+        assert "Trainer takes from the session's options: max_grad_norm=0.5." in printed
+        # the same arguments after a switch to another number
+        session.switch("zero2", clip=0.7)
+        session.run("trainer = OwnTrainer(model=build(), args=args, train_dataset=rows)")
+        assert session.run("(trainer.train(), args.max_grad_norm)[1]").values[0] == 0.7
+
+
+def test_a_trainer_fills_the_users_deepspeed_config() -> None:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    with Session(nproc=2, backend="zero3", deepspeed_config=config) as session:
+        session.run(MODEL)
+        arguments = "warmup_steps=3, max_grad_norm=0.3"
+        wrapped, _ = session.run(TRAINER.format(steps=10, arguments=arguments)).values[0]
+        filled = session.run(
+            "c = trainer.accelerator.state.deepspeed_plugin.deepspeed_config\n"
+            "(c['optimizer']['params']['lr'], c['scheduler']['params'], c['gradient_clipping'])"
+        ).values[0]
+    assert wrapped == "DeepSpeedEngine"
+    schedule = {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 3e-3,
+        "warmup_num_steps": 3,
+        "total_num_steps": 10,
+    }
+    assert filled == (3e-3, schedule, 0.3)

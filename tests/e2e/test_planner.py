@@ -230,16 +230,18 @@ def test_auto_searches_within_what_is_given() -> None:
         assert session.run("train(model, optimizer, 1)").ok
 
 
-def test_auto_goes_with_trainer() -> None:
-    trainer = """
+@pytest.mark.parametrize(
+    "arguments", ["", "**nbdist.trainer_arguments(model, batch_size=2, seq_len=64)"]
+)
+def test_auto_goes_with_trainer(arguments: str) -> None:
+    trainer = f"""
     import tempfile, nbdist
     from transformers import Trainer, TrainingArguments
     model = build()
-    rows = [{"input_ids": row, "labels": row} for row in ids]
+    rows = [{{"input_ids": row, "labels": row}} for row in ids]
     args = TrainingArguments(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2, max_steps=4, report_to="none",
-        save_strategy="no", disable_tqdm=True,
-        **nbdist.trainer_arguments(model, batch_size=2, seq_len=64),
+        save_strategy="no", disable_tqdm=True, {arguments}
     )
     trainer = Trainer(model=model, args=args, train_dataset=rows)
     trainer.train()
