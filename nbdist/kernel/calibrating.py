@@ -13,9 +13,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import wire
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, SessionError
+from nbdist.kernel.settling import Transaction
 from nbdist.kernel.status_line import StatusLine
-from nbdist.kernel.unstopped import not_stopped
 from nbdist.paths import expanded
 from nbdist.plan import cost, here, learning
 from nbdist.plan.speeds import COLLECTIVES, Disk
@@ -120,9 +120,15 @@ def calibrate(
     )
     with StatusLine() as line:
         listen(lambda text: line.show(f"nbdist: measuring: {text}"))
+        work = Transaction(
+            gang,
+            range(world_size),
+            wire.BANDWIDTH,
+            raises=SessionError,
+            show=lambda text: line.show(f"nbdist: measuring: {text}"),
+        )
         try:
-            with not_stopped(lambda: line.show("nbdist: measuring: cannot be stopped half-way")):
-                replies = gang.ask(range(world_size), wire.BANDWIDTH, request)
+            replies = work.ask(request)
         finally:
             listen(None)
         line.show(f"nbdist: measured in {time.monotonic() - began:.1f} s")

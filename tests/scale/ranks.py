@@ -98,7 +98,8 @@ class Rank:
                 waits_for="",
                 missing=[],
                 still_s=time.monotonic() // 0.5 * 0.5,
-                idle=self.running is not None,
+                sleeps=self.running is not None,
+                failed="",
                 counts={"0": 3},
                 midway="",
             )
