@@ -256,6 +256,51 @@ def test_a_group_is_freed_without_the_gil(session: Session, last: str) -> None:
     """)
 
 
+PROFILED = """
+from accelerate import Accelerator
+from accelerate.utils import ProfileKwargs
+from torch.utils.data import DataLoader, TensorDataset
+
+def training_function():
+    "The calls of Accelerate's example by_feature/profiler.py, on random data."
+    options = ProfileKwargs(record_shapes=True, profile_memory=True)
+    accelerator = Accelerator(kwargs_handlers=[options])
+    data = TensorDataset(torch.randn(128, 32), torch.randint(0, 2, (128,)))
+    model = torch.nn.Linear(32, 2).to(accelerator.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, train, evaluate = accelerator.prepare(
+        model, optimizer, DataLoader(data, batch_size=8, shuffle=True), DataLoader(data)
+    )
+    for epoch in range(2):
+        with accelerator.profile() as profile:
+            for batch, target in train:
+                with accelerator.accumulate(model):
+                    loss = torch.nn.functional.cross_entropy(model(batch), target)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        accelerator.print(profile.key_averages().table(row_limit=5))
+        for batch, target in evaluate:
+            with torch.no_grad():
+                accelerator.gather_for_metrics((model(batch).argmax(dim=-1), target))
+    accelerator.end_training()
+
+training_function()
+"""
+
+
+@pytest.mark.fault("C16")
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_an_example_of_accelerate_ends_two_hundred_times() -> None:
+    with nbdist.Session(nproc=2) as session:
+        for _ in range(200):
+            session.run(PROFILED, background=True, output="none")
+            assert session.wait(60), "the ranks hang"
+            session.run("assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]")
+            session.restart()
+
+
 # -- a rank that fails in an exchange of state
 
 
