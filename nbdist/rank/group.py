@@ -64,7 +64,7 @@ def join_anew(era: int, *, on_gpu: bool) -> list[distributed.ProcessGroup]:
     Raises:
         RuntimeError: an old group cannot be aborted, or the new one does not work either.
     """
-    release.release_together(f"era{era}", _MEET)
+    release.release_together(f"era{era}")
     old = group_lifetime.known_groups()
     world = distributed.group.WORLD
     distributed_c10d._update_default_pg(None)  # noqa: SLF001

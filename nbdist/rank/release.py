@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 TOLD_S = dt.timedelta(seconds=1.5)
-"""For the other ranks to publish their connections; one that is stopped does not."""
+"""For the other ranks to publish their connections; one that is stopped does not, and one that is
+late closes the connections by itself."""
 ABORT_S = 20.0
 """For NCCL's abort, which waits for its kernels to end. torch's own limit is that of the group."""
 
@@ -60,18 +61,17 @@ def release(pids: Iterable[int], name: str) -> int:
     return closed
 
 
-def release_together(name: str, timeout: dt.timedelta) -> None:
+def release_together(name: str) -> None:
     """Do the same where all ranks come here, on their main threads.
 
     Args:
         name: of this release, the same on all ranks.
-        timeout: how long to wait for the other ranks.
 
     Raises:
         RuntimeError: a group was not aborted.
     """
     abort_groups()
-    _close(_published(stores.store(), name, timeout))
+    _close(_published(stores.store(), name))
 
 
 def abort_groups() -> None:
@@ -143,17 +143,17 @@ def _ends_of_others(pids: Iterable[int], name: str) -> set[Address]:
         with contextlib.suppress(psutil.AccessDenied):  # /proc may be mounted with hidepid
             others = [pid for pid in pids if pid != os.getpid()]
             return {own for pid in others for own, _, _ in _connections(pid)}
-    return _published(store, name, TOLD_S)
+    return _published(store, name)
 
 
-def _published(store: Store, name: str, timeout: dt.timedelta) -> set[Address]:
+def _published(store: Store, name: str) -> set[Address]:
     """The same as the other ranks say: on several nodes, a process number means nothing."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     keys = [f"release/{name}/{number}" for number in range(world_size)]
     own = [end for end, _, _ in _connections(os.getpid())]
     store.set(keys[rank], json.dumps(own))
-    with contextlib.suppress(distributed.DistStoreError):  # some are silent: use what is there
-        store.wait(keys, timeout)
+    with contextlib.suppress(RuntimeError):  # some are silent: use what is there
+        store.wait(keys, TOLD_S)
     others = [key for key in keys if key != keys[rank] and store.check([key])]
     return {(ip, port) for key in others for ip, port in json.loads(store.get(key))}
 

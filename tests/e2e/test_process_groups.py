@@ -224,6 +224,21 @@ def test_nccl_watchdog_ends_no_rank_whose_groups_were_aborted(session: Session) 
     assert session.run(cell).values == {0: "2", 1: "2"}
 
 
+def test_the_old_groups_are_aborted_before_a_new_one_is_used(session: Session) -> None:
+    """NCCL would run the proof behind a collective that another rank has never begun."""
+    session.run("""
+        from nbdist.rank import group, release
+        order, abort, prove = [], release._abort_groups, group.prove
+        release._abort_groups = lambda: (order.append("abort"), abort())
+        group.prove = lambda **how: (order.append("prove"), prove(**how))
+    """)
+    try:
+        assert renew(session) == ""
+        assert session.run("order").values == {rank: ["abort", "prove"] for rank in (0, 1)}
+    finally:
+        session.run("release._abort_groups, group.prove = abort, prove")
+
+
 @pytest.mark.fault("C16")
 @pytest.mark.parametrize("last", ["ddp.reducer", "ddp.logger"])
 def test_a_group_is_freed_without_the_gil(session: Session, last: str) -> None:
