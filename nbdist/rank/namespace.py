@@ -14,7 +14,7 @@ from nbdist import payload, wire
 from nbdist.errors import OptionError
 from nbdist.rank import accelerator as accelerators
 from nbdist.rank import advice, measure
-from nbdist.rank.profiling import service, window
+from nbdist.rank.profiling import kineto, service, window
 from nbdist.rank.report import Reporter
 from nbdist.rank.saving import Saver
 
@@ -65,6 +65,7 @@ def connect(
     cwd: Path,
 ) -> None:
     """Add `report`, `send` and `save`, which need the rank's kernel."""
+    kineto.quiet()
     reporter = Reporter(Publisher(kernel).report)
     kernel.before_reply = functools.partial(reporter.flush, FLUSH_S)
     kernel.after_code = _after_code

@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.rank.profiling import traffic
 from nbdist.rank.profiling.intervals import Span, common, length, minus, touching, union
-from nbdist.rank.profiling.kineto import Kernel, Seen
+from nbdist.rank.profiling.kineto import Comms, Kernel, Seen
 from nbdist.rank.profiling.marks import Met
 from nbdist.rank.profiling.partition import Collective, Recorded, told_apart
 
@@ -160,11 +160,6 @@ def test_what_gloo_moved_belongs_to_what_was_called_in_that_order() -> None:
 
 
 def test_kernels_belong_to_the_phase_that_launched_them() -> None:
-    def kernel(name: str, launched: int, kind: str = "kernel", **meta: object) -> Kernel:
-        span = (launched + 100 * MS, launched + 101 * MS)  # the device is far behind
-        return Kernel(name=name, kind=kind, span=span, launched=launched, meta=meta)
-
-    said = {"In msg nelems": 10, "Out msg nelems": 20, "dtype": "BFloat16"}
     seen = Seen(
         device=[
             kernel("gemm", 5 * MS),
@@ -172,8 +167,9 @@ def test_kernels_belong_to_the_phase_that_launched_them() -> None:
             kernel("multi_tensor_apply", 25 * MS),
             kernel("Memcpy HtoD (Pinned -> Device)", 1 * MS, "gpu_memcpy"),
             kernel("Memcpy DtoH (Device -> Pinned)", 26 * MS, "gpu_memcpy"),
-            kernel("ncclDevKernel_AllGather_RING_LL", 6 * MS, **said),
-        ]
+            kernel("ncclDevKernel_AllGather_RING_LL", 6 * MS),
+        ],
+        comms=[Comms(span=at(5.5, 6.5), group="1", bytes=40)],
     )
     marks = {"forward": [at(4, 10)], "backward": [at(12, 20)], "optimizer": [at(22, 30)]}
     (moved,), kernels = traffic.of_device(seen, marks, offloads=True)
@@ -184,4 +180,54 @@ def test_kernels_belong_to_the_phase_that_launched_them() -> None:
         "copies": 1,
         "offload": 1,
     }
-    assert (moved.name, moved.bytes) == ("all_gather", 40)
+    assert (moved.name, moved.group, moved.bytes) == ("all_gather", "1", 40)
+
+
+def kernel(name: str, launched: int, kind: str = "kernel") -> Kernel:
+    span = (launched + 100 * MS, launched + 101 * MS)  # the device is far behind
+    return Kernel(name=name, kind=kind, span=span, launched=launched)
+
+
+def test_nccl_kernels_have_bytes_and_group_of_the_call_that_launched_them() -> None:
+    ring = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+    seen = Seen(
+        device=[kernel(ring, ms * MS) for ms in (6, 8, 15, 16, 22, 30)],
+        comms=[
+            Comms(span=at(0, 10), group="0", bytes=100),  # of the main thread, at 8
+            Comms(span=at(5, 9), group="1", bytes=200),  # of autograd's, at 6
+            Comms(span=at(11, 12), group="2", bytes=1),  # coalesced: one kernel at 15
+            Comms(span=at(13, 14), group="2", bytes=2),
+            Comms(span=at(14.5, 15.5), group="2", bytes=0),
+            Comms(span=at(21, 23), group="0", bytes=300),
+        ],
+    )
+    moved, _ = traffic.of_device(seen, {}, offloads=False)
+    assert [(one.group, one.bytes) for one in moved] == [
+        ("1", 200),
+        ("0", 100),
+        ("2", 3),
+        ("0", 0),  # nothing says what launched it, as in a CUDA graph
+        ("0", 300),
+        ("0", 0),
+    ]
+
+
+def test_begins_are_matched_in_each_group_by_itself() -> None:
+    ring = "ncclDevKernel_AllGather_RING_LL"
+    seen = Seen(
+        device=[kernel(ring, 6 * MS), kernel(ring, 8 * MS)],
+        comms=[
+            Comms(span=at(5, 7), group="shards", bytes=100),
+            Comms(span=at(7.5, 9), group="replicas", bytes=200),
+        ],
+    )
+    moved, kernels = traffic.of_device(seen, {}, offloads=False)
+    told = told_apart(
+        Recorded(
+            window=at(0, 200), steps=1, marks={}, operators=[], collectives=moved, kernels=kernels
+        )
+    )
+    assert {group: len(begins) for group, begins in told.begins.items()} == {
+        "shards": 1,
+        "replicas": 1,
+    }

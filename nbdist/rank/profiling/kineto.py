@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import os
-import tempfile
 from collections import defaultdict
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +22,7 @@ from nbdist.profile.figures import Operator
 from nbdist.rank.profiling.partition import NS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from nbdist.rank.profiling.intervals import Span
@@ -35,6 +32,8 @@ MOST_OPERATORS = 15
 _C10D = "c10d::"
 _GLOO = "gloo:"
 _COPY = "aten::copy_"
+_COMMS = "record_param_comms"
+"""An operator that ProcessGroupNCCL records around each call, with what it is called with."""
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 """Not the annotations, which Kineto repeats on the device."""
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
@@ -55,6 +54,7 @@ class Seen:
     """gloo was at a collective."""
     table: list[Operator] = field(default_factory=list)
     device: list[Kernel] = field(default_factory=list)
+    comms: list[Comms] = field(default_factory=list)
 
     def add(self, name: str, span: Span, *, on_main: bool) -> None:
         """Take in an operator of the CPU."""
@@ -75,8 +75,47 @@ class Kernel:
     """As Kineto calls it: kernel, gpu_memcpy, gpu_memset."""
     span: Span
     launched: int
-    """When the main thread asked for it."""
-    meta: dict[str, Any]
+    """When a thread asked for it."""
+
+
+@dataclass(slots=True)
+class Comms:
+    """A call of ProcessGroupNCCL, inside which it launches its kernel."""
+
+    span: Span
+    group: str
+    bytes: int
+    """Of what goes in or comes out, whichever is more."""
+
+    @classmethod
+    def of(cls, event: Any) -> Comms:
+        """Read the event of a call (torch 2.13: numbers as text, names in quotation marks)."""
+        told: dict[str, str] = getattr(event, "extra_meta", dict)()  # not in every torch
+        said = {key: value.strip('"') for key, value in told.items()}
+        elements = max(int(said.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
+        begin = event.start_ns()
+        return cls(
+            span=(begin, begin + event.duration_ns()),
+            group=said.get("Process Group Name", WORLD),
+            bytes=elements * _BYTES.get(said.get("dtype", ""), 4),
+        )
+
+
+WORLD = "0"
+"""torch's name of the first process group."""
+_BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Short": 2} | (
+    dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1)
+)
+"""Of an element, by torch's name of its type."""
+
+
+def quiet() -> None:
+    """Keep the line that Kineto writes to stderr at each start and stop out of the cells.
+
+    It has its highest level (torch 2.13). Kineto reads this once, before the first profile of a
+    process.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def is_running() -> bool:
@@ -110,8 +149,7 @@ class Recorder:
 
     def start(self) -> None:
         """Begin, where no other profiler runs."""
-        with _quietly():
-            self._profile.start()
+        self._profile.start()
         self._running = True
         self.synchronize()
 
@@ -136,8 +174,7 @@ class Recorder:
         """End; a second time nothing."""
         if self._running:
             self._running = False
-            with _quietly():
-                self._profile.stop()
+            self._profile.stop()
 
     def forget(self) -> None:
         """Free the events: torch's profiler (2.13) refers to itself, and they would stay."""
@@ -150,8 +187,7 @@ class Recorder:
 
     def save(self, path: Path) -> None:
         """Write the trace as Chrome, Perfetto and HTA read it."""
-        with _quietly():
-            self._profile.export_chrome_trace(str(path))
+        self._profile.export_chrome_trace(str(path))
 
     def seen(self, window: Span, main_thread: int, steps: int) -> Seen:
         """Read the events.
@@ -168,11 +204,15 @@ class Recorder:
         for event in raw.kineto_results.events():  # 5,000 a step: training waits for this loop
             begin = event.start_ns()
             end = begin + event.duration_ns()
-            if end <= window[0] or begin >= window[1]:
-                continue
             kind = event.activity_type()
-            if kind == "cpu_op":
-                name, thread = event.name(), event.device_resource_id()
+            if kind in _LAUNCHES:  # before the window too: the device is behind
+                launches[event.correlation_id()] = begin
+            elif kind == "cpu_op" and (name := event.name()) == _COMMS:
+                found.comms.append(Comms.of(event))
+            elif end <= window[0] or begin >= window[1]:
+                continue
+            elif kind == "cpu_op":
+                thread = event.device_resource_id()
                 if name.startswith(_GLOO):
                     found.moved.append((begin, end))
                 else:
@@ -181,8 +221,6 @@ class Recorder:
             elif event.device_type() == DeviceType.CUDA:
                 if kind in _ON_DEVICE:
                     on_device.append(event)
-            elif kind in _LAUNCHES:
-                launches[event.correlation_id()] = begin
             elif event.name().startswith(_GLOO):
                 found.moved.append((begin, end))
         found.device = [_kernel(event, launches) for event in on_device]
@@ -198,17 +236,11 @@ def _computes(name: str) -> bool:
 
 def _kernel(event: Any, launches: Mapping[int, int]) -> Kernel:
     begin = event.start_ns()
-    name = event.name()
-    meta: dict[str, Any] = {}
-    if "nccl" in name:
-        with suppress(ValueError):  # another torch may write them otherwise
-            meta = json.loads(f"{{{event.metadata_json()}}}")
     return Kernel(
-        name=name,
+        name=event.name(),
         kind=event.activity_type(),
         span=(begin, begin + event.duration_ns()),
         launched=launches.get(event.correlation_id(), begin),
-        meta=meta,
     )
 
 
@@ -247,16 +279,3 @@ class _Table:
             for name, ns in spent.items()
         ]
         return sorted(found, key=lambda one: -one.seconds)[:MOST_OPERATORS]
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep what Kineto writes to stderr out of the cell: a line at each start and stop."""
-    with tempfile.TemporaryFile() as drain:
-        kept = os.dup(2)
-        os.dup2(drain.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)

@@ -6,15 +6,17 @@ Runs on a rank.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from typing import TYPE_CHECKING
 
 from nbdist.rank.profiling.intervals import Span, union
+from nbdist.rank.profiling.kineto import WORLD
 from nbdist.rank.profiling.partition import Collective
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from nbdist.rank.profiling.kineto import Kernel, Seen
+    from nbdist.rank.profiling.kineto import Comms, Seen
     from nbdist.rank.profiling.marks import Met
 
 _COLLECTIVES = {
@@ -49,8 +51,6 @@ _KERNELS = {
     "SendRecv": "send",
 }
 """Part of the name of NCCL's kernels."""
-WORLD = "0"
-"""torch's name of the first process group."""
 
 
 def collectives(seen: Seen, met: Iterable[Met]) -> list[Collective]:
@@ -89,10 +89,8 @@ def of_device(
     """Tell a GPU's collectives, computing by phase, and copies apart."""
     phases = {name: union(marks.get(name, ())) for name in ("optimizer", "backward", "forward")}
     kernels: dict[str, list[Span]] = {name: [] for name in (*phases, "copies", "offload")}
-    moved = []
     for one in seen.device:
         if "nccl" in one.name:
-            moved.append(_of_nccl(one))
             continue
         phase = next((name for name, spans in phases.items() if _within(one.launched, spans)), "")
         host = one.kind == "gpu_memcpy" and ("HtoD" in one.name or "DtoH" in one.name)
@@ -100,23 +98,38 @@ def of_device(
             kernels["offload" if phase and offloads else "copies"].append(one.span)
         else:
             kernels[phase or "forward"].append(one.span)
-    return moved, kernels
+    return list(_of_nccl(seen)), kernels
 
 
-def _of_nccl(one: Kernel) -> Collective:
-    name = next((ours for theirs, ours in _KERNELS.items() if theirs in one.name), "other")
-    elements = max(int(one.meta.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
-    return Collective(
-        name=name,
-        group=str(one.meta.get("Process Group Name", WORLD)),
-        begin=one.span[0],
-        moving=one.span,
-        bytes=elements * _BYTES.get(str(one.meta.get("dtype", "")), 4),
-    )
+def _of_nccl(seen: Seen) -> Iterator[Collective]:
+    """Find the call that launched each of NCCL's kernels.
 
-
-_BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
-"""Of an element, by the name that NCCL's events have for its type."""
+    It is the innermost call around the launch. Coalesced calls launch one kernel after the last
+    of them, so that it has what all of them move.
+    """
+    kernels = sorted((one for one in seen.device if "nccl" in one.name), key=lambda k: k.launched)
+    calls = deque(sorted((call for call in seen.comms if call.bytes), key=lambda c: c.span))
+    waiting: list[Comms] = []
+    last: Comms | None = None
+    for kernel in kernels:
+        while calls and calls[0].span[0] <= kernel.launched:
+            waiting.append(calls.popleft())
+        around = [call for call in waiting if call.span[1] >= kernel.launched]
+        launched = around[-1:] or waiting
+        waiting = around[:-1]
+        if launched:
+            last = launched[-1]
+        elif last is not None and last.span[1] < kernel.launched:
+            last = None  # else it is a further kernel of the same call
+        yield Collective(
+            name=next(
+                (ours for theirs, ours in _KERNELS.items() if theirs in kernel.name), "other"
+            ),
+            group=last.group if last is not None else WORLD,
+            begin=kernel.span[0],
+            moving=kernel.span,
+            bytes=sum(call.bytes for call in launched),
+        )
 
 
 def _within(moment: int, spans: Sequence[Span]) -> bool:
