@@ -22,6 +22,7 @@ from nbdist.rank import (
     collectives,
     devices,
     group,
+    measure,
     namespace,
     store,
     stream,
@@ -86,6 +87,8 @@ def get_ready(launch: wire.Launch, rank: int) -> RankApp:
     if not on_gpu and launch.nodes == 1:  # the board is memory that all ranks see
         board = Board(Path(launch.run_dir), rank=rank, world_size=launch.world_size)
         meeting = collectives.install(board)
+    if on_gpu:
+        measure.before_context(torch.device("cuda", local_rank))
     group.join(store.opened(launch), on_gpu=on_gpu)
     options = strategies.Options.from_json(launch.options)
     hardware = strategies.Hardware.from_json(launch.hardware)

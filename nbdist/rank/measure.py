@@ -128,11 +128,14 @@ class State:
 state = State()
 
 
+def before_context(device: torch.device) -> None:
+    """Note what a GPU holds; to be called before NCCL and this rank's context are there."""
+    state.device_before = _device_used(device)
+
+
 def install(device: torch.device) -> None:
     """Count steps of all prepared optimizers from now on; once in a process."""
     state.device = device
-    if device.type == "cuda":
-        state.device_before = _device_used(device)
     for cls in (AcceleratedOptimizer, zero.StepsItself):
         setattr(cls, "step", _counting(cls.__dict__["step"]))  # noqa: B010 - mypy: a method
 

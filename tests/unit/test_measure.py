@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.rank import advice, describe, measure
+from nbdist.rank import advice, describe, main, measure
 from nbdist.trace.footprint import OTHER, Footprint
 
 
@@ -22,6 +22,30 @@ def test_a_driver_that_fails_does_not_keep_a_rank_from_starting(
 
     monkeypatch.setattr(torch.cuda, "device_memory_used", fail)
     assert measure._device_used(torch.device("cuda", 0)) == 0
+
+
+def test_what_a_gpu_held_is_read_before_this_rank_has_a_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Joined(Exception):  # noqa: N818
+        pass
+
+    used = [100]
+
+    def join(*_: object, **__: object) -> None:
+        used[0] += 1 << 30  # the context and NCCL's buffers
+        raise Joined
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda device: used[0] + device.index)
+    monkeypatch.setattr(main.group, "join", join)
+    monkeypatch.setattr(main.store, "opened", lambda _launch: None)
+    monkeypatch.setattr(main, "share_cores", lambda _launch: None)
+    monkeypatch.setattr(measure.state, "device_before", 0)
+    launch: Any = SimpleNamespace(devices=("0", "1"), nodes=1)
+    with pytest.raises(Joined):
+        main.get_ready(launch, 1)
+    assert measure.state.device_before == 101
 
 
 def test_what_lived_at_the_peak_is_told_apart_afterwards() -> None:
