@@ -96,6 +96,9 @@ def load(
         for key, value in carried.buffers().items():
             value.copy_(buffers[key])
         raise
+    finally:
+        kept.clear()
+        shards.give_back()
     steps = [value.get("step", 0.0) for value in found.counts.values()]
     report.steps = max(steps, default=0.0) if states else None
     report.kind, report.tensors = found.kind, len(keys) + len(states)

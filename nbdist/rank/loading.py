@@ -125,6 +125,8 @@ class Load:
         try:
             return self._run()
         finally:
+            self._before.clear()
+            shards.give_back()
             if self._brought is not None:
                 self._brought.remove()
 

@@ -208,7 +208,8 @@ class _Job:
             attempt(lambda: self._draft.failed(self._rank, words(error) or ""))
         if self._rank == 0:
             self._finish()
-        self._snapshot = Snapshot()
+        self._snapshot, error = Snapshot(), None  # its traceback refers to tensors
+        shards.give_back()
 
     def _write(self) -> None:
         _announce("write")

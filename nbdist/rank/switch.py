@@ -126,6 +126,13 @@ class Switch:
         Raises:
             SwitchError: on all ranks alike: which phase failed, on which ranks, and why.
         """
+        try:
+            return self._run()
+        finally:
+            self._kept.clear()
+            shards.give_back()
+
+    def _run(self) -> Report:
         generators, fed = randomness.state(), measure.fed()
         with self._phase(CHECKING):
             leftovers.let_go()
@@ -192,6 +199,7 @@ class Switch:
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+        shards.give_back()  # what an offload had
 
     # -- the new engine
 
@@ -346,6 +354,7 @@ def check_room(needed: int) -> None:
     Raises:
         SwitchError: the host's free memory is less than all its ranks' copies.
     """
+    shards.give_back()
     everyone = needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = machine.host_free_bytes()
     if everyone > free:

@@ -13,6 +13,7 @@ from tests.e2e.test_engines import WRAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -277,3 +278,39 @@ def test_a_trainer_switches_between_two_calls_of_train(trained: Session) -> None
         wrapped, steps, losses = one(trained, "again()")
         assert (wrapped, steps) == (WRAPPED[backend], {3.0 * (number + 1)})
         assert apart(losses, expected[number][2]) <= 1e-6
+
+
+WATCHED = textwrap.dedent(
+    """
+    import weakref
+    from nbdist.state import shards
+    genuine, copies, left = (shards.snapshot, shards.give_back), [], []
+
+    def watched(live, **options):
+        made = genuine[0](live, **options)
+        copies.extend(weakref.ref(piece.view) for one in made.values() for piece in one.pieces)
+        return made
+
+    shards.snapshot = watched
+    shards.give_back = lambda: left.append(sum(copy() is not None for copy in copies))
+    """
+)
+
+
+def test_page_locked_memory_is_given_back_when_no_copy_of_the_state_lives(
+    trained: Session, tmp_path: Path
+) -> None:
+    """On CPU ranks the copies are ordinary memory, and giving back is seen but does nothing."""
+    trained.switch("ddp")
+    trained.run(START.format(""))
+    trained.run(WATCHED)
+    for take in (
+        lambda: trained.switch("fsdp2"),
+        lambda: trained.save("saved", folder=tmp_path, wait=True),
+        lambda: trained.load("saved", folder=tmp_path),
+    ):
+        trained.run("copies.clear(); left.clear()")
+        take()
+        trained.run("save.__self__.join()")
+        assert one(trained, "len(copies) > 0 and left[-1] == 0"), take
+    trained.run("shards.snapshot, shards.give_back = genuine")

@@ -178,6 +178,20 @@ def test_an_offload_moves_state_to_the_host(backend: str) -> None:
     assert sum(away.host.values()) / PSI == pytest.approx(18 / 4, abs=0.01)
 
 
+@pytest.mark.parametrize("backend", ["zero1", "zero2", "zero3"])
+def test_page_locked_memory_of_an_offload_is_rounded_up_on_gpus(backend: str) -> None:
+    on_cpu = setup_of(backend, offload="cpu")
+    on_gpu = replace(on_cpu, kind="cuda")
+    exact, rounded = (
+        moments(setup)["optimizer step"].host["buffers"] for setup in (on_cpu, on_gpu)
+    )
+    master, cast = 4 * PSI // 4, 2 * PSI // 4
+    largest = 2 * 1000
+    tensors = [cast, master] if backend == "zero3" else [master, master, cast, largest]
+    more = sum((1 << (size - 1).bit_length()) - size for size in tensors)
+    assert rounded - exact == pytest.approx(more, rel=0.01)
+
+
 @pytest.mark.parametrize(("backend", "kept"), [("zero1", 0), ("zero2", 2 * PSI // 4)])
 def test_stage_2_accumulates_offloaded_gradients_in_the_host(backend: str, kept: int) -> None:
     once, again = (

@@ -16,7 +16,7 @@ from torch import nn
 
 from nbdist.errors import SwitchError
 from nbdist.state import digest, layouts, moving, wires
-from nbdist.state.shards import Piece, Shard, bytes_of, snapshot
+from nbdist.state.shards import Piece, Shard, bytes_of, give_back, snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -552,3 +552,14 @@ def test_freeing_leaves_no_tensor_in_a_model_or_its_optimizer() -> None:
     assert list(model.parameters()) == []
     assert not optimizer.state
     assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_page_locked_memory_is_given_back_where_there_is_some(
+    monkeypatch: pytest.MonkeyPatch, *, on_gpu: bool
+) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append(True), raising=False)
+    give_back()
+    assert emptied == [True] * on_gpu

@@ -177,6 +177,15 @@ class Story(story.Story):
             "optimizer": optimizer.state_bytes(self.partition, flat=True),
         }
 
+    def page_locked(self, *sizes: int) -> int:
+        """Bytes that page-locked tensors of these sizes take beyond them.
+
+        torch 2.13 rounds each one up to a power of two (CachingHostAllocator.h).
+        """
+        if not self.config.offload_optimizer.get("pin_memory"):
+            return 0
+        return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
+
     def update(self, elements: int) -> dict[str, int]:
         """Bytes of updating so many elements: fp32 gradients and the optimizer's temporaries."""
         return {

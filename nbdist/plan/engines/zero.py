@@ -60,7 +60,13 @@ class _Whole(Story):
         return self.state() | {
             "parameters": self.unit * self.partition,
             "gradients": MASTER * self.partition + self.unit * kept,
-            "buffers": self.unit * self.largest,
+            "buffers": self.unit * self.largest
+            + self.page_locked(
+                MASTER * self.partition,  # the master copy
+                MASTER * self.partition,  # its gradients
+                self.unit * self.partition,
+                self.unit * self.largest,
+            ),
         }
 
     def during(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, Held]]:

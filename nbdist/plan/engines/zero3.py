@@ -82,7 +82,8 @@ class Cut(Story):
         # Reduced gradients as they come, and in fp32 for the step.
         parts = {"gradients": (self.unit + MASTER) * self.partition}
         if not self._on_nvme:
-            parts |= self.state()
+            locked = self.page_locked(self.unit * self.partition, MASTER * self.partition)
+            parts |= self.state() | {"buffers": locked}
             return parts | ({"parameters": self._parameters()} if self._params_away else {})
         parts["buffers"] = MASTER * self._swap_buffers() * min(self.partition, self._sub_group())
         return total((parts, self._params_in_host())) if self._params_away else parts
