@@ -459,10 +459,38 @@ def _usage(nvml: Any, gpu: Gpu, own: Collection[int]) -> Usage:
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
-        running = []  # not told on some MIG instances
-    ours = sum(one.usedGpuMemory or 0 for one in running if one.pid in own)
-    others = tuple(process_name(one.pid) for one in running if one.pid not in own)
-    return Usage(nvml.nvmlDeviceGetMemoryInfo(handle).free + ours, others)
+        running = None  # not told on some MIG instances
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    unlisted = not running and memory.used > _DRIVERS_OWN
+    if own and (unlisted or hides_processes(running, own)):
+        return Usage(memory.free + memory.used, ())
+    known = running or ()
+    ours = sum(process.usedGpuMemory or 0 for process in known if process.pid in own)
+    others = tuple(process_name(process.pid) for process in known if process.pid not in own)
+    return Usage(memory.free + ours, others)
+
+
+_DRIVERS_OWN = 1 << 30
+"""The driver itself has less of a GPU's memory in use."""
+
+
+def hides_processes(running: Sequence[Any] | None, own: Collection[int]) -> bool:
+    """Whether NVML does not tell our processes from others.
+
+    In a container it has the host's pids, which are no process here, or none.
+
+    Args:
+        running: processes on a GPU, as NVML lists them; None where it does not.
+        own: pids of our processes, as this container has them.
+    """
+    import psutil
+
+    if running is None:
+        return True
+    ours = [process for process in running if process.pid in own]
+    if ours:
+        return any(process.usedGpuMemory is None for process in ours)
+    return not all(psutil.pid_exists(process.pid) for process in running)
 
 
 class Refusal(NamedTuple):

@@ -195,10 +195,7 @@ def _told_apart(
     known = list(running or ())
     ours = [one for one in known if one.pid in own]
     foreign = [one for one in known if one.pid not in own]
-    hidden = running is None or any(one.usedGpuMemory is None for one in ours)
-    # Pids of the host, which this container does not have: a rank may be among them.
-    hidden = hidden or (not ours and not all(psutil.pid_exists(one.pid) for one in foreign))
-    if own and hidden:
+    if own and machine.hides_processes(running, own):
         note = "NVML does not tell this session's processes from others here: all counts as its own"
         return {"used_bytes": total_used, "note": note}
     used = sum(int(one.usedGpuMemory) for one in ours)

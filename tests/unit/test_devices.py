@@ -92,7 +92,7 @@ class FakeNvml:
         if gpu.shares_memory:
             raise self.NVMLError_NotSupported
         taken = sum(size for _, size in gpu.used)
-        return SimpleNamespace(total=gpu.memory_bytes, free=gpu.memory_bytes - taken)
+        return SimpleNamespace(total=gpu.memory_bytes, free=gpu.memory_bytes - taken, used=taken)
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Any]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in gpu.used]
@@ -529,6 +529,21 @@ def test_memory_of_our_own_ranks_counts_as_free() -> None:
     (only,) = machine.usage(found, own={11}, nvml=nvml)
     assert only.free_bytes == 78 * GIB
     assert len(only.holders) == 1
+
+
+@pytest.mark.parametrize("listed", [(2**22 + 1,), ()])
+def test_in_a_container_the_memory_of_our_own_ranks_counts_as_free_too(
+    listed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML lists the host's pids there, or no process."""
+    nvml = FakeNvml([FakeGpu("GPU-0", used=((2**22 + 1, 30 * GIB),))])
+    running = [SimpleNamespace(pid=pid, usedGpuMemory=30 * GIB) for pid in listed]
+    monkeypatch.setattr(FakeNvml, "nvmlDeviceGetComputeRunningProcesses", lambda *_: running)
+    found = machine.found(nvml=nvml, environ={})
+    (without,) = machine.usage(found, nvml=nvml)
+    (ours,) = machine.usage(found, own={os.getpid()}, nvml=nvml)
+    assert without.free_bytes == 50 * GIB
+    assert ours == machine.Usage(80 * GIB)
 
 
 def test_a_container_limits_the_free_memory(
