@@ -96,10 +96,10 @@ def _check_owner(folder: Path) -> None:
             return
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not there yet
             found = path.stat()
-            if found.st_uid not in {os.geteuid(), 0} or found.st_mode & 0o002:
+            if found.st_uid not in {os.geteuid(), 0} or found.st_mode & 0o022:
                 message = (
                     f"{str(path)!r} can be written to by others, and what is built there is run;"
-                    " make it yours alone (chmod o-w), or set NBDIST_CACHE_DIR to a folder that"
+                    " make it yours alone (chmod go-w), or set NBDIST_CACHE_DIR to a folder that"
                     " is."
                 )
                 raise StartError(message)

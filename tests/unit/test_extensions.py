@@ -116,9 +116,10 @@ def test_a_swap_folder_is_private_and_a_planted_link_is_left_alone(tmp_path: Pat
 
 
 @pytest.mark.fault("S14")
-def test_a_cache_that_others_can_write_to_is_not_used(cache: Path) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_cache_that_others_can_write_to_is_not_used(cache: Path, mode: int) -> None:
     cache.mkdir()
-    cache.chmod(0o777)
+    cache.chmod(mode)
     with pytest.raises(StartError, match="can be written to by others, and what is built there"):
         extensions.ensure(("cpu_adam",), progress=pytest.fail)
     assert list(cache.iterdir()) == []
