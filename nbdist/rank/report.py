@@ -8,6 +8,7 @@ passed: no synchronisation, no collective.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import numbers
@@ -197,6 +198,7 @@ class _DeviceCopies:
 
     def ready(self) -> bool:
         """Whether all events have passed."""
+        _allow_captures()
         try:
             return all(event.query() for event in self.events)
         except RuntimeError as error:  # the device failed: nothing will arrive any more
@@ -211,6 +213,37 @@ class _DeviceCopies:
         values = {name: slot.item() for name, slot in self.slots.items()}
         self.free.extend(self.slots.values())
         return values
+
+
+def _allow_captures() -> None:
+    """Let this thread ask for events while the main thread captures a CUDA graph.
+
+    A capture in the default mode, "global", becomes invalid where another thread asks, unless
+    that one's own mode is thread-local; ProcessGroupNCCL's watchdog does the same. The driver is
+    asked, since the runtime could make a context on GPU 0.
+    """
+    if _thread.allows or threading.current_thread() is threading.main_thread():
+        return
+    _thread.allows = True
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:  # another kind of GPU
+        _log.info("report() leaves the capture mode of its thread: %s", error)
+        return
+    if status := driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
+        _log.warning("report() may break the capture of a CUDA graph: CUDA error %d", status)
+
+
+class _Thread(threading.local):
+    """What this thread has done."""
+
+    allows = False
+
+
+_thread = _Thread()
+_THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
 
 
 def _event_behind(device: torch.device) -> torch.cuda.Event:

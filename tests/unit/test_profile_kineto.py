@@ -1,4 +1,4 @@
-"""PyTorch's profiler as nbdist uses it, in this process."""
+"""PyTorch's profiler and memory record as nbdist uses them, in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch.utils import cpp_extension
 
 from nbdist import builds
-from nbdist.rank.profiling import kineto
+from nbdist.rank.profiling import kineto, memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,3 +97,39 @@ def test_kineto_writes_nothing_of_its_own() -> None:
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_gpus_record_tells_the_peak_of_the_step_and_not_of_before() -> None:
+    def event(action: str, addr: int, size: int, at_us: int, line: int = 0) -> dict[str, Any]:
+        frames = [{"filename": "cell", "line": line, "name": "f"}] if line else []
+        return {"action": action, "addr": addr, "size": size, "time_us": at_us, "frames": frames}
+
+    def place(frames: Any) -> tuple[str, str, int] | None:
+        return next((("cell 1", "cell", one["line"]) for one in frames), None)
+
+    trace = [
+        event("alloc", 1, 1000, at_us=5, line=1),  # the user's own recording, before the step
+        event("alloc", 2, 100, at_us=11, line=2),
+        event("alloc", 3, 50, at_us=12, line=3),
+        event("free_completed", 1, 1000, at_us=13),
+        event("alloc", 4, 500, at_us=14),
+    ]
+    more, lines = memory.at_peak({"device_traces": [trace]}, 10, place)
+    assert more == 150
+    assert lines == {("cell 1", "cell", 2): 100, ("cell 1", "cell", 3): 50}
+
+
+@pytest.mark.parametrize("users", [False, True])
+def test_a_profile_leaves_the_users_memory_recording_and_peak_alone(
+    monkeypatch: pytest.MonkeyPatch, *, users: bool
+) -> None:
+    recorded: list[Any] = []
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: users, raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 7)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", pytest.fail)
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda enabled, **_: recorded.append(enabled)
+    )
+    nothing: Any = None
+    memory.History(nothing, nothing, nothing, "", 0).stop()
+    assert recorded == ([] if users else ["all", None])

@@ -339,6 +339,38 @@ def test_a_failed_device_gives_nan_and_keeps_no_one_waiting(
     assert "device-side assert" in caplog.text
 
 
+def test_the_thread_that_asks_for_events_leaves_captures_of_cuda_graphs_alone(
+    cuda: list[FakeEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int, threading.Thread]] = []
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+            calls.append(("mode", mode._obj.value, threading.current_thread()))
+            return 0
+
+    def query(_event: FakeEvent) -> bool:
+        calls.append(("query", -1, threading.current_thread()))
+        return True
+
+    monkeypatch.setattr(report_module.ctypes, "CDLL", Driver)
+    monkeypatch.setattr(FakeEvent, "query", query)
+    memory = PinnedMemory()
+    thread = threading.Thread(
+        target=lambda: [memory.copy({"loss": torch.tensor(1.0)}).ready() for _ in range(2)]
+    )
+    thread.start()
+    thread.join()
+    assert calls == [("mode", 1, thread), ("query", -1, thread), ("query", -1, thread)]
+    calls.clear()
+    memory.copy({"loss": torch.tensor(1.0)}).ready()  # a flush of the main thread
+    assert [name for name, *_ in calls] == ["query"]
+    assert len(cuda) == 3
+
+
 def test_a_captured_graph_is_told(cuda: list[FakeEvent], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(OptionError, match=r"CUDA graph is captured.*after the replay"):

@@ -8,6 +8,7 @@ for PyTorch's memory viewer.
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,10 +150,11 @@ class History:
         self._watch, self._model, self._cell_of = watch, model, cell_of
         self._folder, self._rank = folder, rank
         self._device = measure.state.device
-        torch.cuda.memory._record_memory_history(  # noqa: SLF001
-            "all", stacks="python", device=self._device
-        )
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._users = torch._C._cuda_isHistoryEnabled()  # noqa: SLF001
+        if not self._users:
+            torch.cuda.memory._record_memory_history("all", stacks="python")  # noqa: SLF001
+        self._began_us = time.time_ns() // 1000
+        self._before = torch.cuda.memory_allocated(self._device)
         self._gradients = 0
 
     def before_step(self) -> None:
@@ -163,25 +165,28 @@ class History:
         )
 
     def stop(self) -> None:
-        """Write down no more."""
-        torch.cuda.memory._record_memory_history(None, device=self._device)  # noqa: SLF001
+        """Write down no more, unless the cell records for itself."""
+        if not self._users:
+            torch.cuda.memory._record_memory_history(None)  # noqa: SLF001
 
     def figures(self) -> Memory:
         """What there was at the peak; writes the snapshot where a folder is given."""
-        peak = torch.cuda.memory_stats(self._device)["allocated_bytes.all.peak"]
+        snapshot = torch.cuda.memory._snapshot(self._device)  # noqa: SLF001
+        # The allocator's own peak is the user's: resetting it would change what a cell reads.
+        more, lines = at_peak(snapshot, self._began_us, self._place)
+        peak = self._before + more
         parts: Counter[str] = Counter()
         resting = measure.resting(self._model, measure.innermost(self._watch))
         for part, size in resting.items():
             parts[_TOLD.get(part, "other")] += size
         parts["gradients"] = max(parts["gradients"], self._gradients)
         parts["activations"] = max(0, peak - sum(parts.values()))
-        snapshot = torch.cuda.memory._snapshot(self._device)  # noqa: SLF001
         path = self._write() if self._folder else ""
         free, total = torch.cuda.mem_get_info(self._device)
         return Memory(
             parts=dict(parts),
-            lines=_lines(self._by_line(snapshot)),
-            device_bytes=total - free,
+            lines=_lines(lines),
+            device_bytes=total - free - measure.state.device_before,
             snapshot=path,
         )
 
@@ -192,29 +197,42 @@ class History:
         torch.cuda.memory._dump_snapshot(str(path))  # noqa: SLF001
         return str(path)
 
-    def _by_line(self, snapshot: dict[str, Any]) -> Counter[Place]:
-        """Bytes by line that were alive when most was, by what the allocator wrote down."""
-        alive: dict[int, tuple[Place | None, int]] = {}
-        counted: Counter[Place] = Counter()
-        best, total, found = 0, 0, Counter[Place]()
-        for event in (one for trace in snapshot.get("device_traces", []) for one in trace):
-            if event["action"] == "alloc":
-                place = self._place(event.get("frames", ()))
-                alive[event["addr"]] = place, event["size"]
-                total += event["size"]
-                if place is not None:
-                    counted[place] += event["size"]
-                if total > best:
-                    best, found = total, Counter(counted)
-            elif event["action"] == "free_completed" and event["addr"] in alive:
-                place, size = alive.pop(event["addr"])
-                total -= size
-                if place is not None:
-                    counted[place] -= size
-        return found
-
     def _place(self, frames: Iterable[dict[str, Any]]) -> Place | None:
         for frame in frames:
             if (cell := self._cell_of(frame["filename"])) is not None:
                 return cell[1], frame["filename"], frame["line"]
         return None
+
+
+def at_peak(
+    snapshot: dict[str, Any],
+    began_us: int,
+    place_of_frames: Callable[[Iterable[dict[str, Any]]], Place | None],
+) -> tuple[int, Counter[Place]]:
+    """How much more was allocated at the peak than at the beginning, and by which lines.
+
+    Args:
+        snapshot: of `torch.cuda.memory`.
+        began_us: what was recorded before it does not count: the cell may record for itself.
+        place_of_frames: the line of a cell that a stack belongs to.
+    """
+    alive: dict[int, tuple[Place | None, int]] = {}
+    counted: Counter[Place] = Counter()
+    most, total, found = 0, 0, Counter[Place]()
+    for event in (event for trace in snapshot.get("device_traces", []) for event in trace):
+        if event["time_us"] < began_us:
+            continue
+        if event["action"] == "alloc":
+            place = place_of_frames(event.get("frames", ()))
+            alive[event["addr"]] = place, event["size"]
+            total += event["size"]
+            if place is not None:
+                counted[place] += event["size"]
+            if total > most:
+                most, found = total, Counter(counted)
+        elif event["action"] == "free_completed":
+            total -= event["size"]  # also of what was there before
+            place, size = alive.pop(event["addr"], (None, 0))
+            if place is not None:
+                counted[place] -= size
+    return most, found
