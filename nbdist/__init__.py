@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 # the package was bound to the name, lets the function have it.
 # So with `nbdist.doctor`.
 from nbdist.doctor import doctor
-from nbdist.plan import plan
+from nbdist.planner import plan
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.doctor.diagnosis import Diagnosis
+    from nbdist.doctor.report import Diagnosis
     from nbdist.errors import (
         CellError,
         CellInterrupted,
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
         StartError,
         SwitchError,
     )
-    from nbdist.kernel.cell import CellResult
-    from nbdist.kernel.exporting import ExportReport
-    from nbdist.kernel.foreign import ForeignReport
-    from nbdist.kernel.saving import Checkpoint, LoadReport, Save
-    from nbdist.kernel.session import Session
-    from nbdist.kernel.switching import SwitchReport
-    from nbdist.profile.result import Profile
+    from nbdist.operations.export import ExportReport
+    from nbdist.operations.import_checkpoint import ForeignReport
+    from nbdist.operations.switch import SwitchReport
+    from nbdist.profiler.report import Profile
+    from nbdist.session.cell import CellResult
+    from nbdist.session.checkpoints import Checkpoint, LoadReport, Save
+    from nbdist.session.session import Session
 
 __version__ = "0.1.0"
 
@@ -74,22 +74,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CellResult": "nbdist.kernel.cell",
-    "Checkpoint": "nbdist.kernel.saving",
-    "Diagnosis": "nbdist.doctor.diagnosis",
-    "ExportReport": "nbdist.kernel.exporting",
-    "ForeignReport": "nbdist.kernel.foreign",
-    "LoadReport": "nbdist.kernel.saving",
-    "Profile": "nbdist.profile.result",
-    "Save": "nbdist.kernel.saving",
-    "Session": "nbdist.kernel.session",
-    "SwitchReport": "nbdist.kernel.switching",
+    "CellResult": "nbdist.session.cell",
+    "Checkpoint": "nbdist.session.checkpoints",
+    "Diagnosis": "nbdist.doctor.report",
+    "ExportReport": "nbdist.operations.export",
+    "ForeignReport": "nbdist.operations.import_checkpoint",
+    "LoadReport": "nbdist.session.checkpoints",
+    "Profile": "nbdist.profiler.report",
+    "Save": "nbdist.session.checkpoints",
+    "Session": "nbdist.session.session",
+    "SwitchReport": "nbdist.operations.switch",
 }
 
 
 def session() -> Session | None:
     """The current session, or None."""
-    from nbdist.kernel.session import current
+    from nbdist.session.session import current
 
     return current()
 
@@ -119,21 +119,21 @@ def trainer_arguments(
     if "NBDIST_RANK" not in os.environ:
         msg = "trainer_arguments() is for the ranks: call it in a %%distribute cell."
         raise SessionError(msg)
-    from nbdist.rank.trainer import trainer_arguments as on_rank
+    from nbdist.worker.engines.trainer import trainer_arguments as on_rank
 
     return on_rank(model, batch_size=batch_size, seq_len=seq_len)
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Add `%%distribute` and `%nbdist`; start to warm up a launcher in the background."""
-    from nbdist import magics
+    from nbdist.magics import magics
 
     magics.load(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
     """Remove the magics; ranks that run are kept: `nbdist.session().stop()` ends them."""
-    from nbdist import magics
+    from nbdist.magics import magics
 
     magics.unload(ipython)
 

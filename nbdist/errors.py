@@ -26,7 +26,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbdist.wire import RankError
+    from nbdist.protocol.messages import RankError
 
 
 class NbdistError(Exception):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nbdist.plan import cache
+from nbdist.planner import cache
 from tests.faults import table
 from tests.kept import keeper
 

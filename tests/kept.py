@@ -7,16 +7,16 @@ import shutil
 import threading
 from typing import TYPE_CHECKING
 
-from nbdist import wire
-from nbdist.engines.environment import scrubbed
-from nbdist.engines.local import Launcher, LocalEngine
+from nbdist.cluster.local import Launcher, LocalEngine
+from nbdist.cluster.rank_environment import scrubbed
+from nbdist.protocol import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.engines.base import Kind
+    from nbdist.cluster.allocation import Kind
 
-    Listener = Callable[[wire.LinkMessage], None]
+    Listener = Callable[[messages.LinkMessage], None]
 
 ENDED_S = 15.0
 
@@ -42,15 +42,15 @@ class KeptLauncher(Launcher):
     def listener(self, tell: Listener) -> None:
         self._tell = tell
 
-    def _hear(self, message: wire.LinkMessage) -> None:
-        if isinstance(message, wire.Ended):
+    def _hear(self, message: messages.LinkMessage) -> None:
+        if isinstance(message, messages.Ended):
             self._nobody_runs.set()
         if self._tell is not None:
             self._tell(message)
 
-    def send(self, message: wire.LinkMessage) -> None:
+    def send(self, message: messages.LinkMessage) -> None:
         """Send one message."""
-        if isinstance(message, wire.Launch):
+        if isinstance(message, messages.Launch):
             self._nobody_runs.clear()
         super().send(message)
 
@@ -66,7 +66,7 @@ class KeptLauncher(Launcher):
             return False
         if not self._nobody_runs.is_set():
             self.wake_up()
-            super().send(wire.Halt())
+            super().send(messages.Halt())
         if not self._nobody_runs.wait(ENDED_S) or not self.alive:
             return False
         for path in (*self.run_dir.bulk.iterdir(), *self.run_dir.path.iterdir()):

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import psutil
 
-from nbdist.engines.base import Place
+from nbdist.cluster.allocation import Place
 from nbdist.errors import StartError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from nbdist.engines.base import Wanted
+    from nbdist.cluster.allocation import Wanted
 
 ENDED_S = 10.0
 
@@ -29,7 +29,7 @@ class Here:
     """Nodes on this machine, `ranks` on each."""
 
     name = "double"
-    module = "nbdist.node"
+    module = "nbdist.cluster.agent"
     """Of the agents."""
     reach = "127.0.0.1"
 

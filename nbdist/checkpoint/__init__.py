@@ -1,6 +1,6 @@
 """Checkpoints on disk; pure, used by the kernel and the ranks, needs no torch.
 
-    nbdist.state.files              tensors of this process
+    nbdist.state.shard_io              tensors of this process
          |        ^
          | bytes  | bytes
          v        |
@@ -23,16 +23,16 @@ allow-list, nothing is a link, sizes and checksums come before content (strict, 
 
 from __future__ import annotations
 
-from nbdist.checkpoint.brought import Brought
-from nbdist.checkpoint.draft import abort, begin, commit
-from nbdist.checkpoint.leftovers import keep, tidy
+from nbdist.checkpoint.catalog import Entry, entries, find, latest, opened
+from nbdist.checkpoint.commit import abort, begin, commit
+from nbdist.checkpoint.download import Brought
 from nbdist.checkpoint.manifest import FilePart, Group, Key, Manifest, Optimizer
-from nbdist.checkpoint.opened import Opened
-from nbdist.checkpoint.place import Draft, Place, place
-from nbdist.checkpoint.remote import Remote
-from nbdist.checkpoint.root import Entry, entries, find, latest, opened
-from nbdist.checkpoint.told import Told, failed, keys, parts, report, told
+from nbdist.checkpoint.rank_reports import Told, failed, keys, parts, report, told
+from nbdist.checkpoint.reader import Opened
+from nbdist.checkpoint.retention import keep, tidy
+from nbdist.checkpoint.storage import Draft, Place, place
 from nbdist.checkpoint.url import Url, full, is_url, located
+from nbdist.checkpoint.url_storage import Remote
 from nbdist.checkpoint.verify import share, verify
 
 __all__ = [

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint.disk import read_at
+from nbdist.checkpoint.durable_io import read_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

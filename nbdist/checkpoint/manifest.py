@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbdist.checkpoint import strict
-from nbdist.checkpoint.headers import MAX_NDIM, TORCH_NAMES
+from nbdist.checkpoint import json_validation
 from nbdist.checkpoint.names import is_file, shown
+from nbdist.checkpoint.safetensors_header import MAX_NDIM, TORCH_NAMES
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbdist.checkpoint.strict import Plain
+    from nbdist.checkpoint.json_validation import Plain
 
 FORMAT = 1
 """Rises when an older nbdist could not read what is written."""
@@ -122,7 +122,7 @@ class Manifest:
         try:
             text = json.dumps(_tree(self), separators=(",", ":"), allow_nan=False).encode()
             _read(text)  # whatever is written can be read again
-        except strict.Refused as error:
+        except json_validation.Refused as error:
             raise CheckpointError(
                 f"the checkpoint cannot be described: {error}; keep plain numbers and text there."
             ) from error
@@ -137,7 +137,7 @@ class Manifest:
         """
         try:
             return _read(text)
-        except strict.Refused as error:
+        except json_validation.Refused as error:
             raise CheckpointError(
                 f"the manifest cannot be trusted: {error}; take another checkpoint."
             ) from error
@@ -155,7 +155,7 @@ def _tree(manifest: Manifest) -> dict[str, Plain]:
     for name in _FIELDS:
         if name != "format":
             value = getattr(manifest, name)
-            tree[name] = own[name](value) if name in own else strict.to_plain(value, name)
+            tree[name] = own[name](value) if name in own else json_validation.to_plain(value, name)
     return tree
 
 
@@ -173,19 +173,22 @@ def _optimizer_tree(one: Optimizer) -> Plain:
     return {
         "prefix": one.prefix,
         "kind": one.kind,
-        "defaults": strict.to_plain(one.defaults, "defaults"),
+        "defaults": json_validation.to_plain(one.defaults, "defaults"),
         "groups": [
-            {"options": strict.to_plain(group.options, "options"), "names": list(group.names)}
+            {
+                "options": json_validation.to_plain(group.options, "options"),
+                "names": list(group.names),
+            }
             for group in one.groups
         ],
-        "counts": strict.to_plain(one.counts, "counts"),
+        "counts": json_validation.to_plain(one.counts, "counts"),
     }
 
 
 def _read(text: bytes) -> Manifest:
     if len(text) > MAX_BYTES:
-        raise strict.Refused(f"it is larger than {MAX_BYTES >> 20} MiB")
-    tree = strict.loads(text)
+        raise json_validation.Refused(f"it is larger than {MAX_BYTES >> 20} MiB")
+    tree = json_validation.loads(text)
     _check_format(tree)
     found = _MANIFEST(tree, "")
     del found["format"]
@@ -201,7 +204,7 @@ def _check_format(tree: object) -> None:
         CheckpointError: written by a newer nbdist.
     """
     if type(tree) is not dict or type(tree.get("format")) is not int:
-        raise strict.Refused("format is missing")
+        raise json_validation.Refused("format is missing")
     if tree["format"] > FORMAT:
         versions = tree.get("versions")
         by = versions.get("nbdist") if type(versions) is dict else None
@@ -211,7 +214,7 @@ def _check_format(tree: object) -> None:
             f" this one reads format {FORMAT}: upgrade nbdist."
         )
     if tree["format"] != FORMAT:
-        raise strict.Refused(f"format has {tree['format']} where {FORMAT} belongs")
+        raise json_validation.Refused(f"format has {tree['format']} where {FORMAT} belongs")
 
 
 def _check_whole(manifest: Manifest) -> None:
@@ -219,15 +222,15 @@ def _check_whole(manifest: Manifest) -> None:
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise strict.Refused(f"files has {shown(twice)} twice")
+        raise json_validation.Refused(f"files has {shown(twice)} twice")
     for name, target in manifest.aliases.items():
         if target not in manifest.keys or name in manifest.keys:
-            raise strict.Refused(f"aliases has {shown(name)} for {shown(target)}")
+            raise json_validation.Refused(f"aliases has {shown(name)} for {shown(target)}")
 
 
 def _file_name(value: object, where: str) -> str:
     if not is_file(value):
-        raise strict.Refused(f"{where} has {shown(value)}, which is no name for a file")
+        raise json_validation.Refused(f"{where} has {shown(value)}, which is no name for a file")
     return str(value)
 
 
@@ -248,68 +251,74 @@ def read_key(value: object, where: str) -> Key:
         Refused: it is something else.
     """
     key = Key(**_KEY(value, where))
-    if key.numel >= strict.MAX_COUNT:
-        raise strict.Refused(f"{where}.shape has more elements than any disk")
+    if key.numel >= json_validation.MAX_COUNT:
+        raise json_validation.Refused(f"{where}.shape has more elements than any disk")
     return key
 
 
 def _when(value: object, where: str) -> datetime:
     try:
-        found = datetime.fromisoformat(strict.text(value, where))
+        found = datetime.fromisoformat(json_validation.text(value, where))
     except ValueError as error:
-        raise strict.Refused(f"{where} has {shown(value)} where a time belongs") from error
+        raise json_validation.Refused(f"{where} has {shown(value)} where a time belongs") from error
     if found.tzinfo is None:
-        raise strict.Refused(f"{where} has a time without its zone")
+        raise json_validation.Refused(f"{where} has a time without its zone")
     return found
 
 
 def _hex_id(value: object, where: str) -> str:
-    strict.bits(32)(value, where)
+    json_validation.bits(32)(value, where)
     return str(value)
 
 
-def _made(kind: Callable[..., T], check: strict.Check[dict[str, Any]]) -> strict.Check[T]:
+def _made(
+    kind: Callable[..., T], check: json_validation.Check[dict[str, Any]]
+) -> json_validation.Check[T]:
     """Check an object and make it what it is here."""
     return lambda value, where: kind(**check(value, where))
 
 
-_PLAIN_BY_NAME = strict.mapping(strict.text, strict.plain)
-_NUMBERS = strict.mapping(strict.text, strict.number)
-_FILE = strict.fields({"name": _file_name, "bytes": strict.count, "crc32": strict.bits(8)})
-_KEY = strict.fields(
+_PLAIN_BY_NAME = json_validation.mapping(json_validation.text, json_validation.plain)
+_NUMBERS = json_validation.mapping(json_validation.text, json_validation.number)
+_FILE = json_validation.fields(
+    {"name": _file_name, "bytes": json_validation.count, "crc32": json_validation.bits(8)}
+)
+_KEY = json_validation.fields(
     {
-        "shape": strict.sequence(strict.count, at_most=MAX_NDIM),
-        "dtype": strict.one_of(TORCH_NAMES),
-        "digest": strict.bits(16),
+        "shape": json_validation.sequence(json_validation.count, at_most=MAX_NDIM),
+        "dtype": json_validation.one_of(TORCH_NAMES),
+        "digest": json_validation.bits(16),
     }
 )
-_GROUP = strict.fields({"options": _PLAIN_BY_NAME, "names": strict.sequence(strict.text)})
-_OPTIMIZER = strict.fields(
+_GROUP = json_validation.fields(
+    {"options": _PLAIN_BY_NAME, "names": json_validation.sequence(json_validation.text)}
+)
+_OPTIMIZER = json_validation.fields(
     {
-        "prefix": strict.text,
-        "kind": strict.text,
+        "prefix": json_validation.text,
+        "kind": json_validation.text,
         "defaults": _PLAIN_BY_NAME,
-        "groups": strict.sequence(_made(Group, _GROUP)),
-        "counts": strict.mapping(strict.text, _NUMBERS),
+        "groups": json_validation.sequence(_made(Group, _GROUP)),
+        "counts": json_validation.mapping(json_validation.text, _NUMBERS),
     }
 )
-_FIELDS: dict[str, strict.Check[Any]] = {
-    "format": strict.count,
+_FIELDS: dict[str, json_validation.Check[Any]] = {
+    "format": json_validation.count,
     "id": _hex_id,
     "created": _when,
-    "versions": strict.mapping(strict.text, strict.text),
-    "backend": strict.text,
-    "world_size": strict.count,
+    "versions": json_validation.mapping(json_validation.text, json_validation.text),
+    "backend": json_validation.text,
+    "world_size": json_validation.count,
     "options": _PLAIN_BY_NAME,
-    "step": strict.count,
-    "samples": strict.count,
-    "keys": strict.mapping(strict.text, read_key),
-    "files": strict.sequence(read_file),
-    "aliases": strict.mapping(strict.text, strict.text),
-    "optimizers": strict.sequence(_made(Optimizer, _OPTIMIZER)),
-    "schedulers": strict.sequence(strict.plain),
-    "rng": strict.sequence(strict.plain),
-    "positions": strict.sequence(strict.plain),
+    "step": json_validation.count,
+    "samples": json_validation.count,
+    "keys": json_validation.mapping(json_validation.text, read_key),
+    "files": json_validation.sequence(read_file),
+    "aliases": json_validation.mapping(json_validation.text, json_validation.text),
+    "optimizers": json_validation.sequence(_made(Optimizer, _OPTIMIZER)),
+    "schedulers": json_validation.sequence(json_validation.plain),
+    "rng": json_validation.sequence(json_validation.plain),
+    "positions": json_validation.sequence(json_validation.plain),
     "extra": _PLAIN_BY_NAME,
 }
-_MANIFEST = strict.fields(_FIELDS)
+_MANIFEST = json_validation.fields(_FIELDS)

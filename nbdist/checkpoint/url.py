@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from nbdist.errors import CheckpointError
-from nbdist.redacted import redacted
+from nbdist.redaction import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

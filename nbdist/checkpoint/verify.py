@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import checksum
 from nbdist.checkpoint.names import shown
-from nbdist.checkpoint.opened import Opened
+from nbdist.checkpoint.reader import Opened
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Self
 
-from nbdist.checkpoint.disk import write_all
-from nbdist.checkpoint.headers import header
+from nbdist.checkpoint.durable_io import write_all
 from nbdist.checkpoint.manifest import FilePart
+from nbdist.checkpoint.safetensors_header import header
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from nbdist.checkpoint.headers import Stored
+    from nbdist.checkpoint.safetensors_header import Stored
 
 _BESIDE_BYTES = 1 << 20
 """Less than this is checksummed at once: waking a thread costs more."""

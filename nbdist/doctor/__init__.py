@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbdist.doctor.diagnosis import Diagnosis
+    from nbdist.doctor.report import Diagnosis
 
 
 def doctor(*, run: bool = False) -> Diagnosis:
@@ -21,6 +21,6 @@ def doctor(*, run: bool = False) -> Diagnosis:
     Args:
         run: look at the training instead: its last profile, its options, its last errors.
     """
-    from nbdist.doctor.diagnosis import diagnose, diagnose_run
+    from nbdist.doctor.report import diagnose, diagnose_run
 
     return diagnose_run() if run else diagnose()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from nbdist.cluster.rank_environment import scrubbed
 from nbdist.doctor.finding import is_secret, listed, note, ok, shown
-from nbdist.engines.environment import scrubbed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

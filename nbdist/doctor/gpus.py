@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbdist import machine
 from nbdist.doctor.finding import listed, note, ok, problem, size
+from nbdist.hardware import discovery
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -25,7 +25,7 @@ def look(
     own: Collection[int] = (),
     nvml: Any = None,
     environ: Mapping[str, str] = os.environ,
-    driver: Path = machine.DRIVER,
+    driver: Path = discovery.DRIVER,
 ) -> Iterator[Finding]:
     """Ask NVML, never CUDA: a context would take memory.
 
@@ -35,14 +35,14 @@ def look(
         environ: where CUDA_VISIBLE_DEVICES is read.
         driver: a file that is there where the driver is.
     """
-    nvml = nvml or machine.pynvml()
+    nvml = nvml or discovery.pynvml()
     if nvml is None:
         yield from _without_nvml(driver)
         return
     try:
-        with machine.opened(nvml):
+        with discovery.opened(nvml):
             there = nvml.nvmlDeviceGetCount()
-            found = machine.found(nvml=nvml, environ=environ)
+            found = discovery.found(nvml=nvml, environ=environ)
             yield from _visible(there, found, environ)
             for index, gpu in enumerate(found.gpus):
                 yield from _gpu(nvml, index, gpu, own)
@@ -51,7 +51,7 @@ def look(
             do = "run nvidia-smi: driver and libraries may be of two versions, or a GPU was lost"
             yield problem(TOPIC, f"NVIDIA's driver does not answer: {error}", do)
         else:
-            yield ok(TOPIC, f"none, and no NVIDIA driver: {machine.CPU_RANKS} CPU ranks")
+            yield ok(TOPIC, f"none, and no NVIDIA driver: {discovery.CPU_RANKS} CPU ranks")
     yield from _used_by_the_kernel()
 
 
@@ -60,15 +60,15 @@ def _without_nvml(driver: Path) -> Iterator[Finding]:
         says = "NVIDIA's driver is here and cannot be asked: no module pynvml"
         yield problem(TOPIC, says, "pip install nvidia-ml-py")
     else:
-        yield ok(TOPIC, f"none: {machine.CPU_RANKS} CPU ranks")
+        yield ok(TOPIC, f"none: {discovery.CPU_RANKS} CPU ranks")
 
 
-def _visible(there: int, found: machine.Machine, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _visible(there: int, found: discovery.Machine, environ: Mapping[str, str]) -> Iterator[Finding]:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if found.gpus:
         yield ok(TOPIC, found.describe())
     elif not there:
-        yield ok(TOPIC, f"none: {machine.CPU_RANKS} CPU ranks")
+        yield ok(TOPIC, f"none: {discovery.CPU_RANKS} CPU ranks")
     for warning in found.warnings:
         says, _, do = warning.partition("; ")
         yield problem(TOPIC, says, do)
@@ -78,7 +78,7 @@ def _visible(there: int, found: machine.Machine, environ: Mapping[str, str]) -> 
         yield make(TOPIC, says, "unset it before Jupyter starts, if that is not meant")
 
 
-def _gpu(nvml: Any, index: int, gpu: machine.Gpu, own: Collection[int]) -> Iterator[Finding]:
+def _gpu(nvml: Any, index: int, gpu: discovery.Gpu, own: Collection[int]) -> Iterator[Finding]:
     topic = f"GPU {index}"
     handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -90,7 +90,7 @@ def _gpu(nvml: Any, index: int, gpu: machine.Gpu, own: Collection[int]) -> Itera
         yield note(topic, f"{says}; held by {listed(others)}", do)
     else:
         yield ok(topic, f"{says}; held by this session" if holders else says)
-    if refused := machine.refusal(nvml, gpu, own=own):
+    if refused := discovery.refusal(nvml, gpu, own=own):
         yield problem(topic, refused.says, refused.do)
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from nbdist.doctor.finding import note, ok
-from nbdist.panel import bundled
+from nbdist.panel import assets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ def look(*, missing: list[str] | None = None, built: bool | None = None) -> Iter
     """
     if missing is None:
         missing = [name for name in WIDGETS if importlib.util.find_spec(name) is None]
-    built = bundled.present() if built is None else built
+    built = assets.present() if built is None else built
     instead = "%nbdist panel shows a page without script instead"
     if missing:
         says = f"no {', '.join(missing)}: {instead}"

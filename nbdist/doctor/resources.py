@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nbdist import machine
+from nbdist.cluster import file_limits, run_dir
 from nbdist.doctor.finding import note, ok, problem, size, writable
-from nbdist.engines import limits, run_dir
+from nbdist.hardware import discovery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,10 +39,10 @@ def look(*, ranks: int | None = None, checkpoints: Path | None = None) -> Iterat
         ranks: of the session. Default: as many as a new one would have.
         checkpoints: where they lie. Default: as for a new session.
     """
-    ranks = ranks or len(machine.found().gpus) or machine.CPU_RANKS
+    ranks = ranks or len(discovery.found().gpus) or discovery.CPU_RANKS
     yield shared_memory(_room(run_dir.SHARED_MEMORY))
-    yield descriptors(limits.descriptor_limit(), limits.descriptors_needed(ranks), ranks)
-    yield memory(machine.host_free_bytes(), machine.host_bytes(), ranks)
+    yield descriptors(file_limits.descriptor_limit(), file_limits.descriptors_needed(ranks), ranks)
+    yield memory(discovery.host_free_bytes(), discovery.host_bytes(), ranks)
     yield disk("checkpoints", checkpoints or Path.cwd() / "checkpoints")
     yield disk("temp folder", Path(tempfile.gettempdir()))
     yield sockets(run_dir.roots())

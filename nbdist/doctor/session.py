@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.doctor.finding import Finding
-    from nbdist.kernel.session import Session
+    from nbdist.session.session import Session
 
 TOPIC = "session"
 

@@ -11,8 +11,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 import nbdist
-from nbdist import machine
 from nbdist.doctor.finding import ok, problem
+from nbdist.hardware import discovery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +63,7 @@ def look(
     """
     version_of = version_of or installed
     required = _required() if required is None else required
-    gpus = len(machine.found().gpus) if gpus is None else gpus
+    gpus = len(discovery.found().gpus) if gpus is None else gpus
     driver_cuda = _driver_cuda() if driver_cuda is None else driver_cuda
     versions = {name: version_of(name) for name in SHOWN}
     python = f"Python {platform.python_version()}, nbdist {nbdist.__version__}"
@@ -153,11 +153,11 @@ def _cuda_of(torch: str, version_of: Callable[[str], str | None]) -> int | None:
 
 
 def _driver_cuda() -> int | None:
-    nvml = machine.pynvml()
+    nvml = discovery.pynvml()
     if nvml is None:
         return None
     try:
-        with machine.opened(nvml):
+        with discovery.opened(nvml):
             return int(nvml.nvmlSystemGetCudaDriverVersion_v2()) // 1000
     except nvml.NVMLError:
         return None

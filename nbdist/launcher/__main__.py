@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 from queue import Empty
 
-from nbdist import shared_memory, wire
-from nbdist.launcher import blackbox, devices, family
-from nbdist.launcher.link import Link
+from nbdist.hardware import shm_cleanup
+from nbdist.launcher import crash_dump, device_visibility, process_tree
+from nbdist.launcher.kernel_link import Link
+from nbdist.protocol import messages
 
 FIRST = (
     "torch",
@@ -53,7 +54,7 @@ log = logging.getLogger("nbdist.launcher")
 """Its messages go to stderr, which is the launcher's log."""
 
 
-def next_launch(link: Link) -> wire.Launch:
+def next_launch(link: Link) -> messages.Launch:
     """Wait for a request; warm up further in the meantime.
 
     Between the end of ranks and a request for new ones is a moment in which nothing is asked for;
@@ -75,32 +76,32 @@ def next_launch(link: Link) -> wire.Launch:
 def main() -> None:
     """Serve launches until the kernel is gone."""
     started = time.monotonic()
-    devices.hide()
+    device_visibility.hide()
     # Stop is a signal, and Ray (2.60) starts its workers, and so their children, with it blocked
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    blackbox.install(sys.argv[2], "launcher")
-    family.adopt_orphans()
+    crash_dump.install(sys.argv[2], "launcher")
+    process_tree.adopt_orphans()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # no warning at each start
     run_dir = Path(sys.argv[2])
     link = Link(int(sys.argv[1]), run_dir, [os.environ["NBDIST_BULK_DIR"]])
     link.take_signals()
     os.register_at_fork(after_in_parent=link.take_signals)
-    shared_memory.note_forks(run_dir)
+    shm_cleanup.note_forks(run_dir)
     for name in FIRST:
         importlib.import_module(name)
-    from nbdist.launcher import ranks
+    from nbdist.launcher import fork
 
-    link.send(wire.Warm(time.monotonic() - started))
+    link.send(messages.Warm(time.monotonic() - started))
     while True:
         launch = next_launch(link)
         try:
-            ended = ranks.run(launch, link)
+            ended = fork.run(launch, link)
         except Exception as error:
             log.exception("the ranks were not started")
-            ended = wire.Ended(launch.generation, error=f"{type(error).__name__}: {error}")
-        family.end_descendants()
-        family.reap()
-        shared_memory.remove_left(run_dir)
+            ended = messages.Ended(launch.generation, error=f"{type(error).__name__}: {error}")
+        process_tree.end_descendants()
+        process_tree.reap()
+        shm_cleanup.remove_left(run_dir)
         link.send(ended)
 
 

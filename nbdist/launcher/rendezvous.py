@@ -3,7 +3,7 @@
 torch elastic brings agents of several machines together through a store. Here one agent
 forks all ranks. torch 2.13's TCPStore listens on every interface, whatever address it is
 given, and asks for no password; c10d's own rendezvous unpickles what it finds there. The
-ranks meet in a file (`rank.store`).
+ranks meet in a file (`worker.rendezvous_store`).
 """
 
 from __future__ import annotations

@@ -11,17 +11,17 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import OptionError
-from nbdist.kernel import progress
-from nbdist.kernel.screen import FACES, kernel_here, shell_here
-from nbdist.panel import bundled
-from nbdist.panel.live import Live, View
-from nbdist.panel.series import Series
+from nbdist.output.sink import FACES, kernel_here, shell_here
+from nbdist.panel import assets
+from nbdist.panel.controller import Live, View
+from nbdist.panel.curves import Series
+from nbdist.session import progress
 
 if TYPE_CHECKING:
-    from nbdist.kernel.session import Session
+    from nbdist.panel.curves import Points
     from nbdist.panel.protocol import Picture
-    from nbdist.panel.series import Points
     from nbdist.panel.widget import PanelWidget
+    from nbdist.session.session import Session
 
 _KAGGLE = "KAGGLE"
 """Begins the names of variables that Kaggle sets. Its server has no anywidget, so that a widget
@@ -87,9 +87,12 @@ def bundle(session: Session, *, look: bool = False) -> dict[str, str]:
 
 def faces(drawn: Picture, curves: dict[str, Points]) -> dict[str, str]:
     """A picture as HTML and as text."""
-    from nbdist.panel import html, text
+    from nbdist.display import panel_html, panel_text
 
-    return {"text/html": html.page(drawn, curves), "text/plain": text.page(drawn, curves)}
+    return {
+        "text/html": panel_html.page(drawn, curves),
+        "text/plain": panel_text.page(drawn, curves),
+    }
 
 
 def history(session: Session) -> dict[str, Points]:
@@ -117,8 +120,8 @@ def _why_no_widget() -> str:
     """What is missing for a widget; empty where nothing is."""
     if kernel_here() is None:
         return "there is no notebook"
-    if not bundled.present():
-        return f"{bundled.SCRIPT.name} was not built when nbdist was installed"
+    if not assets.present():
+        return f"{assets.SCRIPT.name} was not built when nbdist was installed"
     return ""
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from nbdist.errors import NbdistError, NotEmptyError, SessionBusy
-from nbdist.kernel import progress
-from nbdist.kernel.ansi import clean
+from nbdist.output.ansi import clean
 from nbdist.panel.protocol import (
     MAX_ID_CHARS,
     MAX_MESSAGE_CHARS,
@@ -23,11 +22,12 @@ from nbdist.panel.protocol import (
     CommandName,
     Queued,
 )
+from nbdist.session import progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbdist.kernel.session import Session
+    from nbdist.session.session import Session
 
 log = logging.getLogger(__name__)
 

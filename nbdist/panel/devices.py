@@ -13,16 +13,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbdist import machine
+from nbdist.hardware import discovery
+from nbdist.hardware.telemetry import Gauge, Reading
 from nbdist.panel.protocol import MAX_SAMPLES
-from nbdist.readings import Gauge, Reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from nbdist.kernel.devices import Placement
-    from nbdist.machine import Machine, Node
-    from nbdist.readings import Now
+    from nbdist.hardware.discovery import Machine, Node
+    from nbdist.hardware.telemetry import Now
+    from nbdist.session.placement import Placement
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ def seats(
     if nodes:
         return [seat for node in nodes for seat in _of_node(node)]
     if placement.devices is None:
-        share = None if placement.away else machine.host_bytes() // placement.nproc
+        share = None if placement.away else discovery.host_bytes() // placement.nproc
         return [_cpu_seat(rank, share) for rank in range(placement.nproc)]
-    known = {gpu.uuid: gpu for gpu in (found or machine.found()).gpus}
+    known = {gpu.uuid: gpu for gpu in (found or discovery.found()).gpus}
     return [
         Seat(known[uuid].title, (rank,), uuid, known[uuid].memory_bytes)
         if uuid in known

@@ -171,7 +171,7 @@ class Span(TypedDict):
     """One part of a step's time."""
 
     part: str
-    """One of nbdist.profile.figures.PARTS."""
+    """One of nbdist.profiler.measurements.PARTS."""
     seconds: float
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 from traitlets import Unicode
 
-from nbdist.panel import bundled
+from nbdist.panel import assets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +30,8 @@ class PanelWidget(anywidget.AnyWidget):
         words: what is displayed where no widget can be.
     """
 
-    _esm = bundled.SCRIPT
-    _css = bundled.STYLE
+    _esm = assets.SCRIPT
+    _css = assets.STYLE
     _model_module_version = Unicode(ANY_VERSION).tag(sync=True)
     _view_module_version = Unicode(ANY_VERSION).tag(sync=True)
 

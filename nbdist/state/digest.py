@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nbdist.state import wires
+from nbdist.state import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +57,7 @@ def digests(shards: ShardMap, *, dtypes: Mapping[str, torch.dtype] | None = None
 
 def agreed(
     shards: ShardMap,
-    group: wires.Group = None,
+    group: collectives.Group = None,
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, int]:
@@ -70,11 +70,11 @@ def agreed(
         dtypes: as for `digests`.
     """
     own = digests(shards, dtypes=dtypes)
-    if wires.size(group) == 1:
+    if collectives.size(group) == 1:
         return own
-    keys = sorted({key for others in wires.everyones(sorted(own), group) for key in others})
+    keys = sorted({key for others in collectives.everyones(sorted(own), group) for key in others})
     signed = np.array([own.get(key, 0) for key in keys], dtype=np.uint64).view(np.int64)
-    sums = wires.sums(signed.tolist(), group)
+    sums = collectives.sums(signed.tolist(), group)
     return {key: one % _WRAP for key, one in zip(keys, sums, strict=True)}
 
 

@@ -6,8 +6,7 @@ files   --fsdp-config and --deepspeed-config
 
 from __future__ import annotations
 
-from nbdist.strategies.files import load_config
-from nbdist.strategies.table import (
+from nbdist.strategies.backends import (
     ALIASES,
     BACKENDS,
     OFFLOADS,
@@ -19,6 +18,7 @@ from nbdist.strategies.table import (
     Strategy,
     canonical,
 )
+from nbdist.strategies.config_files import load_config
 
 __all__ = [
     "ALIASES",

@@ -20,7 +20,7 @@ from results import Row, middle
 from safetensors.torch import load_file, save_file
 
 from nbdist import checkpoint
-from nbdist.state import files
+from nbdist.state import shard_io
 from nbdist.state.shards import Piece, Shard
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def save(state: State, root: Path) -> None:
     parts = []
     for kind in ("model", "optim"):
         chosen = {name: one for name, one in shards.items() if name.startswith(kind)}
-        parts += files.write(chosen, tmp, 0, kind)
+        parts += shard_io.write(chosen, tmp, 0, kind)
     checkpoint.report(tmp, 0, parts)
     manifest = checkpoint.Manifest(
         backend="ddp",
@@ -148,7 +148,7 @@ def load(living: State, root: Path, *, crc: bool = True) -> None:
     """All that a load does on one rank."""
     path = checkpoint.find(root, "bench")
     manifest = checkpoint.verify(path, crc=crc)
-    files.read(path, manifest, whole(living))
+    shard_io.read(path, manifest, whole(living))
 
 
 def whole(state: State) -> dict[str, Shard]:

@@ -142,8 +142,8 @@ def run(case: Case) -> dict[str, int]:
         distributed.init_process_group("gloo")
     else:
         fake_group(case.world_size, case.rank)
-    from nbdist.rank import accelerator as engines
     from nbdist.strategies import Hardware, Options
+    from nbdist.worker.engines import accelerator as engines
 
     hardware = Hardware(
         kind="cpu", bf16=True, world_size=distributed.get_world_size(), nodes=case.nodes
@@ -160,9 +160,9 @@ def run(case: Case) -> dict[str, int]:
     ).checked(hardware)
     ops = options.strategy.extensions(options, hardware)
     if ops:
-        from nbdist.launcher import extensions
+        from nbdist.launcher import deepspeed_builds
 
-        extensions.ensure(ops, progress=lambda text: print(text, file=sys.stderr))
+        deepspeed_builds.ensure(ops, progress=lambda text: print(text, file=sys.stderr))
     late = engines.install(options, hardware)
     if case.backend == "fsdp2" and not case.real:
         return fsdp2_steps(case, late)
@@ -177,9 +177,9 @@ def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
     from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
     from transformers import initialization
 
-    from nbdist.rank import accelerator as engines
-    from nbdist.rank import fsdp, wrap
-    from nbdist.trace import units
+    from nbdist.planner.tracing import wrap_units
+    from nbdist.worker.engines import accelerator as engines
+    from nbdist.worker.engines import fsdp, wrap_policy
 
     late.distributed_type  # noqa: B018 - asking builds it
     # A mesh reads its ranks out of a tensor, which a fake one does not have.
@@ -193,7 +193,7 @@ def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
         if case.activation_checkpointing:
             engines._checkpoint_activations(model, {})
         # What shard_ready() does, without its broadcast: fake weights are equal everywhere.
-        late.state.fsdp_plugin.auto_wrap_policy = wrap.UnitPolicy(units.units(model))
+        late.state.fsdp_plugin.auto_wrap_policy = wrap_policy.UnitPolicy(wrap_units.units(model))
         # Accelerate's prepare() finds parameters by address, which fake tensors have not.
         with fsdp.shared_ends_in_root(model):
             model = fsdp2_prepare_model(late, model).train()
@@ -264,7 +264,7 @@ def engine_steps(case: Case, late: Any) -> dict[str, int]:
     """DDP, FSDP1 and DeepSpeed on real CPU tensors."""
     import torch
 
-    from nbdist.trace.footprint import Footprint
+    from nbdist.planner.tracing.memory_tracker import Footprint
 
     torch.manual_seed(0)
     footprint = Footprint()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from results import Row, middle
 
 import nbdist
-from nbdist.profile.advice import CHEAP
+from nbdist.profiler.advice import CHEAP
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests import planted
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist import Profile, Session
-    from nbdist.profile.advice import Advice
+    from nbdist.profiler.advice import Advice
 
 STEPS = 10
 """Of a window."""

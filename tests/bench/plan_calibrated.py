@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from results import Row
 
 from nbdist import Session
-from nbdist.kernel import planning
+from nbdist.session import planner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,7 +111,7 @@ def times(session: Session) -> Times:
 
 def predicted(session: Session) -> float:
     """Seconds of a step under the session's own backend."""
-    return planning.plan(session).row(session.backend).step_time_s
+    return planner.plan(session).row(session.backend).step_time_s
 
 
 def profile(session: Session) -> None:

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 import footprint
 import results
 
-from nbdist.plan import memory, optimizers, spec
-from nbdist.plan.engines import layout
-from nbdist.plan.models import closed
+from nbdist.planner import memory_model, model_spec, optimizers
+from nbdist.planner.memory import partitioning
+from nbdist.planner.models import analytic
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _gpt2(rng: random.Random) -> dict[str, Any]:
 
 def _zero(rng: random.Random, case: Case) -> dict[str, Any]:
     """Sizes as a user sets them, of the model's own order of magnitude; some stay default."""
-    params = spec.params(closed.from_config(case.config))
+    params = model_spec.params(analytic.from_config(case.config))
 
     def size(low: float, high: float) -> int:
         return round(params * low * (high / low) ** rng.random())
@@ -153,7 +153,7 @@ def _offloaded(case: Case) -> Case:
     return dataclasses.replace(case, offload="cpu", optimizer="adamw")
 
 
-def _setup(case: Case) -> memory.Setup:
+def _setup(case: Case) -> memory_model.Setup:
     """What the case is to the planner."""
     options = Options(
         backend=case.backend,
@@ -163,7 +163,7 @@ def _setup(case: Case) -> memory.Setup:
         accumulate=case.accumulate,
         deepspeed_config=case.deepspeed_config,
     ).checked(Hardware(kind="cpu", bf16=True, world_size=case.world_size))
-    return memory.Setup(
+    return memory_model.Setup(
         options=options,
         world_size=case.world_size,
         optimizer=optimizers.lookup(_NAMES[case.optimizer]),
@@ -173,17 +173,17 @@ def _setup(case: Case) -> memory.Setup:
 
 def predicted(case: Case) -> tuple[int, str]:
     """The planner's peak of device and host together, and when it is."""
-    model, setup = closed.from_config(case.config), _setup(case)
-    workload = spec.Workload(
+    model, setup = analytic.from_config(case.config), _setup(case)
+    workload = model_spec.Workload(
         batch_size=case.batch_size,
         seq_len=case.seq_len,
-        compute=memory.compute_of(setup),
+        compute=memory_model.compute_of(setup),
         activation_checkpointing=case.activation_checkpointing,
         kind="cpu",
     )
     return max(
         (moment.total + sum(moment.host.values()), moment.name)
-        for moment in memory.moments(model, workload, setup)
+        for moment in memory_model.moments(model, workload, setup)
     )
 
 
@@ -191,8 +191,8 @@ def _fullest(case: Case) -> int:
     """Measured bytes of the fullest rank of a fake group."""
     ranks = {0}
     if case.backend in {"zero1", "zero2"}:
-        model = closed.from_config(case.config)
-        shares = layout.shares(model.groups, tied=model.tied, world_size=case.world_size)
+        model = analytic.from_config(case.config)
+        shares = partitioning.shares(model.groups, tied=model.tied, world_size=case.world_size)
         touched = [share.touched for share in shares]
         last = case.world_size - 1
         # A reduction may be the peak of those whose gradients come first, or last.

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 import footprint
 import results
 
-from nbdist.plan import memory, spec
-from nbdist.plan.models import closed
-from nbdist.plan.optimizers import OPTIMIZERS
+from nbdist.planner import memory_model, model_spec
+from nbdist.planner.models import analytic
+from nbdist.planner.optimizers import OPTIMIZERS
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.plan.engines.story import Moment
+    from nbdist.planner.memory.timeline import Moment
 
 CASES = 32
 OLDER = 10
@@ -164,7 +164,7 @@ def _vocab(rng: random.Random) -> int:
 
 def predicted(case: footprint.Case) -> Moment:
     """The planner's peak for a case."""
-    model = closed.from_config(case.config | {"_attn_implementation": case.attention})
+    model = analytic.from_config(case.config | {"_attn_implementation": case.attention})
     options = Options(
         backend=case.backend,
         precision=case.precision,
@@ -174,21 +174,21 @@ def predicted(case: footprint.Case) -> Moment:
         replicate_across="nodes" if case.nodes > 1 else "none",
         fsdp_config=case.fsdp_config,
     )
-    setup = memory.Setup(
+    setup = memory_model.Setup(
         options=options,
         world_size=case.world_size,
         nodes=case.nodes,
         optimizer=OPTIMIZERS[_OPTIMIZERS[case.optimizer]],
         kind="cpu",
     )
-    workload = spec.Workload(
+    workload = model_spec.Workload(
         batch_size=case.batch_size,
         seq_len=case.seq_len,
-        compute=memory.compute_of(setup),
+        compute=memory_model.compute_of(setup),
         activation_checkpointing=case.activation_checkpointing,
         kind="cpu",
     )
-    return memory.peak(model, workload, setup)
+    return memory_model.peak(model, workload, setup)
 
 
 def _together(cases: Sequence[footprint.Case]) -> list[dict[str, int]]:

@@ -14,7 +14,7 @@ from results import Row
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from published import FEASIBLE, PICKS, RUNS
 
-from nbdist.plan import spec
+from nbdist.planner import model_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -169,7 +169,7 @@ def accelerate_says(one: Setting) -> float:
     from accelerate.commands.estimate import estimate_training_usage
 
     types = {"no": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}
-    usage = estimate_training_usage(4 * spec.params(one.model), types[one.precision])
+    usage = estimate_training_usage(4 * model_spec.params(one.model), types[one.precision])
     return max(usage.values()) / GIB
 
 
@@ -180,14 +180,14 @@ def deepspeed_says(one: Setting) -> float | None:
         from deepspeed.runtime.zero.stage_1_and_2 import (
             estimate_zero2_model_states_mem_needs as two,
         )
-    params, cluster = spec.params(one.model), one.cluster
+    params, cluster = model_spec.params(one.model), one.cluster
     where = {"num_gpus_per_node": cluster.ranks_per_node, "num_nodes": cluster.nodes}
     offload = "offload" in one.options
     if one.backend == "zero2":
         return float(two(params, cpu_offload=offload, **where)[1]) / GIB
     if one.backend == "zero3":
         both = {"cpu_offload": offload, "cpu_offload_params": "offload_params" in one.options}
-        return float(three(params, spec.largest(one.model), **both, **where)[1]) / GIB
+        return float(three(params, model_spec.largest(one.model), **both, **where)[1]) / GIB
     return None
 
 
@@ -205,7 +205,7 @@ def alloc_or_none() -> Callable[[Setting], float | None] | None:
 
     def says(one: Setting) -> float:
         report = ghost(
-            param_count=spec.params(one.model),
+            param_count=model_spec.params(one.model),
             dtype="float32" if one.precision == "no" else "bfloat16",
             batch_size=one.batch_size,
             seq_length=one.seq_len,

@@ -17,7 +17,7 @@ import time
 begin = time.perf_counter()
 import nbdist.plan
 print(time.perf_counter() - begin)
-import nbdist.plan.choice, nbdist.plan.read, nbdist.plan.here
+import nbdist.planner.search, nbdist.planner.load_model, nbdist.planner.local_devices
 print(time.perf_counter() - begin)
 """
 SEARCH = """

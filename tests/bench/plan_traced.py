@@ -15,15 +15,15 @@ import plan_modules
 import results
 
 import nbdist
-from nbdist.plan import memory, optimizers
-from nbdist.plan.models import traced
-from nbdist.plan.spec import Workload
+from nbdist.planner import memory_model, optimizers
+from nbdist.planner.model_spec import Workload
+from nbdist.planner.models import traced
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbdist.plan.spec import ModelSpec
+    from nbdist.planner.model_spec import ModelSpec
 
 WORLD_SIZE = 8
 LARGE = {
@@ -144,7 +144,7 @@ def predicted(case: footprint.Case) -> int:
         precision=case.precision,
         activation_checkpointing=case.activation_checkpointing,
     ).checked(Hardware(kind="cpu", bf16=True, world_size=case.world_size))
-    setup = memory.Setup(
+    setup = memory_model.Setup(
         options=options,
         world_size=case.world_size,
         optimizer=optimizers.OPTIMIZERS[case.optimizer],
@@ -153,11 +153,11 @@ def predicted(case: footprint.Case) -> int:
     workload = Workload(
         batch_size=case.batch_size,
         seq_len=case.seq_len,
-        compute=memory.compute_of(setup),
+        compute=memory_model.compute_of(setup),
         activation_checkpointing=case.activation_checkpointing,
         kind="cpu",
     )
-    return memory.peak(spec_of(case), workload, setup).total
+    return memory_model.peak(spec_of(case), workload, setup).total
 
 
 _specs: dict[str, ModelSpec] = {}

@@ -17,7 +17,7 @@ from results import Row, middle
 from starts import launch_command
 
 import nbdist
-from nbdist.engines.local import LocalEngine
+from nbdist.cluster.local import LocalEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ START = """
 import sys, time, torch
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
-from nbdist.rank import rehearsal
+from nbdist.worker.engines import cpu as rehearsal
 
 rehearsal.install()  # accelerate runs neither engine on a CPU by itself
 rehearsal.skip_shared_memory_op()

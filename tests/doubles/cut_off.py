@@ -11,8 +11,8 @@ import time
 import psutil
 
 from nbdist import RankDied, Session
-from nbdist.engines import hub, nodes
-from nbdist.engines.remote import RemoteEngine
+from nbdist.cluster import agent_server, node_group
+from nbdist.cluster.remote import RemoteEngine
 from tests.two_nodes import Hosts, OnHosts
 
 LONG_S = 60.0
@@ -27,7 +27,7 @@ def listening(processes: list[psutil.Process]) -> list[str]:
 def main() -> None:
     """Do it."""
     hosts = Hosts(sys.argv[1])
-    nodes.LEASE_S, hub.CUT_OFF_S = float(sys.argv[2]), float(sys.argv[3])
+    node_group.LEASE_S, agent_server.CUT_OFF_S = float(sys.argv[2]), float(sys.argv[3])
     cluster = OnHosts(hosts)
     seen: dict[str, object] = {}
     with Session(2, engine=RemoteEngine(cluster)) as session:

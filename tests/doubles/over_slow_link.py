@@ -13,8 +13,8 @@ import time
 import numpy as np
 
 from nbdist import CellInterrupted, Session
-from nbdist.engines.hub import CUT_OFF_S
-from nbdist.engines.remote import RemoteEngine
+from nbdist.cluster.agent_server import CUT_OFF_S
+from nbdist.cluster.remote import RemoteEngine
 from tests.two_nodes import Hosts, OnHosts
 
 TRAIN = """

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbdist.engines import named
-from nbdist.engines.spread import Spread
+from nbdist.cluster import factory
+from nbdist.cluster.rank_distribution import Spread
 from tests.two_nodes import Hosts, OnHosts
 
 if TYPE_CHECKING:
-    from nbdist.engines.base import Kind
+    from nbdist.cluster.allocation import Kind
 
 
 class Stand(OnHosts):
@@ -42,4 +42,4 @@ def stand_in(prefix: str) -> None:
     def made(*_: Any) -> Stand:
         return Stand(Hosts(prefix))
 
-    named.RayCluster = made  # type: ignore[assignment, misc]
+    factory.RayCluster = made  # type: ignore[assignment, misc]

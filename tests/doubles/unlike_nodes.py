@@ -2,8 +2,8 @@
 
 import os
 
-import nbdist.machine
-from nbdist.node import __main__ as agent
+import nbdist.hardware.discovery
+from nbdist.cluster.agent import __main__ as agent
 from tests.unit.test_devices import GIB, FakeGpu, FakeNvml
 
 HAS = {
@@ -22,9 +22,11 @@ def pretend(node: str) -> None:
     """Let this process take its machine for this node."""
     memory, cores, name, gib, capability = HAS[node]
     fake = FakeNvml([FakeGpu(uuid, name, gib * GIB, capability) for uuid in gpus(node)])
-    nbdist.machine.pynvml = lambda: fake  # type: ignore[assignment, return-value]
-    nbdist.machine.host_bytes = nbdist.machine.host_free_bytes = lambda: memory * GIB
-    nbdist.machine._num_cpus = lambda: cores
+    nbdist.hardware.discovery.pynvml = lambda: fake  # type: ignore[assignment, return-value]
+    nbdist.hardware.discovery.host_bytes = nbdist.hardware.discovery.host_free_bytes = lambda: (
+        memory * GIB
+    )
+    nbdist.hardware.discovery._num_cpus = lambda: cores
 
 
 if __name__ == "__main__":

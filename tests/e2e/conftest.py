@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def one_launcher() -> Iterator[None]:
     """Sessions take over the launcher of those before; in tests/faults each starts its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nbdist.kernel.session.LocalEngine", lambda: keeper)
+        patch.setattr("nbdist.session.session.LocalEngine", lambda: keeper)
         yield
 
 

@@ -10,16 +10,17 @@ import pytest
 import nbdist
 from nbdist import PlanError, Session, SessionBusy, SessionError
 from nbdist.errors import OptionError
-from nbdist.kernel import calibrating, planning
-from nbdist.plan import cost, here, known, speeds
-from nbdist.rank import bandwidth
+from nbdist.operations import calibrate
+from nbdist.planner import local_devices, measurement_store, measurements, step_time
+from nbdist.session import planner
+from nbdist.worker.benchmarks import communication
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from nbdist.kernel.calibrating import Calibrated
+    from nbdist.operations.calibrate import Calibrated
 
 MIB = 1 << 20
 FACTOR = 4.0
@@ -86,9 +87,9 @@ def value(session: Session, code: str) -> Any:
 
 def test_each_collective_is_measured_at_four_sizes_and_its_latency(measured: Calibrated) -> None:
     for figures in measured.figures.values():
-        assert set(figures["curves"]) == set(speeds.COLLECTIVES)
+        assert set(figures["curves"]) == set(measurements.COLLECTIVES)
         for curve in figures["curves"].values():
-            assert [size for size, _ in curve] == list(bandwidth.SIZES)
+            assert [size for size, _ in curve] == list(communication.SIZES)
             assert all(seconds > 0 for _, seconds in curve)
             assert curve[-1][1] > curve[0][1], "64 MiB take longer than 4 KiB"
         assert set(figures["products"]) == {"fp32", "bf16"}
@@ -124,7 +125,7 @@ def test_a_collective_of_another_size_takes_about_as_long_as_planned(ranks: Sess
     for _ in range(2):  # others compute on this machine meanwhile
         ranks.calibrate()
         for size, found in ratios.items():
-            planned = cost.collective_s("all_reduce", size, here.found(2, kind="cpu"))
+            planned = step_time.collective_s("all_reduce", size, local_devices.found(2, kind="cpu"))
             found.append(value(ranks, f"fresh({size})") / planned)
     for found in ratios.values():
         assert 1 / FACTOR < statistics.geometric_mean(found) < FACTOR, ratios
@@ -170,7 +171,7 @@ def test_a_folder_that_is_not_there_is_refused_before_the_ranks_measure(
 def test_a_folder_that_only_the_ranks_miss_is_refused_on_all_of_them(
     ranks: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrating, "_check_disk", lambda _: None)  # as on other machines
+    monkeypatch.setattr(calibrate, "_check_disk", lambda _: None)  # as on other machines
     with pytest.raises(SessionError, match="No such file or directory"):
         ranks.calibrate(disk=tmp_path / "missing")
     assert value(ranks, "1 + 1") == 2, "and the ranks are in step"
@@ -192,21 +193,21 @@ def test_a_running_cell_is_not_disturbed(ranks: Session) -> None:
 
 def test_a_profile_teaches_the_planner_this_loop(ranks: Session) -> None:
     ranks.run(LOOP)
-    before = planning.plan(ranks).row("ddp").cost
+    before = planner.plan(ranks).row("ddp").cost
     ranks.run("train(6)", profile={"steps": 3, "memory": False})
     eventually(lambda: ranks.profiles, within_s=60)
     profile = ranks.profiles[-1]
-    after = planning.plan(ranks).row("ddp").cost
+    after = planner.plan(ranks).row("ddp").cost
     assert before is not None
     assert after is not None
     computing = profile.parts["forward"] + profile.parts["backward"]
     # the planner learns from the median of the ranks
     assert after.compute_s == pytest.approx(computing, rel=0.3)
     assert after.uncertainty < before.uncertainty
-    pace = here.found(2, kind="cpu").slowest.pace
+    pace = local_devices.found(2, kind="cpu").slowest.pace
     assert pace is not None
     assert pace.loops["bf16"].runs == 1
-    assert "compute speed" in str(planning.plan(ranks)).partition("measured here")[0]
+    assert "compute speed" in str(planner.plan(ranks)).partition("measured here")[0]
 
 
 def test_one_rank_alone_has_no_link_to_measure() -> None:
@@ -215,5 +216,5 @@ def test_one_rank_alone_has_no_link_to_measure() -> None:
         assert figures["curves"] == {}
         assert figures["products"]["fp32"] > 0
         with pytest.raises(PlanError):
-            planning.plan(alone)
-    assert known.Known("nowhere").links("1 CPU rank") is None
+            planner.plan(alone)
+    assert measurement_store.Known("nowhere").links("1 CPU rank") is None

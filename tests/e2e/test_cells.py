@@ -191,7 +191,7 @@ def test_stop_in_the_import_of_torch_cuts_nothing_in_two(
         return whole[-1]
 
     session.run("ones = torch.ones(3)")
-    monkeypatch.setattr("nbdist.payload.reading.importlib.import_module", stopped)
+    monkeypatch.setattr("nbdist.protocol.serialization.reader.importlib.import_module", stopped)
     with pytest.raises(CellInterrupted, match="the pull was stopped; all variables are as they"):
         session.pull("ones")
     assert [one.__name__ for one in whole] == ["torch"]

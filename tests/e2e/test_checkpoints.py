@@ -31,8 +31,8 @@ ANY_RANKS = MODEL.replace("batch_size=2", "batch_size=4 // world_size").replace(
 )
 STATE = textwrap.dedent(
     """
-    from nbdist.rank import training
-    from nbdist.rank.carry import Carried
+    from nbdist.worker.training import prepared_models as training
+    from nbdist.worker.training.model_state import Carried
     from nbdist.state import digest
     def fingerprint():
         return digest.agreed(Carried(0, training.everything()[0]).share())
@@ -205,7 +205,7 @@ def test_other_loaders_go_on(trained: Session, loader: str) -> None:
 WAITING = textwrap.dedent(
     """
     import threading
-    from nbdist.rank import saving as inside
+    from nbdist.worker.operations import save as inside
     go = threading.Event()
     inside.before_step[:] = [lambda step: go.wait(60) if step == "write" else None]
     """
@@ -355,7 +355,7 @@ def test_one_rank_that_cannot_write_stops_all(trained: Session, folder: Path) ->
 def test_a_failure_in_a_cells_save_is_seen(trained: Session, capsys: Any) -> None:
     trained.run(START.format(""))
     trained.run(
-        "from nbdist.rank import saving as inside\n"
+        "from nbdist.worker.operations import save as inside\n"
         "def fail(step):\n"
         "    if step == 'commit': raise OSError(5, 'on purpose')\n"
         "inside.before_step[:] = [fail]\n"
@@ -468,7 +468,7 @@ def test_a_failed_load_puts_everything_back(trained: Session) -> None:
         found = []
         for phase in ("reading", "verifying", "checking"):
             trained.run(
-                "from nbdist.rank import phases as inside\n"
+                "from nbdist.worker.operations import transaction as inside\n"
                 f"def fail(phase, wanted={phase!r}):\n"
                 "    if phase == wanted and rank == 1:\n"
                 "        inside.before_phase.clear(); raise RuntimeError('on purpose')\n"

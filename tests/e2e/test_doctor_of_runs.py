@@ -9,9 +9,9 @@ import pytest
 
 import nbdist
 from nbdist import CellError, Session
-from nbdist.doctor import run
-from nbdist.doctor.case import Case
-from nbdist.profile.figures import Model, RankFigures, Traffic
+from nbdist.doctor import training_checks
+from nbdist.doctor.evidence import Case
+from nbdist.profiler.measurements import Model, RankFigures, Traffic
 
 if TYPE_CHECKING:
     from tests.live_kernel import LiveKernel
@@ -81,13 +81,13 @@ def test_the_lines_for_zero3_and_fsdp_can_be_pasted_while_a_model_lives(
     told = "import nbdist\nsession = nbdist.session()\nprint(session.options.fsdp_config)"
     assert "NO_WRAP" in notebook.run(told).text
     like = Session(nproc=2, backend="fsdp2", fsdp_config={"auto_wrap_policy": "NO_WRAP"})
-    (one,) = run.recognised(case(like, units=1, traffic=[]))
+    (one,) = training_checks.recognised(case(like, units=1, traffic=[]))
     assert notebook.run(one.do).status == "ok"
     counted = "f'units {sum(type(one).__name__.startswith(\"FSDP\") for one in model.modules())}'"
     units = f"%%distribute\ntrain()\n{counted}"
     assert "units 7" in notebook.run(units).text  # six layers and the model around them
     like = Session(nproc=2, backend="zero3")
-    (one,) = run.recognised(case(like, units=1, traffic=[gathers(40, 1000)]))
+    (one,) = training_checks.recognised(case(like, units=1, traffic=[gathers(40, 1000)]))
     assert notebook.run(one.do).status == "ok"
     assert notebook.run("%%distribute\ntrain()").status == "ok"
     kept = notebook.run("print(session.options.deepspeed_config)").text

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import CellError, OptionError, Session, machine
-from nbdist.engines.local import Launcher
-from nbdist.kernel import devices, planning
-from nbdist.machine import Node
-from nbdist.panel import predicted
+from nbdist import CellError, OptionError, Session
+from nbdist.cluster.local import Launcher
+from nbdist.hardware import discovery
+from nbdist.hardware.discovery import Node
+from nbdist.panel import plan_view
+from nbdist.session import placement as session_placement
+from nbdist.session import planner
 from tests.e2e.test_engines import TRAINER
 from tests.e2e.test_switch import MODEL, START, apart, one
 from tests.faults.test_stop import stopped_with
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from nbdist.kernel.devices import Placement
-    from nbdist.machine import Machine
+    from nbdist.hardware.discovery import Machine
+    from nbdist.session.placement import Placement
     from nbdist.strategies import Hardware
 
 pytestmark = pytest.mark.timeout(300)
@@ -58,18 +60,18 @@ LOOK = textwrap.dedent(
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Session]:
     """Four ranks on this machine; each of two is told that it shares a node with the next."""
-    found = devices.hardware
+    found = session_placement.hardware
 
     def hardware(placement: Placement, machine: Machine, nodes: Sequence[Node]) -> Hardware:
         return replace(found(placement, machine, nodes), nodes=2)
 
     def nodes(_: Launcher, world_size: int) -> list[Node]:
-        here, half = machine.found(), world_size // 2
+        here, half = discovery.found(), world_size // 2
         places = (range(half), range(half, world_size))
         return [Node(f"node {i}", tuple(mine), here) for i, mine in enumerate(places)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "hardware", hardware)
+        patch.setattr(session_placement, "hardware", hardware)
         patch.setattr(Launcher, "nodes", nodes)
         with Session(nproc=4) as session:
             session.run(MODEL + LOOK)
@@ -97,7 +99,7 @@ def test_it_trains_as_fsdp_does_and_replicas_are_equal(two_nodes: Session) -> No
     everything = found[0]["all"]
     assert sum(seen["local"] for seen in found.values()) == 2 * everything
     assert sum(seen["owned"] for seen in found.values()) == everything
-    lines = {line.part: line for line in planning.check(two_nodes).lines}
+    lines = {line.part: line for line in planner.check(two_nodes).lines}
     for part in ("parameters", "optimizer"):
         assert lines[part].error == pytest.approx(0, abs=0.02), part
 
@@ -105,11 +107,11 @@ def test_it_trains_as_fsdp_does_and_replicas_are_equal(two_nodes: Session) -> No
 def test_a_session_on_nodes_is_planned_with_replicas(two_nodes: Session) -> None:
     two_nodes.switch("fsdp", replicate_across="nodes")
     two_nodes.run(START.format(""))
-    plan = planning.plan(two_nodes)
+    plan = planner.plan(two_nodes)
     assert plan.question.cluster.describe() == "4 CPU ranks on 2 nodes"
     row = plan.row("fsdp2", replicate_across="nodes")
     assert row.memory["optimizer"] > 1.8 * plan.row("fsdp2").memory["optimizer"]
-    shown = predicted.of_plan(plan, two_nodes.options).strategies["rows"]
+    shown = plan_view.of_plan(plan, two_nodes.options).strategies["rows"]
     (current,) = [one for one in shown if one["current"]]
     assert current["words"] == "fsdp2, replicate across nodes"
     other = next(one for one in shown if one["backend"] == "zero3")

@@ -31,8 +31,8 @@ PRELUDE = textwrap.dedent(
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
     from nbdist.errors import SwitchError
-    from nbdist.rank import accelerator as accelerators
-    from nbdist.state import digest, layouts, moving, shards
+    from nbdist.worker.engines import accelerator as accelerators
+    from nbdist.state import digest, layouts, reshard as moving, shards
     from nbdist.strategies import Options
 
     tokens = torch.randint(0, 211, (256, 24), generator=torch.Generator().manual_seed(5))

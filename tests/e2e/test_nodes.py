@@ -21,24 +21,17 @@ import psutil
 import pytest
 import zmq
 
-from nbdist import (
-    CellError,
-    CellInterrupted,
-    CheckpointError,
-    RankDied,
-    Session,
-    StartError,
-    machine,
-)
-from nbdist.engines import named
-from nbdist.engines.base import Place
-from nbdist.engines.nodes import Nodes
-from nbdist.engines.remote import RemoteEngine
-from nbdist.engines.spread import Spread
-from nbdist.kernel import moving, planning, status
-from nbdist.kernel.status_line import StatusLine
-from nbdist.panel.live import View
-from nbdist.wire_nodes import AHEAD
+from nbdist import CellError, CellInterrupted, CheckpointError, RankDied, Session, StartError
+from nbdist.cluster import factory
+from nbdist.cluster.allocation import Place
+from nbdist.cluster.node_group import Nodes
+from nbdist.cluster.protocol import AHEAD
+from nbdist.cluster.rank_distribution import Spread
+from nbdist.cluster.remote import RemoteEngine
+from nbdist.hardware import discovery
+from nbdist.output.status_line import StatusLine
+from nbdist.panel.controller import View
+from nbdist.session import planner, status, transfer_progress
 from tests.conftest import eventually
 from tests.doubles import unlike_nodes
 from tests.two_nodes import Here, Hosts
@@ -221,7 +214,7 @@ def test_a_slow_push_and_pull_say_how_far_they_are(
     session.push(given=given)
     session.pull("given", rank=2)
     assert "nbdist: pu" not in capsys.readouterr().out  # over before anybody wondered
-    monkeypatch.setattr(moving, "PATIENCE_S", 0)
+    monkeypatch.setattr(transfer_progress, "PATIENCE_S", 0)
     session.push(given=given)  # to two nodes
     session.pull("given", rank=2)
     lines = capsys.readouterr().out.splitlines()
@@ -240,7 +233,7 @@ def test_stop_ends_a_push_or_pull_and_leaves_no_file(
 ) -> None:
     given = np.ones(10_000_000)
     session.push(given=given)
-    monkeypatch.setattr(moving, "PATIENCE_S", 0)
+    monkeypatch.setattr(transfer_progress, "PATIENCE_S", 0)
     pressed: list[str] = []
 
     class Pressed(StatusLine):
@@ -249,7 +242,7 @@ def test_stop_ends_a_push_or_pull_and_leaves_no_file(
             if len(pressed) == 1:
                 os.kill(os.getpid(), signal.SIGINT)  # while chunks are on their way
 
-    monkeypatch.setattr(moving, "StatusLine", Pressed)
+    monkeypatch.setattr(transfer_progress, "StatusLine", Pressed)
     ways = {
         "push": lambda: session.push(given=given * 2),
         "pull": lambda: session.pull("given", rank=2),
@@ -306,7 +299,7 @@ def test_the_panel_shows_memory_by_node_and_asks_each_once(
     expected = [psutil.Process(pid).memory_info().rss for pid in pids(session)]
     assert used == pytest.approx(expected, rel=0.2)
     assert {name: node["host_bytes"] for name, node in by_name(view).items()} == dict.fromkeys(
-        ("alpha", "beta"), machine.host_bytes()
+        ("alpha", "beta"), discovery.host_bytes()
     )
     assert all(node["host_used_bytes"] for node in by_name(view).values())
 
@@ -341,7 +334,7 @@ def test_an_open_panel_asks_every_second_and_a_closed_one_does_not(
 
 def test_status_says_what_each_node_and_rank_holds(session: Session) -> None:
     _, alpha, rank0, rank1, beta, rank2 = status.lines(session)
-    cores = machine.found().num_cpus
+    cores = discovery.found().num_cpus
     assert re.fullmatch(
         rf"  node alpha: 2 CPU ranks, {cores} cores, host memory [\d.]+ of [\d.]+ GiB", alpha
     )
@@ -617,7 +610,7 @@ def test_what_the_cluster_says_of_a_node_is_told(session: Session, cluster: Here
 KILLED = """
 import sys
 from nbdist import Session
-from nbdist.engines.remote import RemoteEngine
+from nbdist.cluster.remote import RemoteEngine
 from tests.two_nodes import Here
 cluster = Here("alpha", "beta")
 with Session(2, engine=RemoteEngine(cluster)) as session:
@@ -734,7 +727,7 @@ class Unlike(Here):
 def unlike(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Unlike:  # noqa: ARG001 - runs there
     """What `--on ray` means."""
     cluster = Unlike("alpha", "beta")
-    monkeypatch.setattr(named, "RayCluster", lambda *_: cluster)
+    monkeypatch.setattr(factory, "RayCluster", lambda *_: cluster)
     return cluster
 
 
@@ -742,13 +735,13 @@ def test_cpu_ranks_are_planned_with_the_least_that_a_node_has(unlike: Unlike) ->
     with Session(2, on="ray", nodes=2) as session:
         assert unlike.chosen == Spread("cpu", 2, 1)
         assert [node.machine.num_cpus for node in session.nodes] == [32, 4]
-        planned = planning.machine(session)
+        planned = planner.machine(session)
         assert (planned.nodes, planned.world_size, planned.num_cpus) == (2, 2, 4)
         assert planned.smallest.free_bytes == planned.host_memory_bytes == 12 << 30
         assert "beta has the least host memory free, 12.0 GiB to 64.0 GiB" in planned.notes[0]
         # as --auto plans on rank 0, with what each rank has found free
         session.run(
-            "from nbdist.rank import accelerator as a, choose\n"
+            "from nbdist.worker.engines import accelerator as a, auto_strategy as choose\n"
             "there = choose.cluster([5 << 30, 3 << 30], a.current().hardware, a.current().nodes)"
         )
         told = session.run("(there.nodes, there.num_cpus, there.smallest.free_bytes)").values

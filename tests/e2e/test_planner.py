@@ -13,8 +13,8 @@ import pytest
 
 import nbdist
 from nbdist import CellError, CellInterrupted, OptionError, PlanError, Session
-from nbdist.kernel import planning
-from nbdist.plan.checked import BESIDE, REST, TOLD_APART
+from nbdist.planner.validation import BESIDE, REST, TOLD_APART
+from nbdist.session import planner
 from nbdist.strategies import STRATEGIES
 from tests import engines
 from tests.conftest import eventually
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from nbdist.kernel.cell import CellResult
+    from nbdist.session.cell import CellResult
 
 BAR = 0.10
 """Largest relative error of a prediction here; tests/bench holds the model of memory to less."""
@@ -98,7 +98,7 @@ def displays(result: CellResult) -> list[dict[str, Any]]:
 
 def test_ranks_measure_themselves_in_the_third_step_as_predicted(ranks: Session) -> None:
     with pytest.raises(PlanError, match="nothing was measured"):
-        planning.check(ranks)
+        planner.check(ranks)
     ranks.run(PREPARE + "train(model, optimizer, 2)")
     assert ranks.measured() == {0: None, 1: None}
     ranks.run("train(model, optimizer, 1)")
@@ -108,7 +108,7 @@ def test_ranks_measure_themselves_in_the_third_step_as_predicted(ranks: Session)
         assert sum(found.parts.values()) == found.allocated_bytes
         assert found.told_apart().keys() <= {*TOLD_APART, REST}
         assert found.rss_bytes > found.rss_before_bytes > 0
-    check = planning.check(ranks)
+    check = planner.check(ranks)
     assert check.error == pytest.approx(0, abs=BAR)
     for line in check.lines:
         if line.part in {"parameters", "master", "optimizer", "buffers"}:
@@ -119,7 +119,7 @@ def test_ranks_measure_themselves_in_the_third_step_as_predicted(ranks: Session)
 
 def test_another_model_on_the_ranks_is_counted_beside_the_checked_one(ranks: Session) -> None:
     ranks.run("teacher = torch.nn.Linear(1024, 1024)\n" + PREPARE + "train(model, optimizer, 3)")
-    check = planning.check(ranks)
+    check = planner.check(ranks)
     others = next(line for line in check.lines if line.part == BESIDE)
     assert others.measured == pytest.approx(4 * 1024 * 1025, rel=0.01)
     assert check.error == pytest.approx(0, abs=BAR)
@@ -142,7 +142,7 @@ def test_a_new_prepare_measures_anew(ranks: Session) -> None:
 
 def test_training_is_the_same_with_and_without_the_measured_step(ranks: Session) -> None:
     measured = value(ranks, PREPARE + "train(model, optimizer, 5)")
-    later = "from nbdist.rank import measure; measure.STEPS_BEFORE = {}\n"
+    later = "from nbdist.worker.memory import memory_probe as measure; measure.STEPS_BEFORE = {}\n"
     unmeasured = value(ranks, later.format(99) + PREPARE + "train(model, optimizer, 5)")
     assert ranks.measured() == {0: None, 1: None}
     ranks.run(later.format(2))
@@ -172,18 +172,18 @@ def test_a_cell_that_fails_in_the_measured_step_leaves_no_trace(ranks: Session) 
 @pytest.mark.parametrize("ranks", ["ddp"], indirect=True)
 def test_models_of_the_ranks_are_planned_by_name(ranks: Session) -> None:
     ranks.run("bare = build(); number = 7")
-    plan = planning.plan(ranks, "bare", batch_size=2, seq_len=32)
+    plan = planner.plan(ranks, "bare", batch_size=2, seq_len=32)
     assert plan.question.world_size == 2
     assert len({row.backend for row in plan.rows}) == len(STRATEGIES)
     for name, why in (("number", "is a int"), ("missing", "not a variable")):
         with pytest.raises(PlanError, match=why):
-            planning.plan(ranks, name)
+            planner.plan(ranks, name)
 
 
 def test_accumulation_is_measured_over_all_micro_batches() -> None:
     with Session(nproc=2, backend="fsdp", accumulate=2) as session:
         session.run(MODEL + PREPARE + "train(model, optimizer, 3)")
-        check = planning.check(session)
+        check = planner.check(session)
         assert check.error == pytest.approx(0, abs=BAR)
         whole = next(line for line in check.lines if line.part == "gradients")
         assert whole.measured == 4 * value(session, "sum(p.numel() for p in model.parameters())")
@@ -218,7 +218,7 @@ def test_auto_decides_the_same_on_all_ranks_and_explains_once() -> None:
         assert session.differing(backend=session.backend) == {}
         assert "backend" in session.differing(backend="zero1")
         session.run("train(model, optimizer, 3)")
-        assert planning.check(session).error == pytest.approx(0, abs=BAR)
+        assert planner.check(session).error == pytest.approx(0, abs=BAR)
 
 
 def test_auto_searches_within_what_is_given() -> None:
@@ -270,7 +270,7 @@ def test_what_auto_cannot_be_given_is_a_sentence() -> None:
 
 def test_looking_at_the_loader_changes_nothing() -> None:
     code = """
-    from nbdist.rank import choose
+    from nbdist.worker.engines import auto_strategy as choose
 
     class Rows(torch.utils.data.IterableDataset):
         taken = 0
@@ -352,13 +352,13 @@ def test_training_that_does_not_fit_gets_lines_to_paste(small: Session) -> None:
     size = sum(p.numel() for p in model.parameters())
     room = own.vms + 5 * size
     resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
-    from nbdist.rank import choose
+    from nbdist.worker.engines import auto_strategy as choose
     choose.free_bytes = lambda model=None: {free}
     train(model, optimizer, 2)
     """
     need = max(
         row.device_bytes
-        for row in planning.plan(small, batch_size=4, seq_len=64).rows
+        for row in planner.plan(small, batch_size=4, seq_len=64).rows
         if row.backend == "ddp" and row.options.offload == "none"
     )
     with pytest.raises(CellError) as caught:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import nbdist
-from nbdist import CellError, wire
+from nbdist import CellError
 from nbdist.errors import SwitchError
-from nbdist.kernel import settling
+from nbdist.protocol import messages
+from nbdist.session import recovery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,13 +50,13 @@ def losses(session: Session, first: int, count: int) -> list[float]:
 
 def release(session: Session, name: str) -> dict[int, Any]:
     """Abort the process groups of all ranks, as Stop does where ranks are stuck."""
-    request = wire.ReleaseRequest(pids=[one.pid for one in session._gang.members], id=name)
-    return session._gang.ask(range(2), wire.RELEASE, request, channel="control")
+    request = messages.ReleaseRequest(pids=[one.pid for one in session._gang.members], id=name)
+    return session._gang.ask(range(2), messages.RELEASE, request, channel="control")
 
 
 def renew(session: Session) -> str:
     """Make the groups and engines again, as the end of such a cell does."""
-    return settling.renew(session._gang, world_size=2, groups=True)
+    return recovery.renew(session._gang, world_size=2, groups=True)
 
 
 @pytest.fixture(scope="module", params=EACH_ENGINE)
@@ -111,7 +112,7 @@ def test_a_save_that_runs_during_a_release_ends(
     trained.run("""
         import threading
         from torch.distributed import distributed_c10d
-        from nbdist.rank import saving
+        from nbdist.worker.operations import save as saving
         go_on = threading.Event()
         saving.before_step.append(lambda step: step == "write" and go_on.wait(60))
     """)
@@ -227,7 +228,7 @@ def test_nccl_watchdog_ends_no_rank_whose_groups_were_aborted(session: Session) 
 def test_the_old_groups_are_aborted_before_a_new_one_is_used(session: Session) -> None:
     """NCCL would run the proof behind a collective that another rank has never begun."""
     session.run("""
-        from nbdist.rank import group, release
+        from nbdist.worker import process_group as group; from nbdist.worker.interrupt import abort_collectives as release
         order, abort, prove = [], release._abort_groups, group.prove
         release._abort_groups = lambda: (order.append("abort"), abort())
         group.prove = lambda **how: (order.append("prove"), prove(**how))
@@ -326,8 +327,8 @@ def test_a_rank_that_lacks_memory_in_a_switch_takes_all_back(session: Session) -
     session.switch("fsdp2")
     found = losses(session, 0, 3)
     session.run("""
-        from nbdist.rank.collectives import Meeting
-        from nbdist.state import moving
+        from nbdist.worker.collective_check import Meeting
+        from nbdist.state import reshard as moving
         meet, Meeting.__call__ = Meeting.__call__, lambda *_, **__: None
         packed = moving._Plan._packed
 

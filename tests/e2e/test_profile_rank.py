@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import CellError, Session, wire
-from nbdist.kernel.gang import Gang
-from nbdist.profile.figures import RankFigures
+from nbdist import CellError, Session
+from nbdist.profiler.measurements import RankFigures
+from nbdist.protocol import messages
+from nbdist.session.worker_group import Gang
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from nbdist.kernel.cell import CellResult
+    from nbdist.session.cell import CellResult
 
 PREPARE = textwrap.dedent(
     """
@@ -58,7 +59,7 @@ PATCHED = textwrap.dedent(
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from torch._C._distributed_c10d import Work
-    from nbdist.rank import collectives, zero
+    from nbdist.worker import collective_check as collectives; from nbdist.worker.engines import deepspeed as zero
     import accelerate.data_loader, threading
     from torch.utils.data import dataloader
 
@@ -93,7 +94,7 @@ class Profiler:
         replies: dict[int, Any] = {}
         for rank in (0, 1):
             ours = {**asked, "cell": (cells or {}).get(rank, "")}
-            replies |= self.session._gang.ask([rank], wire.PROFILE, ours, channel="control")
+            replies |= self.session._gang.ask([rank], messages.PROFILE, ours, channel="control")
         return name, replies
 
     def told(self, name: str) -> Mapping[int, Any]:
@@ -127,7 +128,7 @@ def profiler(request: pytest.FixtureRequest) -> Iterator[Profiler]:
     usual = Gang.receive
 
     def receive(gang: Gang, ranks: Any, channel: Any, message: Any) -> None:
-        if message["header"]["msg_type"] == wire.PROFILED:
+        if message["header"]["msg_type"] == messages.PROFILED:
             heard.setdefault(message["content"]["id"], {})[ranks[0]] = message["content"]
         usual(gang, ranks, channel, message)
 

@@ -185,7 +185,7 @@ def test_a_failed_phase_brings_the_old_engine_back(trained: Session) -> None:
     found = []
     for phase in ("checking", "keeping", "freeing", "building", "loading", "verifying", "binding"):
         trained.run(
-            "import nbdist.rank.phases as inside\n"
+            "import nbdist.worker.operations.transaction as inside\n"
             f"def fail(phase, wanted={phase!r}):\n"
             "    if phase == wanted and rank == 1:\n"
             "        inside.before_phase.clear(); raise RuntimeError('on purpose')\n"
@@ -206,7 +206,7 @@ def test_an_engine_that_cannot_be_made_brings_the_old_one_back(trained: Session)
     trained.switch("ddp")
     trained.run(START.format(""))
     trained.run(
-        "import nbdist.rank.accelerator as inside\n"
+        "import nbdist.worker.engines.accelerator as inside\n"
         "original = inside._original_init\n"
         "def once(*_, **__):\n"
         "    inside._original_init = original\n"

@@ -84,7 +84,7 @@ def test_layers_that_were_unfrozen_are_trained_on(ranks: Session, backend: str) 
         "train(1, model, optimizer)"
     )
     ranks.switch("fsdp1" if backend == "ddp" else "ddp")
-    ranks.run("from nbdist.rank.measure import state")
+    ranks.run("from nbdist.worker.memory.memory_probe import state")
     assert one(ranks, "[list(shape) for shape, _ in state.watch.call.values()]") == [
         [4, 8]
     ]  # plans go on with the batches that were seen

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(900)
 
 PRELUDE = textwrap.dedent(
     """
-    from nbdist.rank import training
-    from nbdist.rank.carry import Carried
+    from nbdist.worker.training import prepared_models as training
+    from nbdist.worker.training.model_state import Carried
     from nbdist.state import digest, layouts
 
     def digests():

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.timeout(600)
 
 LOSSES = textwrap.dedent(
     """
-    from nbdist.rank import training
-    from nbdist.rank import phases as inside
+    from nbdist.worker.training import prepared_models as training
+    from nbdist.worker.operations import transaction as inside
     from nbdist.state import layouts
 
     def layout():

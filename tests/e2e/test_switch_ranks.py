@@ -13,7 +13,7 @@ import pytest
 
 from nbdist import Session, SwitchError
 from nbdist.errors import RankDied, StartError
-from nbdist.state import files
+from nbdist.state import shard_io
 from tests.e2e.test_engines import WRAPPED
 from tests.e2e.test_switch import MODEL, apart, one
 
@@ -197,7 +197,7 @@ BOMB = textwrap.dedent(
         bomb = Bomb()
         bomb.phase = phase
         if world_size == 4:
-            import nbdist.rank.phases as inside
+            import nbdist.worker.operations.transaction as inside
             inside.before_phase.append(bursting(phase))
         return bomb
 
@@ -230,13 +230,15 @@ def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) ->
         trained.run(f"bomb.phase = {phase!r}; mine = rank + 5")
         if phase == "checking":
             trained.run(
-                "import nbdist.rank.phases as inside\n"
+                "import nbdist.worker.operations.transaction as inside\n"
                 "inside.before_phase.append(bursting(bomb.phase))"
             )
         message = f"failed while {phase}, on rank 1: RuntimeError: on purpose"
         with pytest.raises(SwitchError, match=message) as caught:
             trained.switch("fsdp2", nproc=4)
-        trained.run("import nbdist.rank.phases as inside; inside.before_phase.clear()")
+        trained.run(
+            "import nbdist.worker.operations.transaction as inside; inside.before_phase.clear()"
+        )
         if phase != "checking":
             assert "goes on under 2 CPU ranks" in str(caught.value)
             trained.run("batches = iter(loader)")
@@ -277,7 +279,7 @@ def test_ranks_that_do_not_start(trained: Session, monkeypatch: pytest.MonkeyPat
     assert found is not None
     folder = Path(found[1])
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert "transformer.wte.weight" in files.state_dict(folder / "state")
+    assert "transformer.wte.weight" in shard_io.state_dict(folder / "state")
     shutil.rmtree(folder)
     with pytest.raises(RankDied, match="could not be made again"):
         trained.run("1")

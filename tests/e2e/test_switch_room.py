@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(300)
 
 WITH = """
-from nbdist.rank import choose
+from nbdist.worker.engines import auto_strategy as choose
 if "really_free" not in globals():
     really_free = choose.free_bytes
 choose.free_bytes = lambda model=None: {free}

@@ -8,11 +8,11 @@ import transformers
 from torch import nn
 
 from nbdist.errors import PlanError
-from nbdist.plan.models import traced
-from nbdist.plan.spec import Workload, params, walk
-from nbdist.trace import groups as module_groups
-from nbdist.trace import module as modules
-from nbdist.trace.footprint import Footprint
+from nbdist.planner.model_spec import Workload, params, walk
+from nbdist.planner.models import traced
+from nbdist.planner.tracing import fsdp_groups as module_groups
+from nbdist.planner.tracing import trace_module as modules
+from nbdist.planner.tracing.memory_tracker import Footprint
 
 
 class Net(nn.Module):

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from nbdist import CellError, RankDied, Session
-from nbdist.engines.local import LocalEngine
-from nbdist.kernel.oom import events_file
+from nbdist.cluster.local import LocalEngine
+from nbdist.session.oom_killer import events_file
 from tests.conftest import eventually
 from tests.doubles.unkillable import Unkillable
 from tests.live_kernel import ANSI

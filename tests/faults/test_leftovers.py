@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nbdist.engines import leftovers, run_dir
-from nbdist.engines.local import Launcher
+from nbdist.cluster import orphan_cleanup, run_dir
+from nbdist.cluster.local import Launcher
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def test_whoever_is_killed_first_nothing_is_left_by_the_next_start(
     for who in order:
         running.kill(who)
     running.kernel.wait()
-    leftovers.sweep(grace_s=0.2)
+    orphan_cleanup.sweep(grace_s=0.2)
     eventually(lambda: not running.living(), within_s=5)
     assert not running.files()
 
@@ -134,7 +134,7 @@ def test_a_launcher_that_was_stopped_is_ended_by_the_next_start(running: Running
 
 def test_a_session_that_lives_is_left_alone(running: Running) -> None:
     before = set(running.files())
-    leftovers.sweep(grace_s=0)
+    orphan_cleanup.sweep(grace_s=0)
     assert set(running.living()) >= set(running.ranks)
     assert {path for path in before if path.is_dir()} <= set(running.files())
 

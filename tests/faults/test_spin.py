@@ -19,7 +19,7 @@ import pytest
 
 import nbdist
 from nbdist import CellInterrupted, Session, SessionBusy
-from nbdist.kernel import ladder, standstill
+from nbdist.session import hang_detection, interrupt
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def soon() -> Iterator[None]:
     """Shorter times, as only their order is shown."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RETURN_AFTER_S", "END_AFTER_S", "SILENT_S", "SECOND_AFTER_S", "GRACE_S"):
-            patch.setattr(ladder, name, 1.0)
-        patch.setattr(standstill, "WAITED_S", 1.0)
+            patch.setattr(interrupt, name, 1.0)
+        patch.setattr(hang_detection, "WAITED_S", 1.0)
         yield
 
 
@@ -128,7 +128,7 @@ def prepare(session: Session, library: Path, mark: Path) -> None:
     session.run(f"LIBRARY, MARK = {str(library)!r}, {str(mark)!r}\n{PREPARE}")
 
 
-def watched(session: Session) -> ladder.Ladder | None:
+def watched(session: Session) -> interrupt.Ladder | None:
     """What counts the Stops."""
     joint = session._gang.joint
     return joint.ladder if joint is not None else session._cells.ladder
@@ -240,7 +240,7 @@ def test_a_request_that_fails_on_one_rank_while_another_spins_is_freed_without_a
     mark = tmp_path / "mark"
     prepare(session, library, mark)
     session.run(
-        "from nbdist.rank import phases\n"
+        "from nbdist.worker.operations import transaction as phases\n"
         "def fail(name):\n"
         "    if name == 'keeping': raise torch.OutOfMemoryError('CUDA out of memory')\n"
         "if rank == 0: phases.before_phase.append(fail)\n"
@@ -272,7 +272,7 @@ def test_a_rank_that_computes_in_c_keeps_its_process_group_when_it_is_stopped(
     mark = tmp_path / "mark"
     prepare(session, library, mark)
     timer = "import threading\nthreading.Timer(4, lambda: setattr(flag, 'value', 1)).start()"
-    stages: list[ladder.Stage] = []
+    stages: list[interrupt.Stage] = []
 
     def press_once() -> None:
         eventually(mark.exists, within_s=60)
@@ -290,4 +290,4 @@ def test_a_rank_that_computes_in_c_keeps_its_process_group_when_it_is_stopped(
             session.run(f"{timer}\ntrap = 'spins'\nfall()")
     finally:
         thread.join()
-    assert stages == [ladder.Stage.INTERRUPTED]
+    assert stages == [interrupt.Stage.INTERRUPTED]

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from nbdist import Session, StartError
-from nbdist.engines.local import LocalEngine
-from nbdist.kernel import arrival
+from nbdist.cluster.local import LocalEngine
+from nbdist.session import startup
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 
@@ -90,7 +90,7 @@ def test_a_slow_start_says_who_is_missing_and_is_not_dead(
 ) -> None:
     monkeypatch.setenv("PYTHONSTARTUP", str(DOUBLES / "slow_start.py"))
     monkeypatch.setenv("NBDIST_TEST_SLOW_S", "4")
-    monkeypatch.setattr(arrival, "STILL_S", 1.0)
+    monkeypatch.setattr(startup, "STILL_S", 1.0)
     with Session(nproc=2) as session:
         assert session.run("rank").values == {0: 0, 1: 1}
     assert "starting the ranks; nothing heard of ranks 0-1 for 1 s" in capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_a_start_that_never_ends_shows_where_all_processes_are(
     engine.warm_up("cpu")
     eventually(lambda: engine._warm is not None and engine._warm.warm, within_s=TOLD_S)
     monkeypatch.setenv("PYTHONSTARTUP", str(DOUBLES / "slow_start.py"))
-    monkeypatch.setattr(arrival, "START_S", 6.0)
+    monkeypatch.setattr(startup, "START_S", 6.0)
     text = why_it_failed(Session(nproc=2, engine=engine))
     assert "The ranks gave no sign for 6 s" in text
     assert "-- launcher --" in text
@@ -118,7 +118,7 @@ def test_a_start_that_never_ends_shows_where_all_processes_are(
 @pytest.mark.fault("B16")
 @pytest.mark.usefixtures("nothing_runs")
 def test_an_error_of_the_launcher_reaches_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.kernel.gang.os.getcwd", lambda: "/not/there")
+    monkeypatch.setattr("nbdist.session.worker_group.os.getcwd", lambda: "/not/there")
     text = why_it_failed(Session(nproc=2))
     assert "FileNotFoundError" in text
     assert "/not/there" in text

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
-from nbdist import CellError, CellInterrupted, Session, wire
+from nbdist import CellError, CellInterrupted, Session
+from nbdist.protocol import messages
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from nbdist.engines.channel import Channel
+    from nbdist.cluster.rank_channels import Channel
 
 PREPARE = """
 import torch.distributed as dist
@@ -356,8 +357,8 @@ def test_groups_are_aborted_on_all_ranks_before_new_ones_are_made(
     with pytest.raises(CellError, match="ValueError"):
         plain.run(code)  # one collective has begun on rank 0 alone
     assert can_add(plain)
-    made_anew = [one for one in sent if one[0] in {wire.RELEASE, wire.RENEW}]
-    assert made_anew == [(wire.RELEASE, 2), (wire.RENEW, 2)]
+    made_anew = [one for one in sent if one[0] in {messages.RELEASE, messages.RENEW}]
+    assert made_anew == [(messages.RELEASE, 2), (messages.RENEW, 2)]
 
 
 @pytest.mark.fault("C3")

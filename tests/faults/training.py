@@ -6,8 +6,8 @@ import textwrap
 
 MODEL = textwrap.dedent(
     """
-    from nbdist.rank import training as inside
-    from nbdist.rank.carry import Carried
+    from nbdist.worker.training import prepared_models as inside
+    from nbdist.worker.training.model_state import Carried
     from nbdist.state import digest as digests
 
     def build():

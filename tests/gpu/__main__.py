@@ -31,7 +31,7 @@ if "--rehearse" in sys.argv:  # before anything asks for the devices
 import checks
 import worker
 
-from nbdist import machine
+from nbdist.hardware import discovery
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -60,7 +60,7 @@ def main() -> int:
         for check in chosen:
             print(f"{check.name:28}{check.gpus} GPU{'s'[: check.gpus - 1]:4}{check.bar}")
         return 0
-    gpus = asked.ranks if asked.rehearse else len(machine.found().gpus)
+    gpus = asked.ranks if asked.rehearse else len(discovery.found().gpus)
     if not gpus:
         print("no GPU is visible here; --rehearse runs the checks on CPU ranks", file=sys.stderr)
         return 2
@@ -105,7 +105,7 @@ class Run:
         self.head = {
             "rehearsal": rehearse,
             "minutes": minutes,
-            "machine": f"{gpus} CPU ranks" if rehearse else machine.found().describe(),
+            "machine": f"{gpus} CPU ranks" if rehearse else discovery.found().describe(),
             "driver": "" if rehearse else driver(),
             "python": sys.version.split()[0],
             **{name: importlib.metadata.version(name) for name in PACKAGES},
@@ -201,8 +201,8 @@ def written(path: Path, text: str) -> None:
 
 def driver() -> str:
     """Version of NVIDIA's driver."""
-    nvml: Any = machine.pynvml()
-    with machine.opened(nvml):
+    nvml: Any = discovery.pynvml()
+    with discovery.opened(nvml):
         return str(nvml.nvmlSystemGetDriverVersion())
 
 

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import on_rank
 import psutil
 
-from nbdist import CellError, CellInterrupted, RankDied, machine
+from nbdist import CellError, CellInterrupted, RankDied
 from nbdist.errors import StartError, SwitchError
-from nbdist.plan.choice import MARGIN
+from nbdist.hardware import discovery
+from nbdist.planner.search import MARGIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -200,7 +201,7 @@ def start(lab: Lab) -> Findings:
     yield not any(one["bad_fork"] for one in ranks.values()), "no bad fork"
     threads, cores = sum(one["threads"] for one in ranks.values()), len(os.sched_getaffinity(0))
     yield threads <= max(cores, len(ranks)), f"{threads} threads on {cores} cores"
-    gpus = machine.found().gpus
+    gpus = discovery.found().gpus
     if any(gpu.uuid.startswith("MIG-") for gpu in gpus):
         yield None, "MIG: CUDA tells no UUID to compare"
     elif not lab.rehearse:
@@ -212,11 +213,11 @@ def start(lab: Lab) -> Findings:
 
 def of_each_gpu(ask: Callable[[Any, Any], Any]) -> list[Any]:
     """What `ask(nvml, handle)` says of each visible GPU."""
-    gpus = machine.found().gpus
-    nvml: Any = machine.pynvml()
+    gpus = discovery.found().gpus
+    nvml: Any = discovery.pynvml()
     if not gpus:
         return []
-    with machine.opened(nvml):
+    with discovery.opened(nvml):
         return [ask(nvml, nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)) for gpu in gpus]
 
 
@@ -235,7 +236,7 @@ def holders() -> set[int]:
 def device_before(lab: Lab) -> Findings:
     """What was used before a rank's context, within 64 MiB of NVML."""
     session = lab.session()
-    code = "from nbdist.rank import measure\nmeasure.state.device_before"
+    code = "from nbdist.worker.memory import memory_probe as measure\nmeasure.state.device_before"
     found = values(session, code)
     for rank, before in found.items():
         idle = 0 if lab.rehearse else lab.idle_bytes[rank]
@@ -283,12 +284,12 @@ for _backend in BACKENDS:
 
 def planned(lab: Lab, *, backend: str) -> Findings:
     """Compare the plan of a prepared model with the allocator's own figures."""
-    from nbdist.kernel import planning
-    from nbdist.plan import calibration
+    from nbdist.planner import memory_calibration
+    from nbdist.session import planner
 
     session = prepared(lab, lab.sizes, backend=backend, precision="bf16")
     figures = session.measured()[0]
-    checked = planning.check(session)
+    checked = planner.check(session)
     predicted = checked.allocated.predicted
     if figures is None or not figures.allocated_bytes or predicted is None:
         yield False, f"nothing was measured: {figures}"
@@ -300,7 +301,7 @@ def planned(lab: Lab, *, backend: str) -> Findings:
         return
     same = peak >= figures.allocated_bytes
     yield same, f"torch's own peak {mib(peak)}, reserved {mib(figures.reserved_bytes or 0)}"
-    device = calibration.default("cuda", session.world_size).device_bytes(predicted)
+    device = memory_calibration.default("cuda", session.world_size).device_bytes(predicted)
     off = (device - figures.device_bytes) / figures.device_bytes
     yield abs(off) <= 0.08, f"device {mib(figures.device_bytes)}, plan {off:+.1%}"
     yield figures.device_bytes <= device * (1 + MARGIN), f"within the margin of {MARGIN:.0%}"
@@ -349,11 +350,11 @@ def profiled(lab: Lab) -> Findings:
 @check(items="C6", cost=5)
 def descriptors(lab: Lab) -> Findings:
     """A rank opens no more files than nbdist expects at the start."""
-    from nbdist.engines import limits
+    from nbdist.cluster import file_limits
 
     session = lab.session()
     session.run("total(1)", output="none")
-    room = limits.RANK_BASE + limits.RANK_EACH * session.world_size
+    room = file_limits.RANK_BASE + file_limits.RANK_EACH * session.world_size
     for rank, figures in values(session, "level()").items():
         yield figures["descriptors"] <= room, f"rank {rank}: {figures['descriptors']} of {room}"
 
@@ -711,8 +712,8 @@ def fp8(lab: Lab) -> Findings:
     engines = [n for n in ("torchao", "transformer_engine") if importlib.util.find_spec(n)]
     if lab.rehearse or not engines:
         raise Skip("no fp8 on CPU ranks" if lab.rehearse else "neither torchao nor TE is installed")
-    if machine.found().gpus[0].capability < (8, 9):
-        raise Skip(f"fp8 needs compute capability 8.9: {machine.found().describe()}")
+    if discovery.found().gpus[0].capability < (8, 9):
+        raise Skip(f"fp8 needs compute capability 8.9: {discovery.found().describe()}")
     yield from trains(lab, backend="ddp", precision="fp8")
     yield None, f"with {engines}"
 
@@ -720,12 +721,12 @@ def fp8(lab: Lab) -> Findings:
 @check(items="B4", cost=20)
 def own_memory(lab: Lab) -> Findings:
     """What this session holds counts as free in a plan."""
-    from nbdist.kernel import planning
+    from nbdist.session import planner
 
     session = lab.session(fresh=True)
     size = MIB if lab.rehearse else 4 << 30
     session.run(f"held = torch.zeros({size}, dtype=torch.uint8, device=device)", output="none")
-    for rank, device in enumerate(planning.machine(session).devices):
+    for rank, device in enumerate(planner.machine(session).devices):
         idle = 0 if lab.rehearse else lab.idle_bytes[rank]
         short = device.memory_bytes - idle - device.free_bytes
         yield lab.judged(short <= size // 2), f"rank {rank}: {mib(short)} are not counted as free"
@@ -776,11 +777,11 @@ def killed(lab: Lab) -> Findings:
 @check()
 def calibrate(lab: Lab) -> Findings:
     """Products, memory and copies between half of the catalogue and the peak."""
-    from nbdist.kernel import planning
-    from nbdist.plan import cost
+    from nbdist.planner import step_time
+    from nbdist.session import planner
 
     session = lab.session()
-    before = planning.machine(session)
+    before = planner.machine(session)
     device, figures = before.slowest, session.calibrate().figures[0]
     for kind, speed in figures["products"].items():
         share = speed / device.peak("no" if kind == "fp32" else kind)
@@ -794,7 +795,7 @@ def calibrate(lab: Lab) -> Findings:
         yield lab.judged(share <= 1.05), f"page-locked copies {share:.2f} of PCIe"
     for name, curve in figures["curves"].items():
         size, seconds = curve[-1]
-        ratio = seconds / cost.collective_s(name, size, before)
+        ratio = seconds / step_time.collective_s(name, size, before)
         yield lab.judged(ratio <= 3), f"{name} {ratio:.2f} of the catalogue's time"
 
 

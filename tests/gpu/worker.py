@@ -17,7 +17,7 @@ import checks
 import on_rank
 
 import nbdist
-from nbdist import builds
+from nbdist.hardware import deepspeed_requirements
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +81,7 @@ def serve(rehearse: bool, ranks: int, work: Path) -> None:  # noqa: FBT001
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what sessions print goes to the log
     # What a plan learns here stays here; built kernels are kept for the next run.
-    os.environ["NBDIST_CACHE_DIR"] = str(builds.cache_dir())
+    os.environ["NBDIST_CACHE_DIR"] = str(deepspeed_requirements.cache_dir())
     os.environ["XDG_CACHE_HOME"] = str(work / "cache")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     names: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -14,9 +14,9 @@ import pytest
 import nbdist
 from nbdist import checkpoint, strategies
 from nbdist.errors import CheckpointError, NbdistError, OptionError, PlanError
-from nbdist.plan import calibration
-from nbdist.plan.known import Known
-from nbdist.state import foreign
+from nbdist.planner import memory_calibration
+from nbdist.planner.measurement_store import Known
+from nbdist.state import importers
 from tests.hostile import corpus
 from tests.unit import saved
 from tests.unit.test_foreign_files import read
@@ -54,7 +54,7 @@ def test_a_foreign_checkpoint_runs_nothing_and_ends_in_a_sentence(
 ) -> None:
     corpus.FOREIGN[name](folder, marker)
     with pytest.raises(CheckpointError) as caught:
-        read(foreign.opened(folder, groups=[["w"]]))
+        read(importers.opened(folder, groups=[["w"]]))
     assert len(str(caught.value)) < 1000
     assert "\n" not in str(caught.value)
     assert not marker.exists()
@@ -64,7 +64,7 @@ def test_a_foreign_checkpoint_runs_nothing_and_ends_in_a_sentence(
 @pytest.mark.fault("E9")
 def test_pickles_of_accelerate_beside_a_model_are_not_looked_at(folder: Path, marker: Path) -> None:
     corpus.custom_checkpoint(folder, marker)
-    assert read(foreign.opened(folder, groups=[["w"]]))["model.w"].tolist() == [1, 1]
+    assert read(importers.opened(folder, groups=[["w"]]))["model.w"].tolist() == [1, 1]
     assert not marker.exists()
 
 
@@ -137,7 +137,7 @@ def test_a_config_of_a_billion_laughs_costs_nothing(folder: Path) -> None:
 def test_a_cache_of_calibrations_is_only_json(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "learned.json"
     file.write_bytes(content)
-    found = calibration.Learned(file).known("A", "ddp", "none", kind="cuda", world_size=2)
+    found = memory_calibration.Learned(file).known("A", "ddp", "none", kind="cuda", world_size=2)
     assert found.runs == 0
     speeds = Known("host", file)
     assert (speeds.links("2 CPU ranks"), speeds.pace("CPU rank"), speeds.disk()) == (None,) * 3
@@ -228,4 +228,4 @@ def test_a_notebook_of_a_stranger_is_only_outputs(folder: Path) -> None:
     with pytest.raises(PlanError):
         nbdist.plan(str(file), devices="2x24GB")
     with pytest.raises(CheckpointError):
-        foreign.opened(file)
+        importers.opened(file)

@@ -11,10 +11,10 @@ import zmq
 from jupyter_client.session import DELIM
 from jupyter_client.session import Session as Signer
 
-from nbdist.engines.channel import Sockets, write_connections
+from nbdist.cluster.rank_channels import Sockets, write_connections
 from nbdist.errors import StartError
-from nbdist.rank.kernel import RankApp
-from nbdist.signed import Signer as Ours
+from nbdist.protocol.signing import Signer as Ours
+from nbdist.worker.kernel import RankApp
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist import Session
-    from nbdist.engines.channel import Channel, Message
+    from nbdist.cluster.rank_channels import Channel, Message
 
 KEY = "0123456789abcdef" * 4
 FORGED = "forged = True"

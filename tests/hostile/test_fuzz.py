@@ -16,21 +16,26 @@ import pytest
 from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
-from nbdist import machine, magics, parsers, plan_magic, ranks, strategies, wire
+from nbdist import rank_sets, strategies
 from nbdist.checkpoint import FilePart, names
 from nbdist.checkpoint.manifest import Manifest
+from nbdist.display import panel_profile_html, panel_text
 from nbdist.errors import NbdistError, OptionError, PlanError
-from nbdist.kernel import asked, devices
-from nbdist.kernel.cell import _TAKERS, Cell
-from nbdist.kernel.metrics import Metrics
-from nbdist.panel import commands, html_profile, text
-from nbdist.panel.profiled import Profiled
-from nbdist.plan import cache, calibration, described
-from nbdist.plan.known import Known
-from nbdist.plan.models import closed, known
-from nbdist.plan.speeds import Disk, Links, Pace
-from nbdist.profile.figures import Line, Loader, Memory, RankFigures, Traffic
-from nbdist.profile.result import Profile, Setting
+from nbdist.hardware import discovery
+from nbdist.magics import arguments, magics, plan
+from nbdist.panel import commands
+from nbdist.panel.profile_view import Profiled
+from nbdist.planner import cache, device_parser, memory_calibration
+from nbdist.planner.measurement_store import Known
+from nbdist.planner.measurements import Disk, Links, Pace
+from nbdist.planner.models import analytic, transformers_registry
+from nbdist.profiler.measurements import Line, Loader, Memory, RankFigures, Traffic
+from nbdist.profiler.report import Profile, Setting
+from nbdist.protocol import messages
+from nbdist.session import config as session_config
+from nbdist.session import placement
+from nbdist.session.cell import _TAKERS, Cell
+from nbdist.session.metrics import Metrics
 from tests.hostile.fuzzing import NESTED, hold, mutated, often, plain, texts, trees
 from tests.unit import saved
 
@@ -59,7 +64,7 @@ rank_texts = st.one_of(texts, st.text(alphabet="0123456789,- ", max_size=30))
 def test_sets_of_ranks(examples: int) -> None:
     def check(text: str) -> None:
         try:
-            found = ranks.chosen(text, 8)
+            found = rank_sets.chosen(text, 8)
         except OptionError as error:
             short(error)
         else:
@@ -75,7 +80,7 @@ def test_sets_of_ranks(examples: int) -> None:
 def test_ranks_that_are_no_text(examples: int) -> None:
     def check(given: Any) -> None:
         with contextlib.suppress(OptionError):
-            assert set(ranks.chosen(given, 8)) <= set(range(8))
+            assert set(rank_sets.chosen(given, 8)) <= set(range(8))
 
     hold(check, st.one_of(st.lists(plain, max_size=5), st.integers(), st.booleans()), examples)
 
@@ -117,24 +122,24 @@ def test_the_line_of_a_distribute_cell(examples: int) -> None:
             given = magics.asked_of(line)
             magics.refuse_contradictions(given)
             options = magics.session_options(given)
-            quietly(lambda: ranks.chosen(given.ranks, 4))
+            quietly(lambda: rank_sets.chosen(given.ranks, 4))
             quietly(lambda: magics.name_list(given.push or ""))
-            asked.Choice.of({"nproc": 2, **options})
+            session_config.Choice.of({"nproc": 2, **options})
 
         quietly(read)
 
-    hold(check, lines(parsers.flags(magics.NbDist.distribute.parser)), examples)
+    hold(check, lines(arguments.flags(magics.NbDist.distribute.parser)), examples)
 
 
 PARSERS = {
     "switch": magics.switch_parser,
-    "export": parsers.export,
-    "save": parsers.save,
-    "load": parsers.load,
-    "checkpoints": parsers.checkpoints,
-    "panel": parsers.panel,
-    "profile": parsers.profile,
-    "doctor": parsers.doctor,
+    "export": arguments.export,
+    "save": arguments.save,
+    "load": arguments.load,
+    "checkpoints": arguments.checkpoints,
+    "panel": arguments.panel,
+    "profile": arguments.profile,
+    "doctor": arguments.doctor,
 }
 
 
@@ -144,16 +149,16 @@ def test_the_line_of_a_command(command: str, examples: int) -> None:
     parser = PARSERS[command]()
 
     def check(line: str) -> None:
-        quietly(lambda: parser.parse_args(parsers.words(line, command)))
+        quietly(lambda: parser.parse_args(arguments.words(line, command)))
 
-    hold(check, lines(parsers.flags(parser)), examples)
+    hold(check, lines(arguments.flags(parser)), examples)
 
 
 @often
 @pytest.mark.fault("F6")
 def test_the_line_of_plan(examples: int) -> None:
     def check(line: str) -> None:
-        quietly(lambda: plan_magic.run(line, {}, None))
+        quietly(lambda: plan.run(line, {}, None))
 
     # sizes and nonsense alone: a plan of a good model takes a while
     hold(check, lines(["--devices", "--batch-size", "--seq-len", "--check"]), examples)
@@ -163,9 +168,9 @@ def test_the_line_of_plan(examples: int) -> None:
 @pytest.mark.fault("A4")
 def test_lists_of_gpus_and_numbers_of_ranks(examples: int) -> None:
     def check(given: Any) -> None:
-        quietly(lambda: devices.parse_nproc(given))
-        quietly(lambda: devices.placement(2, given, machine.found()))
-        quietly(lambda: devices.placement(given, "none", machine.found()))
+        quietly(lambda: placement.parse_nproc(given))
+        quietly(lambda: placement.placement(2, given, discovery.found()))
+        quietly(lambda: placement.placement(given, "none", discovery.found()))
 
     hold(check, st.one_of(rank_texts, plain, st.lists(plain, max_size=4)), examples)
 
@@ -226,8 +231,8 @@ CONFIG = {
 def test_configs_of_models(examples: int) -> None:
     def check(config: Any) -> None:
         def read() -> None:
-            known.check(config)
-            closed.from_config(config)
+            transformers_registry.check(config)
+            analytic.from_config(config)
 
         with contextlib.suppress(PlanError):
             read()
@@ -242,7 +247,7 @@ def test_devices_in_words(examples: int) -> None:
     words = st.one_of(texts, st.lists(parts, max_size=5).map("".join))
 
     def check(text: str) -> None:
-        quietly(lambda: described.parse(text))
+        quietly(lambda: device_parser.parse(text))
 
     hold(check, words, examples)
 
@@ -280,7 +285,7 @@ def test_config_files_of_engines(
 
         def read() -> None:
             content = strategies.load_config(file)
-            asked.Choice.of({"nproc": 2, "backend": backend, name: content})
+            session_config.Choice.of({"nproc": 2, "backend": backend, name: content})
 
         quietly(read)
 
@@ -294,7 +299,9 @@ def test_what_was_learned_of_devices(examples: int, tmp_path: Path) -> None:
 
     def check(tree: Any) -> None:
         file.write_text(json.dumps(tree))
-        found = calibration.Learned(file).known("A", "ddp", "none", kind="cuda", world_size=2)
+        found = memory_calibration.Learned(file).known(
+            "A", "ddp", "none", kind="cuda", world_size=2
+        )
         assert found.factor > 0
         assert found.context_bytes >= 0
 
@@ -332,10 +339,10 @@ def test_json_that_is_too_deep_or_odd_is_refused_everywhere(text: str, tmp_path:
     quietly(lambda: strategies.load_config(file))
     quietly(lambda: strategies.load_config("{" + text))
     quietly(lambda: Manifest.from_json(text.encode()))
-    quietly(lambda: plan_magic.run(f"{tmp_path}", {}, None))
-    calibration.Learned(file)
+    quietly(lambda: plan.run(f"{tmp_path}", {}, None))
+    memory_calibration.Learned(file)
     with pytest.raises(ValueError, match="message of the link"):
-        wire.from_line(text.encode())
+        messages.from_line(text.encode())
 
 
 # --------------------------------------------------------------------------- what others send
@@ -344,12 +351,12 @@ def test_json_that_is_too_deep_or_odd_is_refused_everywhere(text: str, tmp_path:
 @often
 @pytest.mark.fault("S6")
 def test_lines_of_the_link(examples: int) -> None:
-    good = json.loads(wire.to_line(wire.Ended(3, {"0": -9}, error="x")))
+    good = json.loads(messages.to_line(messages.Ended(3, {"0": -9}, error="x")))
 
     def check(line: Any) -> None:
         data = line if isinstance(line, bytes) else json.dumps(line).encode()
         with contextlib.suppress(ValueError):
-            assert type(wire.from_line(data)).__name__ in wire._TYPES
+            assert type(messages.from_line(data)).__name__ in messages._TYPES
 
     hold(check, st.one_of(mutated(good), trees, st.binary(max_size=200)), examples)
 
@@ -362,13 +369,13 @@ CONTENTS: dict[str, Any] = {
     "update_display_data": {"data": {"text/plain": "x"}, "metadata": {}, "transient": {}},
     "execute_result": {
         "data": {"text/plain": "x"},
-        "metadata": {wire.NOTE: {"$": "tuple", "items": [1]}},
+        "metadata": {messages.NOTE: {"$": "tuple", "items": [1]}},
         "execution_count": 1,
     },
     "error": {"ename": "E", "evalue": "", "traceback": ["E"]},
     "clear_output": {"wait": True},
-    wire.SEND: {"name": "x", "path": "/dev/shm/x"},  # noqa: S108 - nothing is there
-    wire.ADVICE: {"lines": ["x"], "held_bytes": 3},
+    messages.SEND: {"name": "x", "path": "/dev/shm/x"},  # noqa: S108 - nothing is there
+    messages.ADVICE: {"lines": ["x"], "held_bytes": 3},
 }
 
 
@@ -449,7 +456,7 @@ FIGURES = RankFigures(
 @often
 @pytest.mark.fault("G1")
 def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
-    setting = Setting(options=strategies.Options(), cluster=described.parse("2xcpu"))
+    setting = Setting(options=strategies.Options(), cluster=device_parser.parse("2xcpu"))
     good = RankFigures.from_json({**FIGURES, "rank": 0})
 
     def check(told: Any) -> None:
@@ -462,7 +469,7 @@ def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
         )
         view = Profiled().now(session)  # type: ignore[arg-type]
         json.dumps(view, allow_nan=False, ensure_ascii=False).encode()  # as jupyter_client does
-        assert "<img" not in html_profile.body(view)
-        assert all(isinstance(line, str) for line in text.of_profile(view))
+        assert "<img" not in panel_profile_html.body(view)
+        assert all(isinstance(line, str) for line in panel_text.of_profile(view))
 
     hold(check, mutated(FIGURES), examples)

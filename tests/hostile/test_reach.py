@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import nbdist
-from nbdist.signed import KEY_BYTES
+from nbdist.protocol.signing import KEY_BYTES
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 

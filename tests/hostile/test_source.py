@@ -30,14 +30,14 @@ CALLS = {
 ALLOWED = {
     # A switch to new ranks: what the old ranks of the same session wrote moments before, in a
     # private folder made for it alone.
-    ("rank/parcel.py", "import pickle"),
-    ("rank/parcel.py", "import cloudpickle"),
+    ("worker/operations/namespace_pickle.py", "import pickle"),
+    ("worker/operations/namespace_pickle.py", "import cloudpickle"),
     # Checkpoints of others are pickles: read with a find_class that makes no class of theirs,
     # and in full only where the user says --trust.
-    ("state/foreign/unpickled.py", "import pickle"),
-    ("state/foreign/unpickled.py", "torch.load"),
+    ("state/importers/safe_unpickler.py", "import pickle"),
+    ("state/importers/safe_unpickler.py", "torch.load"),
     # What ranks tell one another: plain values alone come out, see its find_class.
-    ("state/wires.py", "import pickle"),
+    ("state/collectives.py", "import pickle"),
 }
 """File and what it may do all the same; each with its reason."""
 

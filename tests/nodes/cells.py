@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from nbdist.ranks import parse_ranks
+from nbdist.rank_sets import parse_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nbdist.engines import leftovers
+from nbdist.cluster import orphan_cleanup
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 from tests.nodes.cells import (
@@ -131,7 +131,7 @@ def test_weights_are_sharded_in_a_host_and_replicated_across(notebook: LiveKerne
     assert {tuple(lines_of(shown, rank, 2)) for rank in range(2)} == sharded
 
 
-@pytest.mark.parametrize("how", ["ray::Node", "nbdist.node.held"])
+@pytest.mark.parametrize("how", ["ray::Node", "nbdist.cluster.agent.child"])
 def test_a_killed_process_of_a_node_is_a_death_and_new_ranks_start(
     notebook: LiveKernel, hosts: Hosts, how: str
 ) -> None:
@@ -254,7 +254,7 @@ def test_a_killed_kernel_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
         assert "sum 3.0 of 2" in kernel.run(CELL + SUM).text
         kernel.manager.signal_kernel(signal.SIGKILL)
         eventually(lambda: not hosts.ours(), within_s=OWN_END_S)
-        leftovers.sweep(grace_s=1)  # as the next start does: the kernel's own folders
+        orphan_cleanup.sweep(grace_s=1)  # as the next start does: the kernel's own folders
 
 
 def test_a_folder_that_nodes_do_not_share_is_brought_there(hosts: Hosts, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nbdist.engines import leftovers
+from nbdist.cluster import orphan_cleanup
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 from tests.nodes.cells import SUM, dies, refused, stops, values_come_and_go
@@ -41,7 +41,7 @@ def test_a_cell_runs_on_two_nodes_and_no_secret_is_seen(login: LiveKernel, slurm
     (job,) = slurm.jobs()
     assert "nbdist" in slurm.call("squeue", "--noheader", "--format", "%j", "--jobs", job)
     seen = [line for process in psutil.process_iter() for line in readable(process)]
-    assert any("nbdist.node.held" in line for line in seen)
+    assert any("nbdist.cluster.agent.child" in line for line in seen)
     assert not [line for line in seen if "hub_key" in line]
 
 
@@ -186,11 +186,11 @@ def test_a_killed_kernel_leaves_no_job(slurm: Slurm, tmp_path: Path) -> None:
         kernel.manager.signal_kernel(signal.SIGKILL)
         eventually(lambda: not slurm.jobs(), within_s=30)
     lines = [line for process in psutil.process_iter() for line in readable(process)]
-    assert not [line for line in lines if "nbdist.node.held" in line]
+    assert not [line for line in lines if "nbdist.cluster.agent.child" in line]
     eventually(nothing_after_sweeping, within_s=20)
 
 
 def nothing_after_sweeping() -> bool:
     """As the next start does: folders of those that were killed with everything else."""
-    leftovers.sweep(grace_s=1)
-    return not leftovers.find()
+    orphan_cleanup.sweep(grace_s=1)
+    return not orphan_cleanup.find()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import wire
-from nbdist.engines.local import Launcher
+from nbdist.cluster.local import Launcher
+from nbdist.protocol import messages
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ class GpuMachine:
     def __init__(self, folder: Path) -> None:
         """Start the launcher."""
         self._folder, self._starts = folder, 0
-        self._ended: Queue[wire.Ended] = Queue()
+        self._ended: Queue[messages.Ended] = Queue()
         self.has("GPU-aaaa,70", "GPU-bbbb,60")
         self.launcher = Rehearsed("cuda")
         self.launcher.listener = self._hear
 
-    def _hear(self, message: wire.LinkMessage) -> None:
-        if isinstance(message, wire.Ended):
+    def _hear(self, message: messages.LinkMessage) -> None:
+        if isinstance(message, messages.Ended):
             self._ended.put(message)
 
     def has(self, *gpus: str) -> None:
@@ -61,14 +61,14 @@ class GpuMachine:
 
     def start(
         self, *uuids: str, options: Options | None = None, **environ: str
-    ) -> tuple[list[dict[str, Any]], wire.Ended]:
+    ) -> tuple[list[dict[str, Any]], messages.Ended]:
         """Start a rank on each GPU; returns what each has seen, and the launcher's last word."""
         self._starts += 1
         seen = self._folder / f"seen{self._starts}"
         seen.mkdir()
         run_dir = self.launcher.run_dir
         self.launcher.send(
-            wire.Launch(
+            messages.Launch(
                 generation=self._starts,
                 world_size=len(uuids),
                 devices=list(uuids),

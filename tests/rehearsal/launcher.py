@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nbdist.launcher import __main__ as launcher
 
 if TYPE_CHECKING:
-    from nbdist import wire
-    from nbdist.launcher.link import Link
+    from nbdist.launcher.kernel_link import Link
+    from nbdist.protocol import messages
 
 RTX_40 = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 
 
-def next_launch(link: Link) -> wire.Launch:
+def next_launch(link: Link) -> messages.Launch:
     """Import everything, then wait for a request."""
     while launcher.THEN:
         importlib.import_module(launcher.THEN.pop(0))
@@ -31,9 +31,9 @@ def next_launch(link: Link) -> wire.Launch:
 
 def in_rank() -> None:
     """Look around where a rank would begin to use CUDA."""
-    from nbdist.rank import group
+    from nbdist.worker import process_group
 
-    usual = group.join
+    usual = process_group.join
 
     def join(store: Any, *, on_gpu: bool) -> NoReturn:  # noqa: ARG001 - as the function replaced
         seen = look()
@@ -41,10 +41,10 @@ def in_rank() -> None:
         seen["available_memory"] = available_memory()
         folder = Path(os.environ["NBDIST_TEST_SEEN"])
         (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
-        group.distributed.barrier()  # the end of one rank ends the others
+        process_group.distributed.barrier()  # the end of one rank ends the others
         sys.exit(3)
 
-    group.join = join  # type: ignore[assignment]
+    process_group.join = join  # type: ignore[assignment]
 
 
 def look() -> dict[str, Any]:
@@ -69,10 +69,10 @@ def available_memory() -> int | str:
     """What DeepSpeed's ZeRO-1 and ZeRO-2 ask for each parameter group."""
     from deepspeed.accelerator import get_accelerator
 
-    from nbdist.rank import zero
     from nbdist.strategies import Hardware
+    from nbdist.worker.engines import deepspeed
 
-    zero.start(Hardware(kind="cuda", world_size=int(os.environ["WORLD_SIZE"])))
+    deepspeed.start(Hardware(kind="cuda", world_size=int(os.environ["WORLD_SIZE"])))
     accelerator = get_accelerator()
     accelerator.total_memory = lambda _index: 40 << 30  # asked where NVML cannot be
     try:

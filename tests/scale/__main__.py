@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbdist import CellInterrupted, Session, machine
-from nbdist.engines.channel import Channels
-from nbdist.engines.remote import RemoteEngine
+from nbdist import CellInterrupted, Session
+from nbdist.cluster.rank_channels import Channels
+from nbdist.cluster.remote import RemoteEngine
+from nbdist.hardware import discovery
 from tests.two_nodes import Here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.engines.channel import Channel
+    from nbdist.cluster.rank_channels import Channel
 
 CELLS = 21
 PRINTING = {
@@ -73,8 +74,8 @@ def measured(nodes: int, ranks: int, *, cells: int = CELLS) -> dict[str, float]:
         cells: empty ones.
     """
     opened, found = Opened(), {}
-    here = machine.found()
-    machine.found = lambda: dataclasses.replace(here, num_cpus=nodes * ranks)  # as a cluster has
+    here = discovery.found()
+    discovery.found = lambda: dataclasses.replace(here, num_cpus=nodes * ranks)  # as a cluster has
     engine = RemoteEngine(Many(*(f"node{one}" for one in range(nodes)), ranks=ranks))
     began = time.monotonic()
     with (

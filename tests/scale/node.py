@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 import threading
 
-from nbdist.engines.local import Launcher
-from nbdist.node import agent
-from nbdist.node.__main__ import end_with_input
-from nbdist.wire_nodes import Ticket
+from nbdist.cluster.agent import agent
+from nbdist.cluster.agent.__main__ import end_with_input
+from nbdist.cluster.local import Launcher
+from nbdist.cluster.protocol import Ticket
 
 
 class FakeLauncher(Launcher):

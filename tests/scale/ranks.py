@@ -28,8 +28,8 @@ from typing import Any
 import psutil
 import zmq
 
-from nbdist import wire
-from nbdist.signed import DELIM
+from nbdist.protocol import messages
+from nbdist.protocol.signing import DELIM
 
 POLL_MS = 100
 Packed = list[bytes]
@@ -88,13 +88,13 @@ class Rank:
 
     def known(self, kind: str) -> dict[str, Any]:
         """What this rank says to requests that are no cell."""
-        if kind == wire.JOIN:
+        if kind == messages.JOIN:
             own = psutil.Process()
             return {"pid": own.pid, "created": own.create_time(), "device": "cpu"}
-        if kind == wire.HOLD:
+        if kind == messages.HOLD:
             return {"begun": 0, "next_s": 0.0}
-        if kind == wire.WHERE:
-            standing = wire.Standing(
+        if kind == messages.WHERE:
+            standing = messages.Standing(
                 waits_for="",
                 missing=[],
                 still_s=time.monotonic() // 0.5 * 0.5,
@@ -104,7 +104,7 @@ class Rank:
                 midway="",
             )
             return dict(
-                wire.WhereReply(
+                messages.WhereReply(
                     cell="In[1]", line=1, source="", called="", collective="", standing=standing
                 )
             )
@@ -123,7 +123,7 @@ class Rank:
             case ["reports", rows]:
                 for step in range(int(rows)):
                     row = {"step": step, "time": time.time(), "loss": self.rank / 3 + step}
-                    self.tell(wire.REPORT, {"rows": [row]}, asked["header"])
+                    self.tell(messages.REPORT, {"rows": [row]}, asked["header"])
         self.end(asked, {"status": "ok", "execution_count": 1, "user_expressions": {}})
 
     def print(
@@ -177,11 +177,11 @@ class Ranks:
         self._poller = zmq.Poller()
         self._places: dict[zmq.Socket[bytes], tuple[Rank, str]] = {}
         self._generation = 0
-        self.lines: SimpleQueue[wire.LinkMessage | None] = SimpleQueue()
+        self.lines: SimpleQueue[messages.LinkMessage | None] = SimpleQueue()
 
     def serve(self) -> None:
         """Do what the link says until it ends."""
-        self._say(wire.Warm(0.0))
+        self._say(messages.Warm(0.0))
         while True:
             with suppress(Empty):  # nothing was said: wanted
                 while line := self.lines.get_nowait():
@@ -193,33 +193,33 @@ class Ranks:
                     while True:
                         rank.read(channel)
 
-    def _take(self, line: wire.LinkMessage) -> None:
-        if isinstance(line, wire.Launch):
+    def _take(self, line: messages.LinkMessage) -> None:
+        if isinstance(line, messages.Launch):
             self._generation = line.generation
             for number in range(line.first, line.first + line.ranks_here):
                 self._begin(Rank(self._context, Path(line.run_dir), number))
-        elif isinstance(line, wire.Halt):
+        elif isinstance(line, messages.Halt):
             for rank in {rank.rank: rank for rank, _ in self._places.values()}.values():
                 rank.close()
             self._places.clear()
             self._poller = zmq.Poller()
-            self._say(wire.Ended(self._generation))
+            self._say(messages.Ended(self._generation))
 
     def _begin(self, rank: Rank) -> None:
         for channel, one in rank.sockets.items():
             self._places[one] = rank, channel
             self._poller.register(one, zmq.POLLIN)
-        self._say(wire.Born(self._generation, rank.rank, os.getpid()))
+        self._say(messages.Born(self._generation, rank.rank, os.getpid()))
 
-    def _say(self, line: wire.LinkMessage) -> None:
-        self._link.sendall(wire.to_line(line))
+    def _say(self, line: messages.LinkMessage) -> None:
+        self._link.sendall(messages.to_line(line))
 
 
-def read(link: socket.socket, into: SimpleQueue[wire.LinkMessage | None]) -> None:
+def read(link: socket.socket, into: SimpleQueue[messages.LinkMessage | None]) -> None:
     """Read the link; its end is the end."""
     with suppress(ConnectionResetError), link.makefile("rb") as lines:
         for line in lines:
-            into.put(wire.from_line(line))
+            into.put(messages.from_line(line))
     os._exit(0)
 
 

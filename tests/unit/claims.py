@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import published
 from published import LLAMA_7B, LLAMA_13B, LLAMA_34B, LLAMA_70B, Setting, llama
 
-from nbdist.machine import Gpu, Machine
-from nbdist.plan import cost, described, devices, spec
-from nbdist.plan.engines import gathering
-from nbdist.plan.models import closed
+from nbdist.hardware.discovery import Gpu, Machine
+from nbdist.planner import cluster_spec, device_parser, model_spec, step_time
+from nbdist.planner.memory import zero3_prefetch
+from nbdist.planner.models import analytic
 from nbdist.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def claim(
     return enter
 
 
-def setting(model: spec.ModelSpec, machine: str, backend: str, **more: Any) -> Setting:
+def setting(model: model_spec.ModelSpec, machine: str, backend: str, **more: Any) -> Setting:
     """One sample of 2048 tokens, activations recomputed, unless said otherwise."""
     given = {"batch_size": 1, "seq_len": 2048, "recompute": "full"} | more
     return Setting(case=0, title="", model=model, devices=machine, backend=backend, **given)
@@ -72,7 +72,7 @@ def gib(one: Setting) -> float:
     return one.peak.total / GIB
 
 
-def slower(model: spec.ModelSpec, machine: str, **more: Any) -> float:
+def slower(model: model_spec.ModelSpec, machine: str, **more: Any) -> float:
     """How many times as long a step of ZeRO-3 takes as one of FSDP2."""
     steps = [
         setting(model, machine, name, **more).cost().step_time_s for name in ("zero3", "fsdp2")
@@ -108,7 +108,7 @@ def seventy_fits(machine: str, **more: Any) -> list[str]:
     "both send about the same bytes; ZeRO-3's hooks cost time only where kernels are tiny",
 )
 def _one() -> Answer:
-    model = closed.with_size("350m")
+    model = analytic.with_size("350m")
     found = [slower(model, EIGHT, seq_len=length) for length in (128, 512, 2048, 8192)]
     return Answer(f"ZeRO-3 takes {span(found)} times as long (350M, 8 A100)", max(found) > 4)
 
@@ -164,7 +164,7 @@ def _four() -> Answer:
 def _five() -> Answer:
     trillion = llama(25600, 68096, 150, 200, 8, 128256)
     needed = setting(trillion, "128x8xH100-80GB,nvlink,8x400Gb", "fsdp2")
-    size = spec.params(trillion) / 1e12
+    size = model_spec.params(trillion) / 1e12
     return Answer(f"{size:.2f}T needs {gib(needed):.0f} GiB on each of 1024 H100", needed.fits)
 
 
@@ -173,7 +173,7 @@ def per_parameter(backend: str, ranks: int, parts: tuple[str, ...] = (), **more:
     given = {"batch_size": 1, "seq_len": 8, "recompute": "full"} | more
     one = setting(LLAMA_7B, f"{ranks}xA100-80GB", backend, **given).peak
     size = sum(one.parts.get(name, 0) for name in parts) if parts else one.total
-    return size / spec.params(LLAMA_7B)
+    return size / model_spec.params(LLAMA_7B)
 
 
 @claim(
@@ -189,15 +189,17 @@ def _six() -> Answer:
 
 @claim(7, "1B needs about 16 GB per GPU under DDP", "differs", "as claim 6")
 def _seven() -> Answer:
-    found = setting(closed.with_size("1b"), EIGHT, "ddp").peak.total / GB
+    found = setting(analytic.with_size("1b"), EIGHT, "ddp").peak.total / GB
     return Answer(f"{found:.1f} GB of tensors", found < 18)
 
 
 def largest_ddp(machine: str) -> float:
     """Billions of parameters of the largest Llama-like that fits under DDP."""
     sizes = [f"{tenths / 10:.1f}b" for tenths in range(4, 45)]
-    models = [closed.with_size(size) for size in sizes]
-    fitting = [spec.params(one) for one in models if setting(one, machine, "ddp", seq_len=128).fits]
+    models = [analytic.with_size(size) for size in sizes]
+    fitting = [
+        model_spec.params(one) for one in models if setting(one, machine, "ddp", seq_len=128).fits
+    ]
     return max(fitting) / 1e9
 
 
@@ -229,7 +231,7 @@ def _nine() -> Answer:
     "it depends on the number of GPUs and on activations, which are not sharded",
 )
 def _ten() -> Answer:
-    model = closed.with_size("1b")
+    model = analytic.with_size("1b")
     ratios = [
         gib(setting(model, f"{ranks}xA100-80GB", "ddp"))
         / gib(setting(model, f"{ranks}xA100-80GB", "fsdp2"))
@@ -259,13 +261,13 @@ def _eleven() -> Answer:
     "0.7 % of one A100 cannot be; FULL_SHARD gathers twice, a larger batch may win",
 )
 def _twelve() -> Answer:
-    model = closed.with_size("3b")
+    model = analytic.with_size("3b")
     one = setting(model, "8xA100-40GB", "fsdp2", seq_len=512, batch_size=14)
     tflops = one.cost().mfu * 312
     setup = one.setup(checkpointing=True)
     config = {"reshard_after_forward": False}
     kept = replace(setup, options=replace(setup.options, fsdp_config=config))
-    other = cost.step_cost(model, one.workload(checkpointing=True), kept, one.cluster)
+    other = step_time.step_cost(model, one.workload(checkpointing=True), kept, one.cluster)
     ratio = other.step_time_s / one.cost().step_time_s
     says = f"{tflops:.0f} TFLOP/s; keeping parameters gathered takes {ratio:.2f} of the time"
     return Answer(says, tflops < 5 or ratio > 1.2)
@@ -344,7 +346,7 @@ def _seventeen() -> Answer:
 def sent(backend: str, **options: Any) -> float:
     """Bytes a parameter that one GPU sends in a step."""
     found = setting(LLAMA_70B, "64xA100-80GB", backend, options=options).cost()
-    return found.bytes_on_wire / spec.params(LLAMA_70B) * 64 / 63
+    return found.bytes_on_wire / model_spec.params(LLAMA_70B) * 64 / 63
 
 
 @claim(
@@ -364,7 +366,7 @@ def _eighteen() -> Answer:
 
 @claim(19, "FSDP is 5 times as fast as ZeRO-3 at 1-3B, less at 10-30B", "differs", "as claim 1")
 def _nineteen() -> Answer:
-    found = [slower(closed.with_size(size), EIGHT) for size in ("1b", "3b", "13b")]
+    found = [slower(analytic.with_size(size), EIGHT) for size in ("1b", "3b", "13b")]
     return Answer(f"ZeRO-3 takes {span(found)} times as long", max(found) > 4)
 
 
@@ -404,7 +406,8 @@ def _twenty_two() -> Answer:
 )
 def _twenty_three() -> Answer:
     fits = {
-        size: setting(closed.with_size(size), EIGHT, "ddp").fits for size in ("500m", "2b", "2.5b")
+        size: setting(analytic.with_size(size), EIGHT, "ddp").fits
+        for size in ("500m", "2b", "2.5b")
     }
     return Answer(f"DDP fits at {', '.join(size for size in fits if fits[size])}", not fits["2.5b"])
 
@@ -463,15 +466,15 @@ def _twenty_eight() -> Answer:
 
 @claim(29, "ZeRO-3 settings: persistence 1e5, prefetch 5e7", "agrees", "DeepSpeed's defaults")
 def _twenty_nine() -> Answer:
-    rules = gathering.Rules()
+    rules = zero3_prefetch.Rules()
     agrees = (rules.persist, rules.prefetch) == (100_000, 50_000_000)
     return Answer(f"persistence {rules.persist:,}, prefetch {rules.prefetch:,}", agrees)
 
 
 @claim(30, "70B in bf16 are 140 GB, which takes 4 GPUs of 96 GB", "differs", "two hold them")
 def _thirty() -> Answer:
-    size = 2 * spec.params(LLAMA_70B)
-    count = -(-size // described.parse(PRO).smallest.memory_bytes)
+    size = 2 * model_spec.params(LLAMA_70B)
+    count = -(-size // device_parser.parse(PRO).smallest.memory_bytes)
     return Answer(f"{size / GB:.0f} GB, {count} GPUs", count == 4)
 
 
@@ -536,7 +539,7 @@ def _thirty_five() -> Answer:
         )
         for size in (80, 40)
     )
-    uneven = devices.of_machine(Machine(gpus, "NVLink", 64))
+    uneven = cluster_spec.of_machine(Machine(gpus, "NVLink", 64))
     binds = uneven.smallest.memory_bytes / GIB
     return Answer(f"{binds:.0f} GiB bind under every backend", binds > 40)
 

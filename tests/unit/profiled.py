@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist.plan import described, devices
-from nbdist.plan.models import sizes
-from nbdist.profile.figures import PARTS, Loader, Model, RankFigures, Traffic
-from nbdist.profile.result import Profile, Setting
+from nbdist.planner import cluster_spec, device_parser
+from nbdist.planner.models import parameter_count
+from nbdist.profiler.measurements import PARTS, Loader, Model, RankFigures, Traffic
+from nbdist.profiler.report import Profile, Setting
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -96,14 +96,14 @@ def setting(devices_: str = "", **options: Any) -> Setting:
     """Two CPU ranks under DDP with a small model, or other devices and options."""
     chosen = {"backend": "ddp", "precision": "no", **options}
     cluster = (
-        described.parse(devices_)
+        device_parser.parse(devices_)
         if devices_
-        else devices.cpu_ranks(2, host_memory_bytes=16 << 30, num_cpus=2)
+        else cluster_spec.cpu_ranks(2, host_memory_bytes=16 << 30, num_cpus=2)
     )
     return Setting(
         options=Options(**chosen),
         cluster=cluster,
-        spec=sizes.with_size("7b" if devices_ else "1m"),
+        spec=parameter_count.with_size("7b" if devices_ else "1m"),
     )
 
 

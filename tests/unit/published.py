@@ -15,19 +15,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist.plan import calibration, choice, cost, described, devices, memory, optimizers
-from nbdist.plan.models import closed
-from nbdist.plan.spec import Workload
+from nbdist.planner import (
+    device_parser,
+    memory_calibration,
+    memory_model,
+    optimizers,
+    search,
+    step_time,
+)
+from nbdist.planner.model_spec import Workload
+from nbdist.planner.models import analytic
 from nbdist.strategies import STRATEGIES, Options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.plan.cost import Cost
-    from nbdist.plan.engines.story import Moment
-    from nbdist.plan.memory import Setup
-    from nbdist.plan.result import Plan
-    from nbdist.plan.spec import MicroBatch, ModelSpec
+    from nbdist.planner.memory.timeline import Moment
+    from nbdist.planner.memory_model import Setup
+    from nbdist.planner.model_spec import MicroBatch, ModelSpec
+    from nbdist.planner.result import Plan
+    from nbdist.planner.step_time import Cost
 
 GIB = 1 << 30
 
@@ -45,7 +52,7 @@ def llama(hidden: int, ff: int, layers: int, heads: int, kv: int, vocab: int, **
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     }
-    return closed.from_config(config | more)
+    return analytic.from_config(config | more)
 
 
 def gpt2(hidden: int, layers: int, heads: int, **more: Any) -> Any:
@@ -58,7 +65,7 @@ def gpt2(hidden: int, layers: int, heads: int, **more: Any) -> Any:
         "vocab_size": 50257,
         "n_positions": 1024,
     }
-    return replace(closed.from_config(config | more), attention="eager")
+    return replace(analytic.from_config(config | more), attention="eager")
 
 
 LLAMA_7B = llama(4096, 11008, 32, 32, 32, 32000)
@@ -98,7 +105,7 @@ class Setting:
     @property
     def cluster(self) -> devices.Cluster:
         """The devices."""
-        return described.parse(self.devices)
+        return device_parser.parse(self.devices)
 
     def setup(self, *, checkpointing: bool) -> Setup:
         """The same in the planner's terms."""
@@ -108,7 +115,7 @@ class Setting:
             activation_checkpointing=checkpointing,
             **self.options,
         )
-        return memory.Setup(
+        return memory_model.Setup(
             options=options,
             world_size=self.cluster.world_size,
             optimizer=optimizers.lookup(self.optimizer),
@@ -119,7 +126,7 @@ class Setting:
         return Workload(
             batch_size=self.batch_size,
             seq_len=self.seq_len,
-            compute=memory.compute_of(self.setup(checkpointing=checkpointing)),
+            compute=memory_model.compute_of(self.setup(checkpointing=checkpointing)),
             activation_checkpointing=checkpointing,
         )
 
@@ -127,7 +134,7 @@ class Setting:
         """What a step takes."""
         again = self.recompute == "full" if checkpointing is None else checkpointing
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
-        return cost.step_cost(self.model, work, setup, self.cluster)
+        return step_time.step_cost(self.model, work, setup, self.cluster)
 
     @property
     def tokens_per_s(self) -> float:
@@ -143,12 +150,12 @@ class Setting:
         again = self.recompute != "off"
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
         model = HalfRecomputed(self.model) if self.recompute == "selective" else self.model
-        return memory.peak(model, work, setup)
+        return memory_model.peak(model, work, setup)
 
     @property
     def calibration(self) -> calibration.Calibration:
         """The default one, of a device that was never measured."""
-        return calibration.default("cuda", self.cluster.world_size)
+        return memory_calibration.default("cuda", self.cluster.world_size)
 
     @property
     def reserved_gib(self) -> float:
@@ -159,7 +166,7 @@ class Setting:
     def fits(self) -> bool:
         """Whether the planner says that it runs."""
         needed = self.calibration.device_bytes(self.peak.total)
-        return needed * (1 + choice.MARGIN) <= self.cluster.smallest.free_bytes
+        return needed * (1 + search.MARGIN) <= self.cluster.smallest.free_bytes
 
 
 @dataclass(frozen=True)
@@ -440,9 +447,9 @@ class Pick:
         return max(plans, key=lambda one: one.best.tokens_per_s if one.best else 0)
 
     def _plan(self, fixed: dict[str, Any]) -> Plan:
-        question = choice.Question(
+        question = search.Question(
             model=self.model,
-            cluster=described.parse(self.devices),
+            cluster=device_parser.parse(self.devices),
             batch_sizes=self.batch_sizes,
             seq_len=self.seq_len,
             precision=self.precision,
@@ -450,7 +457,7 @@ class Pick:
             fixed={"activation_checkpointing": False, **fixed},
             offloads=("none",),
         )
-        return choice.search(question)
+        return search.search(question)
 
 
 _AS_COMPARED: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint
-from nbdist.checkpoint.headers import Stored
+from nbdist.checkpoint.safetensors_header import Stored
 from nbdist.checkpoint.writer import Writer
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.kernel.ansi import clean, colours_only, contained, plain, rank_label, size
+from nbdist.output.ansi import clean, colours_only, contained, plain, rank_label, size
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist.errors import PayloadError
-from nbdist.rank.answers import answered
+from nbdist.worker.request_handler import answered
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -55,12 +55,12 @@ MAY_IMPORT = {
 UNPICKLES = {
     # A switch to new ranks: what the old ranks of the same session wrote moments before, in a
     # private folder made for it alone.
-    "rank/parcel.py": {"pickle", "cloudpickle"},
+    "worker/operations/namespace_pickle.py": {"pickle", "cloudpickle"},
     # Checkpoints of others are pickles: read with a find_class that makes no class of theirs,
     # and in full only where the user says --trust.
-    "state/foreign/unpickled.py": {"pickle"},
+    "state/importers/safe_unpickler.py": {"pickle"},
     # What ranks tell one another: plain values alone come out, see its find_class.
-    "state/wires.py": {"pickle"},
+    "state/collectives.py": {"pickle"},
 }
 _IMPORTS = (ast.Import, ast.ImportFrom)
 HEAVY = {"torch", "accelerate", "deepspeed", "transformers"}
@@ -120,13 +120,13 @@ def test_heavy_libraries_stay_on_the_ranks(path: Path) -> None:
 def test_a_rank_measures_and_does_not_judge() -> None:
     for path in modules():
         if room(path) == "rank":
-            judged = {name for name in imported(path) if name.startswith("nbdist.profile")}
-            assert all(name.startswith("nbdist.profile.figures") for name in judged), path
+            judged = {name for name in imported(path) if name.startswith("nbdist.profiler")}
+            assert all(name.startswith("nbdist.profiler.measurements") for name in judged), path
 
 
 def test_loading_brings_no_torch() -> None:
     code = (
-        "import sys; import nbdist.magics, nbdist.kernel.session;"
+        "import sys; import nbdist.magics.magics, nbdist.session.session;"
         f"print(sorted({HEAVY!r} & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -150,7 +150,7 @@ def test_the_kernel_shows_a_panel_only_when_asked() -> None:
 
 def test_loading_brings_no_widgets() -> None:
     code = (
-        "import sys; import nbdist.magics, nbdist.kernel.session, nbdist.panel;"
+        "import sys; import nbdist.magics.magics, nbdist.session.session, nbdist.panel;"
         "print(sorted({'anywidget', 'ipywidgets', 'comm'} & set(sys.modules)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

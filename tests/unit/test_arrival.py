@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from nbdist import StartError
-from nbdist.kernel import arrival
+from nbdist.session import startup
 
 
 @pytest.mark.fault("A3")
@@ -18,13 +18,13 @@ def test_imports_may_take_longer_than_ranks(
     said: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arrival, "STILL_S", 0.01)
-    monkeypatch.setattr(arrival, "START_S", 0.03)
-    monkeypatch.setattr(arrival, "IMPORT_S", 0.09)
-    monkeypatch.setattr(arrival.stacks, "of_start", lambda _gang: "")
+    monkeypatch.setattr(startup, "STILL_S", 0.01)
+    monkeypatch.setattr(startup, "START_S", 0.03)
+    monkeypatch.setattr(startup, "IMPORT_S", 0.09)
+    monkeypatch.setattr(startup.stacks, "of_start", lambda _gang: "")
     gang = SimpleNamespace(signs=SimpleQueue(), ends=[], warm=warm, log_words=str)
     lines: list[str] = []
-    waiting = arrival.Arrival(gang, 2, lines.append)  # type: ignore[arg-type]
+    waiting = startup.Arrival(gang, 2, lines.append)  # type: ignore[arg-type]
     with pytest.raises(StartError, match="no sign"):
         waiting._next_sign()
     assert len(lines) == pytest.approx(said, abs=1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nbdist.errors import OptionError
-from nbdist.kernel.asked import Choice, changed
+from nbdist.session.config import Choice, changed
 
 
 def choice(**asked: Any) -> Choice:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.rank import board
-from nbdist.rank.board import GROUPS, KEPT, Board, Call
+from nbdist.worker import collective_log
+from nbdist.worker.collective_log import GROUPS, KEPT, Board, Call
 
 if TYPE_CHECKING:
     import mmap
@@ -123,7 +123,7 @@ def test_a_call_has_its_number_when_all_else_of_it_is_there(
             assert not second.reached(0, "0", number)
             struct.pack_into("<Q", page, place, number)
 
-    monkeypatch.setattr(board, "_NUMBER", Interrupted())
+    monkeypatch.setattr(collective_log, "_NUMBER", Interrupted())
     number = first.post("0", SUM)
     assert second.reached(0, "0", number)
     assert second.call(0, "0", number) == SUM

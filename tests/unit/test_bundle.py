@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from nbdist.engines import bundle
-from nbdist.engines.bundle import Said
-from nbdist.engines.nodes import Relay
-from nbdist.signed import Signer
+from nbdist.cluster import message_batch
+from nbdist.cluster.message_batch import Said
+from nbdist.cluster.node_group import Relay
+from nbdist.protocol.signing import Signer
 from tests.conftest import eventually
 
 KEY = b"k" * 64
@@ -26,10 +26,10 @@ def said(ranks: tuple[int, ...], text: str) -> Said:
 def test_what_is_packed_comes_out() -> None:
     given = [said((0, 1), "a"), Said((1,), "shell", []), said((2,), "b")]
     given[2].parts.append(b"a buffer")
-    number, found = bundle.unpacked(bundle.packed(given, KEY, 3), KEY, 2)
+    number, found = message_batch.unpacked(message_batch.packed(given, KEY, 3), KEY, 2)
     assert number == 3
     assert found == given
-    message = bundle.read(found[2].parts)
+    message = message_batch.read(found[2].parts)
     assert message["content"] == {"text": "b"}
     assert message["header"]["date"].timestamp() > 0
     assert bytes(message["buffers"][0]) == b"a buffer"
@@ -37,16 +37,16 @@ def test_what_is_packed_comes_out() -> None:
 
 @pytest.mark.parametrize("changed", range(4))
 def test_a_changed_frame_is_seen(changed: int) -> None:
-    frames = bundle.packed([said((0,), "a")], KEY, 1)
+    frames = message_batch.packed([said((0,), "a")], KEY, 1)
     frames[changed] += b" "
     with pytest.raises(ValueError, match="not signed"):
-        bundle.unpacked(frames, KEY, 0)
+        message_batch.unpacked(frames, KEY, 0)
 
 
 def test_a_bundle_is_taken_once() -> None:
-    frames = bundle.packed([said((0,), "a")], KEY, 1)
+    frames = message_batch.packed([said((0,), "a")], KEY, 1)
     with pytest.raises(ValueError, match="came before"):
-        bundle.unpacked(frames, KEY, 1)
+        message_batch.unpacked(frames, KEY, 1)
 
 
 class Node:
@@ -76,15 +76,15 @@ def test_the_kernel_takes_what_is_a_nodes_own_and_asks_for_more() -> None:
     node = Node()
     relay = Relay(node, KEY, node)  # type: ignore[arg-type]
     unreadable = Said((0,), "iopub", [b"{", b"[", b"", b"1"])
-    forged = bundle.packed([said((0,), "forged")], b"o" * 64, 1)
-    first = bundle.packed([said((0,), "a"), said((1,), "stolen"), unreadable], KEY, 1)
+    forged = message_batch.packed([said((0,), "forged")], b"o" * 64, 1)
+    first = message_batch.packed([said((0,), "a"), said((1,), "stolen"), unreadable], KEY, 1)
     for index, frames in [
         (0, forged),
         (0, first),
         (0, first),
-        (1, bundle.packed([Said((1,), "iopub", []), said((1,), "b")], KEY, 1)),
+        (1, message_batch.packed([Said((1,), "iopub", []), said((1,), "b")], KEY, 1)),
         (0, []),
-        (0, bundle.packed([said((0,), "c")], KEY, 2)),
+        (0, message_batch.packed([said((0,), "c")], KEY, 2)),
     ]:
         relay.put(index, frames)
     eventually(lambda: node.received[-1:] == [((0,), "c")], within_s=10)

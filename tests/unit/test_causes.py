@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
-from nbdist import checkpoint, wire
-from nbdist.engines import fleet, processes
-from nbdist.engines.local import LAUNCHER, LAUNCHER_GONE
-from nbdist.kernel import causes, pulse
-from nbdist.kernel.causes import Death
-from nbdist.kernel.oom import OomCounter, events_file
+from nbdist import checkpoint
+from nbdist.cluster import interfaces, process_inspection
+from nbdist.cluster.local import LAUNCHER, LAUNCHER_GONE
+from nbdist.protocol import messages
+from nbdist.session import failure_causes, stopped_processes
+from nbdist.session.failure_causes import Death
+from nbdist.session.oom_killer import OomCounter, events_file
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ def version_2(tmp_path: Path) -> Path:
 
 
 def died(*ends: tuple[int, int | None], oom: OomCounter | None = None, **more: str) -> str:
-    told = [wire.RankEnded(1, rank, code, **more) for rank, code in ends]
+    told = [messages.RankEnded(1, rank, code, **more) for rank, code in ends]
     stacks = {rank: CRASH for rank, _ in ends}
-    death = causes.of_ranks(told, oom=oom or OomCounter(), stack_of=stacks, log="")
+    death = failure_causes.of_ranks(told, oom=oom or OomCounter(), stack_of=stacks, log="")
     return str(death.told(cells={"4242.py": 12}))
 
 
@@ -83,31 +84,31 @@ def test_a_crash_shows_the_frames_up_to_the_cell() -> None:
 
 
 def test_a_crash_in_a_thread_of_c_shows_where_the_cell_was() -> None:
-    assert causes.stack_words(IN_C, {}).splitlines() == [
+    assert failure_causes.stack_words(IN_C, {}).splitlines() == [
         '  "/venv/torch/autograd/graph.py", line 979 in _engine_run_backward',
         "  the cell, line 5 in <module>",
     ]
 
 
 def test_no_more_than_twenty_lines_are_told() -> None:
-    assert len(causes.last_lines("\n".join(map(str, range(50)))).splitlines()) == 20
+    assert len(failure_causes.last_lines("\n".join(map(str, range(50)))).splitlines()) == 20
 
 
 def test_what_torch_elastic_collected_is_filled_in() -> None:
-    end = wire.RankEnded(4, 1, None)
-    assert causes.completed(end, wire.Ended(4, {"1": 3})).code == 3
-    assert causes.completed(end, wire.Ended(3, {"1": 3})).code is None
+    end = messages.RankEnded(4, 1, None)
+    assert failure_causes.completed(end, messages.Ended(4, {"1": 3})).code == 3
+    assert failure_causes.completed(end, messages.Ended(3, {"1": 3})).code is None
     assert "an exit code that is not known" in died((1, None))
 
 
 def test_the_launcher_has_causes_too() -> None:
-    killed = wire.Ended(LAUNCHER_GONE, {LAUNCHER: -15})
-    assert causes.of_launcher(killed, oom=OomCounter()).said == (
+    killed = messages.Ended(LAUNCHER_GONE, {LAUNCHER: -15})
+    assert failure_causes.of_launcher(killed, oom=OomCounter()).said == (
         "the launcher ended with signal 15 (SIGTERM): somebody asked it to end: kill, or a job"
         " scheduler"
     )
-    failed = wire.Ended(1, error="OSError: no room")
-    assert causes.of_launcher(failed, oom=OomCounter()).said == "OSError: no room"
+    failed = messages.Ended(1, error="OSError: no room")
+    assert failure_causes.of_launcher(failed, oom=OomCounter()).said == "OSError: no room"
 
 
 @pytest.mark.fault("F1")
@@ -168,12 +169,15 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_stopped_process_is_told_once_and_when_it_goes_on(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "UNRESPONSIVE_S", 0.1)
-    seen, told = pulse.Pulse(), list[str]()
+    monkeypatch.setattr(stopped_processes, "UNRESPONSIVE_S", 0.1)
+    seen, told = stopped_processes.Pulse(), list[str]()
 
     def looked() -> int:
         pids = {"rank 3": sleeper.pid, "rank 4": os.getpid()}
-        found = {name: fleet.Process(pid, processes.status(pid)) for name, pid in pids.items()}
+        found = {
+            name: interfaces.Process(pid, process_inspection.status(pid))
+            for name, pid in pids.items()
+        }
         told.extend(seen.look(found))
         return len(told)
 

@@ -8,10 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from nbdist import CellError, RankDied, wire
-from nbdist.kernel import cell as cells
-from nbdist.kernel.cell import Cell
-from nbdist.kernel.cells import Cells
+from nbdist import CellError, RankDied
+from nbdist.protocol import messages
+from nbdist.session import cell as cells
+from nbdist.session.cell import Cell
+from nbdist.session.cell_runner import Cells
 
 
 def cell_of(*ranks: int) -> tuple[Cell, Mock]:
@@ -43,8 +44,8 @@ def test_ranks_that_all_failed_are_told_of_once_at_the_end() -> None:
     cell, renderer = cell_of(0, 1)
     for rank in (0, 1):
         fail(cell, rank)
-        advice = wire.Advice(lines=["out of memory"], held_bytes=rank)
-        cell.deliver((rank,), "iopub", message(wire.ADVICE, **advice))
+        advice = messages.Advice(lines=["out of memory"], held_bytes=rank)
+        cell.deliver((rank,), "iopub", message(messages.ADVICE, **advice))
     cell.pump(0.0)
     cell.pump(0.0)
     assert cell.pending == (0, 1), "they look for what would fit"

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from nbdist.checkpoint.boxes import Box, boxes, intervals
+from nbdist.checkpoint.chunks import Box, boxes, intervals
 
 RANDOM = random.Random(0)  # noqa: S311 - cases of a test
 SHAPES = [tuple(RANDOM.randint(1, 5) for _ in range(RANDOM.randint(1, 5))) for _ in range(200)]

@@ -15,7 +15,7 @@ import pytest
 import saved
 
 from nbdist import checkpoint
-from nbdist.checkpoint.headers import Stored
+from nbdist.checkpoint.safetensors_header import Stored
 from nbdist.checkpoint.writer import Writer
 from nbdist.errors import CheckpointError
 

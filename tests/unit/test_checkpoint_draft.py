@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import saved
 
-from nbdist import checkpoint, owner
-from nbdist.checkpoint import disk, draft, leftovers
+from nbdist import checkpoint
+from nbdist.checkpoint import commit, durable_io, retention
 from nbdist.errors import CheckpointError
+from nbdist.hardware import process_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +40,7 @@ def hidden(root: Path) -> list[str]:
 
 def as_of_dead(folder: Path) -> None:
     """Let a folder's owner be a process that is gone."""
-    me = owner.Owner.me()
+    me = process_identity.Owner.me()
     (folder / ".owner.json").write_text(
         json.dumps(DEAD | {"uid": os.getuid(), "boot": me.boot, "space": me.space})
     )
@@ -296,7 +297,7 @@ def test_a_crash_at_every_step(root: Path, monkeypatch: pytest.MonkeyPatch, *, t
             break
         for one in root.iterdir():
             if one.is_dir():
-                disk.remove_folder(one)
+                durable_io.remove_folder(one)
         saved.save(root, "first", seed=1)
     assert ended
     assert len(calls) > 6
@@ -373,7 +374,7 @@ def test_what_dead_processes_left_is_removed(root: Path) -> None:
 
 def test_a_number_that_was_given_again_is_another_process(root: Path) -> None:
     tmp = checkpoint.begin(root, "a")
-    me = owner.Owner.me()
+    me = process_identity.Owner.me()
     content = {"pid": me.pid, "started": me.started - 1, "uid": me.uid}
     (tmp / ".owner.json").write_text(json.dumps(content | {"boot": me.boot, "space": me.space}))
     checkpoint.abort(checkpoint.begin(root, "b"))
@@ -494,17 +495,19 @@ def test_at_least_one_is_kept(root: Path, count: Any) -> None:
 
 def test_one_process_at_a_time_changes_names(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved.save(root, "a")
-    with disk.locked(root):
+    with durable_io.locked(root):
         assert names(root) == ["a"]  # looking needs no lock
         with (
             pytest.raises(CheckpointError, match="another process has been changing"),
-            disk.locked(root, within_s=0.05),
+            durable_io.locked(root, within_s=0.05),
         ):
             pass
-    with disk.locked(root):
+    with durable_io.locked(root):
         pass
     # Lustre without flock.
-    monkeypatch.setattr(disk.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "no")))
+    monkeypatch.setattr(
+        durable_io.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "no"))
+    )
     saved.save(root, "b")
     assert names(root) == ["a", "b"]
 
@@ -545,6 +548,6 @@ def test_savers_and_a_reader_at_once(root: Path) -> None:
     assert not errors
     assert len(seen) > 3
     assert set(seen) <= allowed
-    checkpoint.abort(draft.begin(root, "z"))
+    checkpoint.abort(commit.begin(root, "z"))
     assert hidden(root) == []
-    assert leftovers.keep(root, 1, written="a") != []
+    assert retention.keep(root, 1, written="a") != []

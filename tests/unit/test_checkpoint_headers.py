@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.checkpoint import checksum, headers
-from nbdist.checkpoint.headers import DTYPES, Header, Stored
+from nbdist.checkpoint import checksum, safetensors_header
+from nbdist.checkpoint.safetensors_header import DTYPES, Header, Stored
 from nbdist.checkpoint.writer import Writer
 from nbdist.errors import CheckpointError
 
@@ -26,7 +26,7 @@ def parsed(content: bytes) -> Header:
     fd = os.memfd_create("a")
     try:
         os.write(fd, content)
-        return headers.parse(fd, "a")
+        return safetensors_header.parse(fd, "a")
     finally:
         os.close(fd)
 
@@ -44,8 +44,8 @@ def test_a_header_comes_back_as_it_was() -> None:
         Stored(name="half é", dtype="BF16", shape=(1, 2, 3), offsets=(0, 1, 0)),
         Stored(name="flag", dtype="BOOL", shape=(1,), offsets=(0,)),
     ]
-    head = headers.header(tensors)
-    assert len(head) % headers.ALIGNMENT == 0
+    head = safetensors_header.header(tensors)
+    assert len(head) % safetensors_header.ALIGNMENT == 0
     found = parsed(head + bytes(24 + 0 + 4 + 12 + 1))
     assert list(found.tensors.values()) == tensors
     assert found.starts["double"] == len(head)
@@ -56,7 +56,7 @@ def test_a_header_comes_back_as_it_was() -> None:
 
 
 def test_a_file_without_tensors() -> None:
-    assert parsed(headers.header([])).tensors == {}
+    assert parsed(safetensors_header.header([])).tensors == {}
 
 
 def test_a_file_of_others_says_nothing_of_boxes() -> None:
@@ -124,12 +124,12 @@ def test_a_hostile_header_is_refused(content: bytes) -> None:
 
 def test_a_header_has_a_limit(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    path.write_bytes((headers.MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+    path.write_bytes((safetensors_header.MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
     os.truncate(path, 1 << 30)  # sparse
     fd = os.open(path, os.O_RDONLY)
     try:
         with pytest.raises(CheckpointError, match="100000001 bytes"):
-            headers.parse(fd, "a")
+            safetensors_header.parse(fd, "a")
     finally:
         os.close(fd)
 
@@ -137,7 +137,7 @@ def test_a_header_has_a_limit(tmp_path: Path) -> None:
 def test_random_damage_never_does_more_than_refuse() -> None:
     dice = random.Random(0)  # noqa: S311 - cases of a test
     stored = [Stored(name=str(n), dtype="F32", shape=(2, n), offsets=(n, 0)) for n in range(5)]
-    good = headers.header(stored) + bytes(4 * 2 * 10)
+    good = safetensors_header.header(stored) + bytes(4 * 2 * 10)
     for _ in range(2000):
         bad = bytearray(good)
         for _ in range(dice.randint(1, 4)):

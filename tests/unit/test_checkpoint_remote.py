@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist import CheckpointError, checkpoint
-from nbdist.checkpoint import Brought, Remote, Url, headers
-from nbdist.owner import OWNER, Owner
+from nbdist.checkpoint import Brought, Remote, Url, safetensors_header
+from nbdist.hardware.process_identity import OWNER, Owner
 from tests.unit import saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.checkpoint.remote import RemoteDraft
+    from nbdist.checkpoint.url_storage import RemoteDraft
 
 FILE = "model-00000-0.safetensors"
 NOW = datetime.now(UTC)
@@ -37,7 +37,9 @@ def there(tmp_path: Path) -> Remote:
 def begun(there: Remote, name: str, *, overwrite: bool = False) -> tuple[RemoteDraft, Any]:
     """A save of one rank that has written everything, and its manifest."""
     draft = there.begin(name, overwrite=overwrite, size_bytes=0)
-    stored = headers.Stored(name="model.w", dtype="F32", shape=(saved.NUMEL,), offsets=(0,))
+    stored = safetensors_header.Stored(
+        name="model.w", dtype="F32", shape=(saved.NUMEL,), offsets=(0,)
+    )
     with draft.new(draft.folder / FILE, [stored]) as file:
         file.write(memoryview(bytes(range(250)) * (4 * saved.NUMEL // 250)))
     draft.report(0, [file.part], {})
@@ -275,6 +277,6 @@ def test_urls_and_folders_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_fsspec_is_imported_when_a_url_is_used() -> None:
-    code = "import sys; import nbdist.magics, nbdist.kernel.session; print('fsspec' in sys.modules)"
+    code = "import sys; import nbdist.magics.magics, nbdist.session.session; print('fsspec' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nbdist.rank import accelerator
+from nbdist.worker.engines import accelerator
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist import completion
-from nbdist.engines import agreement, named, slurm_nodes, there
-from nbdist.engines.base import Place, Wanted
-from nbdist.engines.ray import RayCluster, cause
-from nbdist.engines.slurm import SlurmCluster, tasks_ended
-from nbdist.engines.spread import Spread, filled, fitted
+from nbdist.cluster import bootstrap, factory, slurm_nodes, version_check
+from nbdist.cluster.allocation import Place, Wanted
+from nbdist.cluster.rank_distribution import Spread, filled, fitted
+from nbdist.cluster.ray import RayCluster, cause
+from nbdist.cluster.slurm import SlurmCluster, tasks_ended
 from nbdist.errors import OptionError, StartError
-from nbdist.kernel import asked, devices
-from nbdist.kernel.where import Where
-from nbdist.machine import Gpu, Machine, Node
+from nbdist.hardware.discovery import Gpu, Machine, Node
+from nbdist.magics import completion
+from nbdist.session import config
+from nbdist.session import placement as session_placement
+from nbdist.session.cluster_options import Where
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from nbdist.engines.base import Kind
+    from nbdist.cluster.allocation import Kind
 
 TWO_OF_FOUR = {"a": 4, "b": 4}
 
@@ -106,13 +107,13 @@ HERE = {"python": "3.11.7", "torch": "2.13.0", "nbdist": "0.1.0"}
 
 
 def test_equal_versions_pass_and_python_may_differ_in_its_last_number() -> None:
-    agreement.check(HERE, [place("a", **HERE), place("b", **{**HERE, "python": "3.11.9"})])
+    version_check.check(HERE, [place("a", **HERE), place("b", **{**HERE, "python": "3.11.9"})])
 
 
 def test_other_versions_are_listed_with_their_nodes() -> None:
     other = {**HERE, "torch": "2.12.0", "python": "3.12.1"}
     with pytest.raises(StartError) as refused:
-        agreement.check(HERE, [place("a", **HERE), place("b", **other), place("c", **other)])
+        version_check.check(HERE, [place("a", **HERE), place("b", **other), place("c", **other)])
     assert "python 3.11.7 on the notebook, a, 3.12.1 on b, c" in str(refused.value)
     assert "torch 2.13.0 on the notebook, a, 2.12.0 on b, c" in str(refused.value)
     assert "nbdist 0" not in str(refused.value)
@@ -120,17 +121,17 @@ def test_other_versions_are_listed_with_their_nodes() -> None:
 
 @pytest.mark.parametrize("on", ["ray", "ray://auto", "ray://head:10001", "ray://10.0.0.1"])
 def test_ray_is_named_in_four_ways(on: str) -> None:
-    assert isinstance(named.opened(on, {"nodes": 2}), RayCluster)
+    assert isinstance(factory.opened(on, {"nodes": 2}), RayCluster)
 
 
 def test_what_tab_offers_is_a_place() -> None:
     assert set(completion.VALUES["--on"]) >= {"local", "ray", "ray://auto", "slurm"}
     for on in completion.VALUES["--on"]:
-        named.opened(on + "head" * on.endswith("//"), {})
+        factory.opened(on + "head" * on.endswith("//"), {})
 
 
 def test_this_machine_is_no_cluster() -> None:
-    assert named.opened("local", {}) is None
+    assert factory.opened("local", {}) is None
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_what_a_place_does_not_have_is_refused(
     on: str, given: Mapping[str, object], words: str
 ) -> None:
     with pytest.raises(OptionError) as refused:
-        named.opened(on, given)
+        factory.opened(on, given)
     assert words in str(refused.value)
 
 
@@ -235,7 +236,7 @@ def allotted(srun: Path, body: str) -> tuple[SlurmCluster, list[Place]]:
 
 
 def test_tasks_become_places_and_get_their_own_tickets(srun: Path) -> None:
-    cluster, places = allotted(srun, ANSWERS.replace("VERSIONS", repr(there.versions())))
+    cluster, places = allotted(srun, ANSWERS.replace("VERSIONS", repr(bootstrap.versions())))
     try:
         assert [(one.name, one.address) for one in places] == [
             ("n1", "10.0.0.1"),
@@ -291,7 +292,7 @@ def test_the_nodes_that_slurm_gives_jobs(
 
 
 def test_after_a_death_fewer_nodes_are_left_where_one_is_silent(srun: Path) -> None:
-    cluster, _ = allotted(srun, ANSWERS.replace("VERSIONS", repr(there.versions())))
+    cluster, _ = allotted(srun, ANSWERS.replace("VERSIONS", repr(bootstrap.versions())))
     cluster.close()
     assert cluster.left("cpu", 1, 2) == 2  # Slurm says nothing
     with socket.create_server(("127.0.0.1", 0)) as slurmd:
@@ -364,12 +365,12 @@ class FakeCluster:
 
 @pytest.fixture
 def where(monkeypatch: pytest.MonkeyPatch) -> Where:
-    monkeypatch.setattr(named, "opened", lambda *_: FakeCluster())
+    monkeypatch.setattr(factory, "opened", lambda *_: FakeCluster())
     return Where({"on": "ray"})
 
 
-def chosen(where: Where, **given: object) -> asked.Choice:
-    return asked.Choice.of({"auto": False, **given}, where)
+def chosen(where: Where, **given: object) -> config.Choice:
+    return config.Choice.of({"auto": False, **given}, where)
 
 
 def test_a_choice_on_a_cluster_counts_nodes(where: Where) -> None:
@@ -426,7 +427,7 @@ def test_numbers_are_checked(where: Where, given: Mapping[str, object]) -> None:
 
 
 def test_fewer_nodes_have_fewer_ranks(where: Where) -> None:
-    placement = devices.spread_out(Spread("cuda", 2, 4))
+    placement = session_placement.spread_out(Spread("cuda", 2, 4))
     assert where.left(placement) == {}
     assert isinstance(where.cluster, FakeCluster)
     where.cluster.nodes = 1
@@ -458,18 +459,18 @@ def test_a_session_does_not_move(where: Where) -> None:
 def test_new_numbers_push_old_ones_out(
     before: dict[str, object], changes: dict[str, object], after: dict[str, object]
 ) -> None:
-    made = asked.changed({"auto": False, **before}, changes)
+    made = config.changed({"auto": False, **before}, changes)
     assert {name: made[name] for name in after} == after
 
 
 def test_what_is_the_clusters_own_is_not_handed_on() -> None:
     given = {"RAY_AUTH_TOKEN_PATH": "x", "SLURM_JOB_ID": "1", "HOME": "/h", "PYTHONPATH": "/p"}
-    kept = there.handed_on(given)
+    kept = bootstrap.handed_on(given)
     assert set(kept) == {"HOME", "PYTHONPATH"}
     assert kept["PYTHONPATH"].endswith(":/p")
 
 
 def test_an_unknown_interface_is_told_with_those_there_are() -> None:
     with pytest.raises(StartError, match=r"no interface 'ib9' with an address; it has .*lo"):
-        there.of_interface("ib9")
-    assert there.of_interface("lo") == "127.0.0.1"
+        bootstrap.of_interface("ib9")
+    assert bootstrap.of_interface("lo") == "127.0.0.1"

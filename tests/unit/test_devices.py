@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from nbdist import machine
-from nbdist.engines.spread import Spread
+from nbdist.cluster.rank_distribution import Spread
 from nbdist.errors import OptionError, StartError
-from nbdist.kernel import devices
-from nbdist.kernel.devices import Placement, placement
-from nbdist.machine import Gpu, Machine, Node
+from nbdist.hardware import discovery
+from nbdist.hardware.discovery import Gpu, Machine, Node
+from nbdist.session import placement as session_placement
+from nbdist.session.placement import Placement, placement
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,7 +127,7 @@ def four() -> FakeNvml:
 
 def seen(nvml: FakeNvml, visible: str | None = None) -> list[str]:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    return [gpu.uuid for gpu in machine.found(nvml=nvml, environ=environ).gpus]
+    return [gpu.uuid for gpu in discovery.found(nvml=nvml, environ=environ).gpus]
 
 
 def machine_of(count: int, *, capability: tuple[int, int] = (8, 0), num_cpus: int = 2) -> Machine:
@@ -140,7 +140,7 @@ def machine_of(count: int, *, capability: tuple[int, int] = (8, 0), num_cpus: in
 
 def test_every_gpu_is_found_with_its_figures() -> None:
     nvml = four()
-    found = machine.found(nvml=nvml, environ={})
+    found = discovery.found(nvml=nvml, environ={})
     assert found.gpus[2] == Gpu("GPU-c0c", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
     assert found.describe() == "4 x NVIDIA A100 80GB, NVLink"
     assert nvml.calls == ["init", "shutdown"]
@@ -157,11 +157,11 @@ def test_a_gpu_that_fails_is_left_out_and_named_until_it_answers() -> None:
     nvml = four()
     working = nvml.gpus[3]
     nvml.gpus[3] = replace(working, lost=True)
-    found = machine.found(nvml=nvml, environ={})
+    found = discovery.found(nvml=nvml, environ={})
     assert [gpu.uuid for gpu in found.gpus] == ["GPU-a0a", "GPU-b0b", "GPU-c0c"]
     assert found.warnings == ("GPU 3 fails (GPU is lost) and is left out; run nvidia-smi",)
-    assert machine.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0"}).warnings == ()
-    assert len(machine.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0,3"}).warnings) == 1
+    assert discovery.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0"}).warnings == ()
+    assert len(discovery.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0,3"}).warnings) == 1
     nvml.gpus[3] = working
     assert seen(nvml) == ["GPU-a0a", "GPU-b0b", "GPU-c0c", "GPU-d0d"]
 
@@ -169,7 +169,7 @@ def test_a_gpu_that_fails_is_left_out_and_named_until_it_answers() -> None:
 def test_a_driver_that_did_not_answer_is_asked_again(tmp_path: Path) -> None:
     nvml = four()
     nvml.broken = True
-    (warning,) = machine.found(nvml=nvml, environ={}, driver=tmp_path).warnings
+    (warning,) = discovery.found(nvml=nvml, environ={}, driver=tmp_path).warnings
     assert warning.startswith("NVIDIA's driver does not answer (Driver/library version mismatch)")
     nvml.broken = False
     assert len(seen(nvml)) == 4
@@ -177,8 +177,8 @@ def test_a_driver_that_did_not_answer_is_asked_again(tmp_path: Path) -> None:
 
 def test_a_gpu_that_shares_the_hosts_memory_has_that_of_the_host() -> None:
     nvml = FakeNvml([FakeGpu("GPU-a", "NVIDIA GB10", shares_memory=True)])
-    (gpu,) = machine.found(nvml=nvml, environ={}).gpus
-    assert gpu.memory_bytes == machine.host_bytes()
+    (gpu,) = discovery.found(nvml=nvml, environ={}).gpus
+    assert gpu.memory_bytes == discovery.host_bytes()
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,14 @@ def test_numbers_of_unlike_gpus_are_taken_as_nvidia_smi_shows_them_and_that_is_t
     nvml = FakeNvml([FakeGpu("GPU-a", "Tesla T4"), FakeGpu("GPU-b", "NVIDIA A100")])
     environ = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
     given = {name: value for name, value in environ.items() if value is not None}
-    warnings = machine.found(nvml=nvml, environ=given).warnings
+    warnings = discovery.found(nvml=nvml, environ=given).warnings
     assert len([one for one in warnings if "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in one]) == said
     alike = FakeNvml([FakeGpu("GPU-a"), FakeGpu("GPU-b")])
-    assert machine.found(nvml=alike, environ=given).warnings == ()
+    assert discovery.found(nvml=alike, environ=given).warnings == ()
 
 
 def test_ranks_get_numbers_by_pci_bus() -> None:
-    assert machine.cuda_visible_devices(["GPU-c0c", "GPU-a0a"], nvml=four()) == "2,0"
+    assert discovery.cuda_visible_devices(["GPU-c0c", "GPU-a0a"], nvml=four()) == "2,0"
 
 
 def test_ranks_get_uuids_where_cuda_may_count_otherwise() -> None:
@@ -209,7 +209,7 @@ def test_ranks_get_uuids_where_cuda_may_count_otherwise() -> None:
     beside_instances.gpus[0] = FakeGpu("GPU-a0a", instances=(FakeGpu("MIG-1"),))
     gone = FakeNvml([FakeGpu("GPU-a0a")])
     for nvml in (beside_a_lost_one, beside_instances, gone, FakeNvml([], broken=True)):
-        assert machine.cuda_visible_devices(uuids, nvml=nvml) == "GPU-b0b"
+        assert discovery.cuda_visible_devices(uuids, nvml=nvml) == "GPU-b0b"
 
 
 def test_cuda_shows_a_process_a_single_mig_instance() -> None:
@@ -217,7 +217,7 @@ def test_cuda_shows_a_process_a_single_mig_instance() -> None:
         [FakeGpu(f"GPU-{i}", instances=(FakeGpu(f"MIG-{i}", "H100 MIG"),)) for i in "ab"]
         + [FakeGpu("GPU-c")]
     )
-    found = machine.found(nvml=nvml, environ={})
+    found = discovery.found(nvml=nvml, environ={})
     assert [gpu.uuid for gpu in found.gpus] == ["MIG-a"]
     assert found.warnings[0].startswith("H100 MIG is the only one of 3 devices that is used")
     assert seen(nvml, "MIG-b") == ["MIG-b"]
@@ -247,7 +247,7 @@ def test_cuda_visible_devices_is_read_as_cuda_does(visible: str, expected: list[
 
 
 def test_without_a_driver_there_is_no_gpu() -> None:
-    found = machine.found(nvml=FakeNvml([], broken=True), environ={})
+    found = discovery.found(nvml=FakeNvml([], broken=True), environ={})
     assert found.gpus == ()
     assert found.describe() == "no GPU: 2 CPU ranks"
     assert found.num_cpus >= 1
@@ -255,7 +255,7 @@ def test_without_a_driver_there_is_no_gpu() -> None:
 
 def test_without_pynvml_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert machine.found().gpus == ()
+    assert discovery.found().gpus == ()
 
 
 def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
@@ -264,7 +264,7 @@ def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
     )
     nvml = FakeNvml([FakeGpu("GPU-a", "NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), parts)])
     assert seen(nvml) == ["MIG-1"]
-    found = machine.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "MIG-2"})
+    found = discovery.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "MIG-2"})
     (gpu,) = found.gpus
     assert (gpu.uuid, gpu.memory_bytes, gpu.capability) == ("MIG-2", 40 * GIB, (9, 0))
     assert "MIG 3g.40gb" in found.describe()
@@ -272,7 +272,7 @@ def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
 
 def test_an_unknown_capability_is_no_error() -> None:
     nvml = FakeNvml([FakeGpu("GPU-a", capability=None)])
-    assert machine.found(nvml=nvml, environ={}).gpus[0].capability == (0, 0)
+    assert discovery.found(nvml=nvml, environ={}).gpus[0].capability == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_an_unknown_capability_is_no_error() -> None:
     ],
 )
 def test_machines_are_described_in_a_few_words(nvml: FakeNvml, expected: str) -> None:
-    assert machine.found(nvml=nvml, environ={}).describe() == expected
+    assert discovery.found(nvml=nvml, environ={}).describe() == expected
 
 
 # ---- choosing
@@ -368,7 +368,7 @@ def test_more_cpus_take_more_cpu_ranks() -> None:
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "", "two", "1e3", "\u0662", "9" * 50, None])
 def test_n_is_a_whole_number(given: Any) -> None:
     with pytest.raises(OptionError, match=r"^-n .* is not a number of ranks; use a whole number"):
-        devices.parse_nproc(given)
+        session_placement.parse_nproc(given)
 
 
 @pytest.mark.parametrize(
@@ -396,9 +396,9 @@ def test_placements_are_described() -> None:
 def test_precisions_follow_the_capability(
     capability: tuple[int, int], able: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_installed", lambda _package: True)
+    monkeypatch.setattr(session_placement, "_installed", lambda _package: True)
     here = machine_of(2, capability=capability)
-    hardware = devices.hardware(placement(None, None, here), here)
+    hardware = session_placement.hardware(placement(None, None, here), here)
     assert (hardware.kind, hardware.world_size, hardware.deepspeed) == ("cuda", 2, True)
     assert (hardware.bf16, hardware.fp8) == ("bf16" in able, "fp8" in able)
 
@@ -417,11 +417,11 @@ def nodes_with(*capabilities: tuple[int, int]) -> list[Node]:
 
 
 def test_precisions_follow_the_weakest_gpu_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_installed", lambda _package: True)
-    away = devices.spread_out(Spread("cuda", 2, 2))
+    monkeypatch.setattr(session_placement, "_installed", lambda _package: True)
+    away = session_placement.spread_out(Spread("cuda", 2, 2))
 
     def able(*capabilities: tuple[int, int]) -> tuple[bool, bool]:
-        made = devices.hardware(away, machine_of(4), nodes_with(*capabilities))
+        made = session_placement.hardware(away, machine_of(4), nodes_with(*capabilities))
         return made.bf16, made.fp8
 
     assert able() == (True, True)  # nobody has seen them yet
@@ -431,30 +431,30 @@ def test_precisions_follow_the_weakest_gpu_of_the_nodes(monkeypatch: pytest.Monk
 
 
 def test_gpus_that_differ_between_nodes_are_told() -> None:
-    assert devices.differing_gpus([]) == ""
-    assert devices.differing_gpus(nodes_with((8, 0), (8, 0))) == ""
-    assert devices.differing_gpus(nodes_with((8, 0), (7, 5), (8, 0))) == (
+    assert session_placement.differing_gpus([]) == ""
+    assert session_placement.differing_gpus(nodes_with((8, 0), (8, 0))) == ""
+    assert session_placement.differing_gpus(nodes_with((8, 0), (7, 5), (8, 0))) == (
         "The GPUs of the nodes differ (NVIDIA A100 16GB on node 0, node 2; Tesla T4 16GB on"
         " node 1): what one lacks, none uses"
     )
 
 
 def test_float8_needs_a_library_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_installed", lambda package: package == "deepspeed")
+    monkeypatch.setattr(session_placement, "_installed", lambda package: package == "deepspeed")
     here = machine_of(1, capability=(9, 0))
-    assert not devices.hardware(placement(None, None, here), here).fp8
+    assert not session_placement.hardware(placement(None, None, here), here).fp8
 
 
 def test_only_the_gpus_of_the_session_count() -> None:
     old = Gpu("GPU-old", "Tesla T4", 16 * GIB, (7, 5))
     here = Machine((*machine_of(1).gpus, old), "PCIe", 2)
-    assert devices.hardware(placement(None, "0", here), here).bf16
-    assert not devices.hardware(placement(None, None, here), here).bf16
+    assert session_placement.hardware(placement(None, "0", here), here).bf16
+    assert not session_placement.hardware(placement(None, None, here), here).bf16
 
 
 def test_cpu_hardware_and_a_missing_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_installed", lambda _package: False)
-    hardware = devices.hardware(placement(4, None, machine_of(0)), machine_of(0))
+    monkeypatch.setattr(session_placement, "_installed", lambda _package: False)
+    hardware = session_placement.hardware(placement(4, None, machine_of(0)), machine_of(0))
     assert (hardware.kind, hardware.world_size) == ("cpu", 4)
     assert (hardware.bf16, hardware.fp8, hardware.deepspeed) == (False, False, False)
 
@@ -462,17 +462,17 @@ def test_cpu_hardware_and_a_missing_deepspeed(monkeypatch: pytest.MonkeyPatch) -
 def test_free_memory_and_who_holds_the_rest_are_told() -> None:
     here, gone = os.getpid(), 2**22 + 1  # above Linux's largest pid
     nvml = FakeNvml([FakeGpu("GPU-0", used=((here, GIB), (gone, 2 * GIB))), FakeGpu("GPU-1")])
-    found = machine.found(nvml=nvml, environ={})
-    first, second = machine.usage(found, nvml=nvml)
+    found = discovery.found(nvml=nvml, environ={})
+    first, second = discovery.usage(found, nvml=nvml)
     assert first.free_bytes == 77 * GIB
     assert first.holders == (f"{psutil.Process().name()} (pid {here})", f"pid {gone}")
-    assert second == machine.Usage(80 * GIB)
+    assert second == discovery.Usage(80 * GIB)
 
 
 def chosen_on(nvml: FakeNvml, *, own: tuple[int, ...] = (), gpus: str | None = None) -> list[str]:
     """What is said before ranks start on the GPUs."""
-    found = machine.found(nvml=nvml, environ={})
-    return devices.check_usable(placement(None, gpus, found), found, own=own, nvml=nvml)
+    found = discovery.found(nvml=nvml, environ={})
+    return session_placement.check_usable(placement(None, gpus, found), found, own=own, nvml=nvml)
 
 
 def test_a_gpu_that_this_notebook_holds_exclusively_is_refused_before_ranks_start() -> None:
@@ -525,8 +525,8 @@ def test_failures_are_told_with_a_session_on_cpu_ranks_but_not_where_it_wants_th
 
 def test_memory_of_our_own_ranks_counts_as_free() -> None:
     nvml = FakeNvml([FakeGpu("GPU-0", used=((11, GIB), (12, 2 * GIB)))])
-    found = machine.found(nvml=nvml, environ={})
-    (only,) = machine.usage(found, own={11}, nvml=nvml)
+    found = discovery.found(nvml=nvml, environ={})
+    (only,) = discovery.usage(found, own={11}, nvml=nvml)
     assert only.free_bytes == 78 * GIB
     assert len(only.holders) == 1
 
@@ -539,20 +539,20 @@ def test_in_a_container_the_memory_of_our_own_ranks_counts_as_free_too(
     nvml = FakeNvml([FakeGpu("GPU-0", used=((2**22 + 1, 30 * GIB),))])
     running = [SimpleNamespace(pid=pid, usedGpuMemory=30 * GIB) for pid in listed]
     monkeypatch.setattr(FakeNvml, "nvmlDeviceGetComputeRunningProcesses", lambda *_: running)
-    found = machine.found(nvml=nvml, environ={})
-    (without,) = machine.usage(found, nvml=nvml)
-    (ours,) = machine.usage(found, own={os.getpid()}, nvml=nvml)
+    found = discovery.found(nvml=nvml, environ={})
+    (without,) = discovery.usage(found, nvml=nvml)
+    (ours,) = discovery.usage(found, own={os.getpid()}, nvml=nvml)
     assert without.free_bytes == 50 * GIB
-    assert ours == machine.Usage(80 * GIB)
+    assert ours == discovery.Usage(80 * GIB)
 
 
 def test_a_container_limits_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    whole = machine.host_free_bytes()
+    monkeypatch.setattr(discovery, "CGROUP", tmp_path)
+    whole = discovery.host_free_bytes()
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("4096\n")
-    assert machine.host_free_bytes() == pytest.approx(whole, rel=0.2)
+    assert discovery.host_free_bytes() == pytest.approx(whole, rel=0.2)
     (tmp_path / "memory.max").write_text("1004096\n")
-    assert machine.host_free_bytes() == 1_000_000
+    assert discovery.host_free_bytes() == 1_000_000

@@ -16,22 +16,22 @@ import psutil
 import pytest
 
 import nbdist
-from nbdist import builds
+from nbdist.cluster.orphan_cleanup import Leftovers, Stray
 from nbdist.doctor import (
-    building,
-    diagnosis,
+    compilers,
     environment,
     finding,
     gpus,
-    leftovers,
     notebook,
     ports,
+    report,
     resources,
     session,
+    stale_resources,
     versions,
 )
 from nbdist.doctor.finding import Finding
-from nbdist.engines.leftovers import Leftovers, Stray
+from nbdist.hardware import deepspeed_requirements
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def test_looking_brings_no_torch_and_changes_nothing(tmp_path: Path) -> None:
 
 def test_what_it_shows_is_text_and_no_markup() -> None:
     one = Finding("problem", "<b>topic", "<script>alert(1)</script>", "<i>do")
-    page = diagnosis.Diagnosis((one,))._repr_html_()
+    page = report.Diagnosis((one,))._repr_html_()
     assert "<script" not in page
     assert "&lt;b&gt;topic" in page
     assert "&lt;i&gt;do" in page
@@ -96,7 +96,7 @@ def test_a_look_that_fails_is_told_and_the_page_stays(caplog: pytest.LogCaptureF
         yield finding.ok("a", "b")
         raise RuntimeError("strange machine")
 
-    before, one = diagnosis._looked("ports", look)
+    before, one = report._looked("ports", look)
     assert before == finding.ok("a", "b")
     assert (one.level, one.topic) == ("note", "ports")
     assert "strange machine" in one.says
@@ -339,8 +339,8 @@ def test_a_missing_compiler_is_a_note_since_only_an_offload_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    only(building.look(locks=[], kind="cpu"), "note", "no-such-compiler is not on PATH")
-    assert worst(building.look(missing="", locks=[])) == []
+    only(compilers.look(locks=[], kind="cpu"), "note", "no-such-compiler is not on PATH")
+    assert worst(compilers.look(missing="", locks=[])) == []
 
 
 def test_nvme_on_gpus_needs_the_cuda_toolkit(
@@ -349,12 +349,12 @@ def test_nvme_on_gpus_needs_the_cuda_toolkit(
     (tmp_path / "libaio.h").touch()
     monkeypatch.setenv("CPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    only(building.look(locks=[], kind="cuda"), "note", "nvcc or CUDA's headers are missing")
-    assert worst(building.look(locks=[], kind="cpu")) == []
+    only(compilers.look(locks=[], kind="cuda"), "note", "nvcc or CUDA's headers are missing")
+    assert worst(compilers.look(locks=[], kind="cpu")) == []
     for file in ("bin/nvcc", "include/cuda.h"):
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).touch()
-    assert worst(building.look(locks=[], kind="cuda")) == []
+    assert worst(compilers.look(locks=[], kind="cuda")) == []
 
 
 def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,8 +363,8 @@ def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").write_text("")
     os.utime(tmp_path / "op" / "lock", (0, 0))
-    assert builds.stale_locks() == [tmp_path / "op" / "lock"]
-    one = only(building.look(missing=""), "note", "waits for ever")
+    assert deepspeed_requirements.stale_locks() == [tmp_path / "op" / "lock"]
+    one = only(compilers.look(missing=""), "note", "waits for ever")
     assert one.do == f"rm {tmp_path}/op/lock"
 
 
@@ -373,7 +373,7 @@ def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 def test_leftovers_are_named_before_they_go(tmp_path: Path) -> None:
     left = Leftovers((Stray(4711, "sleep"),), (Path("/tmp/nbdist-1-a"),), ())  # noqa: S108
-    one = only(leftovers.look(left, shm=tmp_path), "note", "processes: sleep (pid 4711)")
+    one = only(stale_resources.look(left, shm=tmp_path), "note", "processes: sleep (pid 4711)")
     assert "/tmp/nbdist-1-a" in one.says  # noqa: S108
     assert "next start" in one.do
 
@@ -381,9 +381,11 @@ def test_leftovers_are_named_before_they_go(tmp_path: Path) -> None:
 @pytest.mark.fault("F5")
 def test_files_of_nccl_are_named_and_left(tmp_path: Path) -> None:
     (tmp_path / "nccl-abc").write_text("")
-    only(leftovers.look(Leftovers(), shm=tmp_path), "note", "nccl-abc")
+    only(stale_resources.look(Leftovers(), shm=tmp_path), "note", "nccl-abc")
     with (tmp_path / "nccl-abc").open():
-        assert not [one for one in leftovers.look(Leftovers(), shm=tmp_path) if "nccl" in one.says]
+        assert not [
+            one for one in stale_resources.look(Leftovers(), shm=tmp_path) if "nccl" in one.says
+        ]
     assert (tmp_path / "nccl-abc").exists()
 
 

@@ -14,11 +14,11 @@ import pytest
 
 import nbdist
 from nbdist import strategies
-from nbdist.doctor import run
-from nbdist.doctor.case import Case, last_errors
-from nbdist.doctor.diagnosis import Diagnosis
-from nbdist.magics import switch_parser
-from nbdist.profile.figures import Model, RankFigures, Traffic
+from nbdist.doctor import training_checks
+from nbdist.doctor.evidence import Case, last_errors
+from nbdist.doctor.report import Diagnosis
+from nbdist.magics.magics import switch_parser
+from nbdist.profiler.measurements import Model, RankFigures, Traffic
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def case(
 
 def only(given: Case) -> tuple[Finding, dict[str, Any]]:
     """The one finding, and the config in its line."""
-    (one,) = run.recognised(given)
+    (one,) = training_checks.recognised(given)
     return one, pasted(one.do, given.hardware)
 
 
@@ -171,7 +171,7 @@ def test_units_that_did_not_fit_never_become_larger(
 def test_units_that_cannot_be_smaller_get_another_remedy() -> None:
     config = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}
     given = case("fsdp2", errors=OOM, frames=GATHERED, fsdp_config=config)
-    (one,) = run.recognised(given)
+    (one,) = training_checks.recognised(given)
     assert one.topic == "all_gather"
     assert "a smaller micro-batch" in one.do
 
@@ -205,7 +205,9 @@ def test_zero2_gathers_in_smaller_buckets_when_memory_ends() -> None:
 
 
 def test_memory_that_ends_elsewhere_is_no_matter_of_gathers() -> None:
-    (one,) = run.recognised(case("fsdp2", errors=OOM, frames="File model.py:3, in forward("))
+    (one,) = training_checks.recognised(
+        case("fsdp2", errors=OOM, frames="File model.py:3, in forward(")
+    )
     assert one.topic == "memory"
     assert "%nbdist plan" in one.do
 
@@ -229,13 +231,13 @@ def test_many_small_units_are_told_where_their_gathers_take_time() -> None:
     _, config = only(case("fsdp2", busy, fsdp_config=small))
     assert config["min_num_params"] == 20_000_000
     hidden = figures(traffic=[traffic("all_gather", 200, 20_000, 0.01)])
-    assert run.recognised(case("fsdp2", hidden)) == ()
+    assert training_checks.recognised(case("fsdp2", hidden)) == ()
 
 
 def test_a_late_rank_is_no_slow_gather() -> None:
     late = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3, waiting_s=0.29)])
     for backend in ("fsdp2", "zero3"):
-        assert run.recognised(case(backend, late)) == ()
+        assert training_checks.recognised(case(backend, late)) == ()
 
 
 def test_zero3_keeps_small_parameters_whole_where_they_take_time() -> None:
@@ -263,7 +265,7 @@ def test_zero3_that_its_config_holds_back_gets_all_of_it_back() -> None:
         "stage3_max_reuse_distance": 10**9,
     }
     assert "overlap_comm is off" in one.says
-    again = run.recognised(case("zero3", busy, deepspeed_config=config))
+    again = training_checks.recognised(case("zero3", busy, deepspeed_config=config))
     assert all(pasted(found.do, GPU) != config for found in again)
 
 
@@ -317,7 +319,7 @@ def test_small_buckets_are_told_where_the_config_makes_them(said: object) -> Non
     one, config = only(case("zero2", slow, deepspeed_config=given))
     assert one.topic == "small buckets"
     assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
-    assert run.recognised(case("zero2", slow)) == ()
+    assert training_checks.recognised(case("zero2", slow)) == ()
 
 
 # -- offload
@@ -347,7 +349,7 @@ def test_an_offload_that_pins_most_of_the_host_is_told() -> None:
     given = case("zero2", figures(params=10**9), offload="cpu", host_bytes=20 * 2**30)
     one, _ = only(given)
     assert (one.level, one.topic) == ("note", "pinned memory")
-    assert run.recognised(dataclasses.replace(given, host_bytes=200 * 2**30)) == ()
+    assert training_checks.recognised(dataclasses.replace(given, host_bytes=200 * 2**30)) == ()
 
 
 def test_a_slow_disk_is_asked_for_more_at_a_time() -> None:
@@ -366,7 +368,7 @@ def test_names_that_do_not_fit_are_told_under_every_engine() -> None:
         'RuntimeError: Error(s) in loading state_dict for Net:\n Missing key(s) in state_dict: "a"'
     )
     for backend in ("ddp", "fsdp2", "zero3"):
-        (one,) = run.recognised(case(backend, errors=said))
+        (one,) = training_checks.recognised(case(backend, errors=said))
         assert (one.level, one.topic) == ("problem", "loading")
         assert "%nbdist load PATH" in one.do
 
@@ -388,7 +390,7 @@ def test_a_whole_checkpoint_under_fsdp1_is_sent_to_all_ranks() -> None:
     full = {"state_dict_type": "FULL_STATE_DICT"}
     _, config = only(case("fsdp1", errors=said, fsdp_config=full))
     assert config == {"state_dict_type": "FULL_STATE_DICT", "sync_module_states": True}
-    (one,) = run.recognised(case("fsdp1", errors=said, hardware=CPU))
+    (one,) = training_checks.recognised(case("fsdp1", errors=said, hardware=CPU))
     assert one.do.startswith("%nbdist load PATH")
 
 
@@ -413,7 +415,9 @@ def test_a_checkpoint_of_more_ranks_is_loaded_as_a_universal_one() -> None:
 def test_a_healthy_run_gets_no_symptom() -> None:
     calm = figures(traffic=[traffic("all_gather", 20, 50 * MB, 0.02)], forward=0.98)
     for backend in strategies.BACKENDS:
-        assert run.recognised(case(backend, calm, errors="ValueError: wrong shape")) == ()
+        assert (
+            training_checks.recognised(case(backend, calm, errors="ValueError: wrong shape")) == ()
+        )
 
 
 def test_no_session_and_no_profile_are_told() -> None:
@@ -428,12 +432,12 @@ def session(**changed: Any) -> Any:
 
 
 def test_a_run_without_a_profile_is_asked_for_one() -> None:
-    (one,) = run.findings(None, session())
+    (one,) = training_checks.findings(None, session())
     assert "%nbdist profile" in one.do
 
 
 def test_a_profile_without_a_symptom_is_well() -> None:
-    (one,) = run.findings(profiled(figures()), session())
+    (one,) = training_checks.findings(profiled(figures()), session())
     assert one.level == "ok"
 
 
@@ -453,13 +457,15 @@ def profiled(*ranks: RankFigures, **options: Any) -> Any:
 def test_a_profile_of_another_engine_is_not_judged(now: dict[str, Any], words: str) -> None:
     busy = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3)])
     older = profiled(busy, backend="zero3")
-    (one,) = run.findings(older, session(options=Options(**now).checked(CPU)))
+    (one,) = training_checks.findings(older, session(options=Options(**now).checked(CPU)))
     assert words in one.says
     assert "%nbdist profile" in one.do
 
 
 def test_a_profile_with_other_accumulation_is_of_the_same_engine() -> None:
-    found = run.findings(profiled(figures()), session(options=Options(accumulate=4).checked(CPU)))
+    found = training_checks.findings(
+        profiled(figures()), session(options=Options(accumulate=4).checked(CPU))
+    )
     assert [one.level for one in found] == ["ok"]
 
 
@@ -477,7 +483,7 @@ def test_lines_around_those_that_ran_are_no_frames() -> None:
 
 
 def test_a_line_to_paste_stands_in_one_line_of_the_text() -> None:
-    found = run.recognised(case("zero3", figures(offload=0.5), offload="nvme:/tmp/x"))
+    found = training_checks.recognised(case("zero3", figures(offload=0.5), offload="nvme:/tmp/x"))
     assert found[0].do in str(Diagnosis(found))
 
 

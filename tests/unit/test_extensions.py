@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import StartError
-from nbdist.launcher import extensions, offload
-from nbdist.owner import Owner
+from nbdist.hardware.process_identity import Owner
+from nbdist.launcher import deepspeed_builds, nvme_folder
 from nbdist.strategies import Options
 
 
@@ -25,14 +25,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_no_op_touches_no_file(cache: Path) -> None:
-    extensions.ensure((), progress=pytest.fail)
+    deepspeed_builds.ensure((), progress=pytest.fail)
     assert not cache.exists()
 
 
 def test_a_missing_compiler_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(StartError, match="no-such-compiler is not on PATH; install g"):
-        extensions.ensure(("cpu_adam",), progress=pytest.fail)
+        deepspeed_builds.ensure(("cpu_adam",), progress=pytest.fail)
     assert not cache.exists()
 
 
@@ -40,15 +40,15 @@ def test_a_folder_that_cannot_be_made_is_named(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.write_text("a file")
-    monkeypatch.setattr(extensions, "_check_tools", lambda *_: None)
+    monkeypatch.setattr(deepspeed_builds, "_check_tools", lambda *_: None)
     with pytest.raises(StartError, match="NBDIST_CACHE_DIR"):
-        extensions.ensure(("cpu_adam",), progress=pytest.fail)
+        deepspeed_builds.ensure(("cpu_adam",), progress=pytest.fail)
 
 
 def test_a_second_session_waits_for_the_first_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extensions, "TICK_S", 0.0)
+    monkeypatch.setattr(deepspeed_builds, "TICK_S", 0.0)
     first = os.open(tmp_path / "nbdist-lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(first, fcntl.LOCK_EX)
     said: list[str] = []
@@ -57,11 +57,11 @@ def test_a_second_session_waits_for_the_first_and_says_so(
         said.append(line)
         fcntl.flock(first, fcntl.LOCK_UN)
 
-    with extensions._locked(tmp_path, progress=finish_the_first, limit_s=60):
+    with deepspeed_builds._locked(tmp_path, progress=finish_the_first, limit_s=60):
         pass
     assert said == ["another session builds DeepSpeed's ops, waiting: 0 s"]
     fcntl.flock(first, fcntl.LOCK_EX)
-    waiting = extensions._locked(tmp_path, progress=pytest.fail, limit_s=-1)
+    waiting = deepspeed_builds._locked(tmp_path, progress=pytest.fail, limit_s=-1)
     with pytest.raises(StartError, match="another session has been building"), waiting:
         pass
     os.close(first)
@@ -70,23 +70,23 @@ def test_a_second_session_waits_for_the_first_and_says_so(
 def test_the_log_line_that_says_most(tmp_path: Path) -> None:
     log = tmp_path / "build.log"
     log.write_text("a\nx.cpp:1: error: no foo\nninja: build stopped\n\n")
-    assert extensions._last_line(log) == "x.cpp:1: error: no foo"
+    assert deepspeed_builds._last_line(log) == "x.cpp:1: error: no foo"
 
 
 def test_a_swap_folder_is_the_sessions_own_and_goes_with_it(tmp_path: Path) -> None:
     user = Options(backend="zero3", offload=f"nvme:{tmp_path}")
-    with offload.folder(user) as options:
+    with nvme_folder.folder(user) as options:
         assert options.offload_path is not None
         own = tmp_path / options.offload_path.rpartition("/")[2]
         (own / "x.swp").write_text("")
     assert list(tmp_path.iterdir()) == []
-    with offload.folder(Options()) as same:
+    with nvme_folder.folder(Options()) as same:
         assert same == Options()
 
 
 def test_a_killed_sessions_swap_folder_is_removed(tmp_path: Path) -> None:
     wanted = Options(backend="zero3", offload=f"nvme:{tmp_path}")
-    with offload.folder(wanted) as options:
+    with nvme_folder.folder(wanted) as options:
         name = str(options.offload_path).rpartition("/")[2]
         host = name.rsplit("-", 2)[0]
         dead, another = tmp_path / f"{host}-99999999-aaaaaaaa", tmp_path / f"{host}-99999999-b"
@@ -95,7 +95,7 @@ def test_a_killed_sessions_swap_folder_is_removed(tmp_path: Path) -> None:
         (folder / "x.swp").write_text("")
     # the first launcher is gone, though its number was given again; of the other nothing is known
     dataclasses.replace(Owner.me(), started=1).write(dead)
-    with offload.folder(wanted):
+    with nvme_folder.folder(wanted):
         assert not dead.exists()
     assert list(tmp_path.iterdir()) == [another]
 
@@ -104,13 +104,13 @@ def test_a_killed_sessions_swap_folder_is_removed(tmp_path: Path) -> None:
 @pytest.mark.fault("S14")
 def test_a_swap_folder_is_private_and_a_planted_link_is_left_alone(tmp_path: Path) -> None:
     wanted = Options(backend="zero3", offload=f"nvme:{tmp_path / 'shared'}")
-    with offload.folder(wanted) as options:
+    with nvme_folder.folder(wanted) as options:
         own = Path(str(options.offload_path))
         assert own.stat().st_mode & 0o777 == 0o700
         planted = own.parent / own.name.replace(f"-{os.getpid()}-", "-99999999-")
     (tmp_path / "precious").mkdir()
     planted.symlink_to(tmp_path / "precious")
-    with offload.folder(wanted):
+    with nvme_folder.folder(wanted):
         assert planted.is_symlink()
         assert (tmp_path / "precious").is_dir()
 
@@ -121,12 +121,12 @@ def test_a_cache_that_others_can_write_to_is_not_used(cache: Path, mode: int) ->
     cache.mkdir()
     cache.chmod(mode)
     with pytest.raises(StartError, match="can be written to by others, and what is built there"):
-        extensions.ensure(("cpu_adam",), progress=pytest.fail)
+        deepspeed_builds.ensure(("cpu_adam",), progress=pytest.fail)
     assert list(cache.iterdir()) == []
 
 
 def test_a_swap_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     wanted = Options(backend="zero3", offload=f"nvme:{tmp_path}/file/x")
-    with pytest.raises(StartError, match="cannot write to"), offload.folder(wanted):
+    with pytest.raises(StartError, match="cannot write to"), nvme_folder.folder(wanted):
         pass

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from nbdist.kernel.flood import TAIL_LINES, Budget, Dropped, Gap, Gate
+from nbdist.output.rate_limit import TAIL_LINES, Budget, Dropped, Gap, Gate
 
 BUDGET = Budget(lines=100, chars=10_000, lines_s=20, chars_s=2_000)
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 from nbdist.errors import CheckpointError
-from nbdist.state import foreign
+from nbdist.state import importers
 from nbdist.state.shards import Piece, Shard
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def metadata(folder: Path) -> Any:
     return pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - just written
 
 
-def whole(entry: foreign.Entry) -> tuple[torch.Tensor, Shard]:
+def whole(entry: importers.Entry) -> tuple[torch.Tensor, Shard]:
     """Room for a tensor, and the shard that asks for all of it."""
     room = torch.zeros(entry.shape, dtype=entry.dtype)
     flat = room.view(-1)
@@ -48,7 +48,7 @@ def whole(entry: foreign.Entry) -> tuple[torch.Tensor, Shard]:
     return room, Shard(shape=entry.shape, dtype=entry.dtype, pieces=pieces)
 
 
-def read(found: foreign.Foreign) -> dict[str, torch.Tensor]:
+def read(found: importers.Foreign) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
     rooms = {key: whole(entry) for key, entry in found.keys.items()}
     found.read({key: shard for key, (_, shard) in rooms.items()})
@@ -143,7 +143,7 @@ def test_nothing_runs_without_trust(write: Callable[[Path, Any], None], tmp_path
     write(folder, Bomb(marker))
     assert not marker.exists()
     with pytest.raises(CheckpointError) as caught:
-        read(foreign.opened(folder, groups=[["w"]]))
+        read(importers.opened(folder, groups=[["w"]]))
     assert not marker.exists()
     words = str(caught.value)
     assert "--trust" in words
@@ -156,7 +156,7 @@ def test_trust_runs_what_is_there(write: Callable[[Path, Any], None], tmp_path: 
     folder.mkdir()
     write(folder, Bomb(marker))
     assert not marker.exists()
-    found = foreign.opened(folder, trust=True)
+    found = importers.opened(folder, trust=True)
     assert marker.exists()
     assert read(found)["model.w"].tolist() == [1, 1]
 
@@ -168,8 +168,8 @@ def test_an_old_torch_does_not_read_what_others_pickled(
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     with pytest.raises(CheckpointError, match=r"install torch 2\.10 or newer"):
-        foreign.opened(tmp_path)
-    assert "model.w" in foreign.opened(tmp_path, trust=True).keys
+        importers.opened(tmp_path)
+    assert "model.w" in importers.opened(tmp_path, trust=True).keys
 
 
 def test_no_class_of_torch_is_made_or_changed(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_no_class_of_torch_is_made_or_changed(tmp_path: Path) -> None:
     polluted = b"\x80\x02" + name + b"(N}X\x05\x00\x00\x00ownedK\x01stb."
     (tmp_path / ".metadata").write_bytes(polluted)
     with pytest.raises(CheckpointError):
-        foreign.opened(tmp_path)
+        importers.opened(tmp_path)
     assert not hasattr(dcp.metadata.Metadata, "owned")
 
 
@@ -188,7 +188,7 @@ def test_no_class_of_torch_is_made_or_changed(tmp_path: Path) -> None:
 def test_metadata_may_name_nothing_else(asked: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"c%s\n%s\n." % tuple(part.encode() for part in asked))
     with pytest.raises(CheckpointError, match=r"it asks for|--trust"):
-        foreign.opened(tmp_path)
+        importers.opened(tmp_path)
 
 
 def test_safetensors_by_file_and_index(tmp_path: Path) -> None:
@@ -198,17 +198,17 @@ def test_safetensors_by_file_and_index(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     weight_map = {n: f"model-0000{i}-of-00002.safetensors" for i, n in ((1, "a"), (2, "b"))}
     index.write_text(json.dumps({"weight_map": weight_map}))
-    found = read(foreign.opened(tmp_path))
+    found = read(importers.opened(tmp_path))
     assert torch.equal(found["model.a"], one)
     assert torch.equal(found["model.b"], two)
-    alone = foreign.opened(tmp_path / weight_map["a"])
+    alone = importers.opened(tmp_path / weight_map["a"])
     assert alone.keys == {"model.a": ((3, 4), torch.float32)}
     room = torch.zeros(5)
     alone.read({"model.a": Shard(shape=(3, 4), dtype=torch.float32, pieces=(Piece(2, 7, room),))})
     assert room.tolist() == [2, 3, 4, 5, 6]
     half = {"a": ("model.x", 12, (2, 12)), "b": ("model.y", 0, (5,))}
     with pytest.raises(CheckpointError, match=r"element 0 of 'model\.x' is in no file"):
-        foreign.opened(tmp_path, names=half)
+        importers.opened(tmp_path, names=half)
 
 
 @pytest.mark.fault("E10")
@@ -217,13 +217,13 @@ def test_an_index_names_files_beside_it_only(name: object, tmp_path: Path) -> No
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="no file beside it"):
-        foreign.opened(tmp_path)
+        importers.opened(tmp_path)
 
 
 def test_folders_of_torch_checkpoint(tmp_path: Path) -> None:
     state = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(2.0)}
     saved(tmp_path, state)
-    found = foreign.opened(tmp_path)
+    found = importers.opened(tmp_path)
     assert {key: entry.shape for key, entry in found.keys.items()} == {
         "model.a": (3, 4),
         "model.b": (),
@@ -234,12 +234,12 @@ def test_folders_of_torch_checkpoint(tmp_path: Path) -> None:
         info.relative_path = "../" + info.relative_path
     (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
     with pytest.raises(CheckpointError, match="no file beside it"):
-        foreign.opened(tmp_path)
+        importers.opened(tmp_path)
 
 
 def test_folders_of_zero(tmp_path: Path) -> None:
     zero(tmp_path)
-    found = foreign.opened(tmp_path)
+    found = importers.opened(tmp_path)
     assert found.kind == "DeepSpeed ZeRO-1 or 2"
     assert found.aliases == {"c": "a"}
     assert found.counts == {"a": {"step": 3.0}, "b": {"step": 3.0}}
@@ -271,7 +271,7 @@ def test_zero_3_in_sub_groups(ranks: int, tmp_path: Path) -> None:
         torch.save({"optimizer_state_dict": optim}, tmp_path / f"{name}_optim_states.pt")
         model = {"module": {}, "buffer_names": [], "param_shapes": [shapes]}
         torch.save(model, tmp_path / f"{name}_model_states.pt")
-    found = foreign.opened(tmp_path)
+    found = importers.opened(tmp_path)
     assert found.kind == "DeepSpeed ZeRO-3"
     tensors = read(found)
     for name, one in whole.items():
@@ -280,7 +280,7 @@ def test_zero_3_in_sub_groups(ranks: int, tmp_path: Path) -> None:
         assert found.counts[name] == {"step": 2.0}
     (tmp_path / f"zero_pp_rank_{ranks}_mp_rank_00_optim_states.pt").write_bytes(b"")
     with pytest.raises(CheckpointError):
-        foreign.opened(tmp_path)
+        importers.opened(tmp_path)
 
 
 def test_optimizers_by_number(tmp_path: Path) -> None:
@@ -290,21 +290,21 @@ def test_optimizers_by_number(tmp_path: Path) -> None:
     optimizer.step()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
-    found = foreign.opened(tmp_path, groups=[["bias"], ["weight"]])
+    found = importers.opened(tmp_path, groups=[["bias"], ["weight"]])
     tensors = read(found)
     state = optimizer.state[model.bias]
     assert torch.equal(tensors["optim.state.bias.exp_avg"], state["exp_avg"])
     assert found.counts["weight"] == {"step": 1.0}
     with pytest.raises(CheckpointError, match=r"groups of \[1, 1\] parameters"):
-        foreign.opened(tmp_path, groups=[["bias", "weight"]])
-    assert "for want of an optimizer" in foreign.opened(tmp_path).notes[0]
+        importers.opened(tmp_path, groups=[["bias", "weight"]])
+    assert "for want of an optimizer" in importers.opened(tmp_path).notes[0]
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no tensors"):
-        foreign.opened(tmp_path)
+        importers.opened(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
-        foreign.opened(tmp_path / "none")
+        importers.opened(tmp_path / "none")
     (tmp_path / "pytorch_model.bin").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin"):
-        foreign.opened(tmp_path)
+        importers.opened(tmp_path)

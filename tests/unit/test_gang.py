@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from nbdist import SessionError, wire
-from nbdist.kernel import gang
+from nbdist import SessionError
+from nbdist.protocol import messages
+from nbdist.session import worker_group
 
 DONE = (0, "shell", {"content": {"status": "ok"}})
 
@@ -16,7 +17,7 @@ DONE = (0, "shell", {"content": {"status": "ok"}})
 class Ranks:
     """Time passes only while they are waited for; they say a word every 100 s, then answer."""
 
-    def __init__(self, asked: gang.Gang, *, words: int, answer: bool) -> None:
+    def __init__(self, asked: worker_group.Gang, *, words: int, answer: bool) -> None:
         self.now = 0.0
         self._asked, self._words, self._answer = asked, words, answer
 
@@ -29,15 +30,15 @@ class Ranks:
         self.now += timeout
         if self._words and self.now % 100 == 0:
             self._words -= 1
-            header = {"msg_type": wire.PHASE}
+            header = {"msg_type": messages.PHASE}
             message = {"header": header, "parent_header": {}, "content": {}}
             self._asked.receive((0,), "iopub", message)
         raise Empty
 
 
 @pytest.fixture
-def asked() -> gang.Gang:
-    made = gang.Gang(
+def asked() -> worker_group.Gang:
+    made = worker_group.Gang(
         None,  # type: ignore[arg-type]  # nothing is started
         on_message=lambda *_: None,
         on_idle=lambda: False,
@@ -48,19 +49,19 @@ def asked() -> gang.Gang:
 
 
 def test_a_request_may_last_while_ranks_say_how_far_it_is(
-    asked: gang.Gang, monkeypatch: pytest.MonkeyPatch
+    asked: worker_group.Gang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(asked, words=30, answer=True)
-    monkeypatch.setattr(gang.time, "monotonic", ranks.monotonic)
-    assert asked._answer(ranks, wire.EXPORT, gang.SILENT_S) == DONE
+    monkeypatch.setattr(worker_group.time, "monotonic", ranks.monotonic)
+    assert asked._answer(ranks, messages.EXPORT, worker_group.SILENT_S) == DONE
     assert ranks.now == 3000
 
 
 def test_a_request_that_nothing_more_is_heard_of_has_failed(
-    asked: gang.Gang, monkeypatch: pytest.MonkeyPatch
+    asked: worker_group.Gang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(asked, words=3, answer=False)
-    monkeypatch.setattr(gang.time, "monotonic", ranks.monotonic)
+    monkeypatch.setattr(worker_group.time, "monotonic", ranks.monotonic)
     with pytest.raises(SessionError, match=r"nothing about nbdist_export_request for 600 s"):
-        asked._answer(ranks, wire.EXPORT, gang.SILENT_S)
+        asked._answer(ranks, messages.EXPORT, worker_group.SILENT_S)
     assert ranks.now == 300 + 600

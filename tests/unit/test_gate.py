@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbdist.rank.gate import Gate
+from nbdist.worker.interrupt.step_gate import Gate
 
 
 class Optimizer:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from nbdist import wire_nodes
-from nbdist.engines import meeting_point
-from nbdist.engines.hub import Hub
-from nbdist.engines.run_dir import RunDir
-from nbdist.node.files import Files
-from nbdist.wire_nodes import Stored
+from nbdist.cluster import kv_store, protocol
+from nbdist.cluster.agent.files import Files
+from nbdist.cluster.agent_server import Hub
+from nbdist.cluster.protocol import Stored
+from nbdist.cluster.run_dir import RunDir
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []
-        self.point = meeting_point.MeetingPoint(lambda *reply: self.replies.append(reply))
+        self.point = kv_store.MeetingPoint(lambda *reply: self.replies.append(reply))
 
     def __call__(
         self,
@@ -96,17 +95,17 @@ def test_who_waits_in_vain_is_told_for_what(asked: Asked) -> None:
 )
 def test_junk_is_no_message(frames: list[bytes]) -> None:
     with pytest.raises(ValueError, match="no message"):
-        wire_nodes.unpack(frames)
+        protocol.unpack(frames)
 
 
 def test_a_message_arrives_as_it_was_sent() -> None:
-    sent = wire_nodes.Frames((3,), "iopub", 2)
-    assert wire_nodes.unpack(wire_nodes.pack(sent, b"a", b"b")) == (sent, [b"a", b"b"])
+    sent = protocol.Frames((3,), "iopub", 2)
+    assert protocol.unpack(protocol.pack(sent, b"a", b"b")) == (sent, [b"a", b"b"])
 
 
 def test_what_is_no_ticket_is_not_repeated() -> None:
     with pytest.raises(ValueError, match="no ticket") as told:
-        wire_nodes.Ticket.from_json(json.dumps({"secret": "hush"}))
+        protocol.Ticket.from_json(json.dumps({"secret": "hush"}))
     assert "hush" not in str(told.value)
 
 
@@ -138,13 +137,13 @@ def test_a_node_is_known_by_its_key(hub: tuple[Hub, list[tuple[int, object]]]) -
     made, heard = hub
     keys = made.let_in(7)
     with zmq.Context() as context, connected(made, context, keys) as node:
-        node.send_multipart(wire_nodes.pack(wire_nodes.States({"rank 0": "gone"})))
-        eventually(lambda: heard == [(7, wire_nodes.States({"rank 0": "gone"}))], within_s=5)
-        made.send(7, wire_nodes.Cut())
+        node.send_multipart(protocol.pack(protocol.States({"rank 0": "gone"})))
+        eventually(lambda: heard == [(7, protocol.States({"rank 0": "gone"}))], within_s=5)
+        made.send(7, protocol.Cut())
         said = []
-        while wire_nodes.Cut() not in said:
+        while protocol.Cut() not in said:
             assert node.poll(5000)
-            said.append(wire_nodes.unpack(node.recv_multipart())[0])
+            said.append(protocol.unpack(node.recv_multipart())[0])
     eventually(lambda: heard[-1] == (7, "lost its agent, which ended"), within_s=5)
 
 
@@ -158,8 +157,8 @@ def test_junk_of_one_node_does_not_stop_the_others(
         connected(made, context, made.let_in(1)) as good,
     ):
         bad.send_multipart([b"\xff", b"junk"])
-        good.send_multipart(wire_nodes.pack(wire_nodes.States({})))
-        eventually(lambda: (1, wire_nodes.States({})) in heard, within_s=5)
+        good.send_multipart(protocol.pack(protocol.States({})))
+        eventually(lambda: (1, protocol.States({})) in heard, within_s=5)
 
 
 @pytest.mark.fault("S23")

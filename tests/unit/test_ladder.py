@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from nbdist import wire
-from nbdist.kernel import ladder
-from nbdist.kernel.ladder import Ladder, Stage
+from nbdist.protocol import messages
+from nbdist.session import interrupt
+from nbdist.session.interrupt import Ladder, Stage
 from tests.unit.test_standstill import answer, waits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nbdist.kernel.ladder import Kind
+    from nbdist.session.interrupt import Kind
 
 
 class Work:
@@ -26,7 +26,7 @@ class Work:
         self.requests = {0: "cell", 1: "cell"}
         self.finished = threading.Event()
         self.interrupted_at, self.notice, self.death = 0.0, "", None
-        self.errors: dict[int, wire.RankError] = {}
+        self.errors: dict[int, messages.RankError] = {}
 
 
 class Ranks:
@@ -36,13 +36,13 @@ class Ranks:
         self.members: list[Any] = []
         self.sent: list[str] = []
         self.ended: list[str] = []
-        self.answers: dict[int, wire.WhereReply] = {}
+        self.answers: dict[int, messages.WhereReply] = {}
         self.unanswered: dict[int, float] = {}
         self.refuse_abort = False
 
     def post(self, ranks: Iterable[int], _: str, kind: str, __: object, route: Any = None) -> str:
         self.sent.append(kind)
-        if kind == wire.RELEASE and self.refuse_abort:
+        if kind == messages.RELEASE and self.refuse_abort:
             reply = {"status": "error", "error": "AccessDenied"}
             for rank in ranks:
                 route(rank, "control", {"content": reply})
@@ -60,7 +60,7 @@ class Ranks:
 
     def ask(self, _: object) -> None: ...
 
-    def now(self) -> dict[int, wire.WhereReply]:
+    def now(self) -> dict[int, messages.WhereReply]:
         return self.answers
 
     def silent(self) -> dict[int, float]:
@@ -82,7 +82,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(ladder, "time", clock)
+    monkeypatch.setattr(interrupt, "time", clock)
     return clock
 
 
@@ -140,7 +140,7 @@ def test_a_rank_that_computes_for_long_is_never_aborted_by_one_stop(
     stages.stop()
     passes(clock, stages, 100)
     assert stages.stage is Stage.INTERRUPTED
-    assert wire.RELEASE not in ranks.sent
+    assert messages.RELEASE not in ranks.sent
     assert "interrupted, but ranks 0-1 spin in line 3. Stop again" in stages.work.notice
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.engines.log import Log
+from nbdist.cluster.process_log import Log
 from tests.conftest import eventually
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbdist.rank.long_text import KEPT, LONGEST, shortened
+from nbdist.worker.output_truncation import KEPT, LONGEST, shortened
 
 
 def test_a_text_that_is_not_giant_stays_as_it_is() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.rank import advice, describe, main, measure
-from nbdist.trace.footprint import OTHER, Footprint
+from nbdist.planner.tracing.memory_tracker import OTHER, Footprint
+from nbdist.worker import main
+from nbdist.worker.memory import memory_probe, model_description, oom_advice
 
 
 def test_a_driver_that_fails_does_not_keep_a_rank_from_starting(
@@ -21,7 +22,7 @@ def test_a_driver_that_fails_does_not_keep_a_rank_from_starting(
         raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
 
     monkeypatch.setattr(torch.cuda, "device_memory_used", fail)
-    assert measure._device_used(torch.device("cuda", 0)) == 0
+    assert memory_probe._device_used(torch.device("cuda", 0)) == 0
 
 
 def test_what_a_gpu_held_is_read_before_this_rank_has_a_context(
@@ -41,11 +42,11 @@ def test_what_a_gpu_held_is_read_before_this_rank_has_a_context(
     monkeypatch.setattr(main.group, "join", join)
     monkeypatch.setattr(main.store, "opened", lambda _launch: None)
     monkeypatch.setattr(main, "share_cores", lambda _launch: None)
-    monkeypatch.setattr(measure.state, "device_before", 0)
+    monkeypatch.setattr(memory_probe.state, "device_before", 0)
     launch: Any = SimpleNamespace(devices=("0", "1"), nodes=1)
     with pytest.raises(Joined):
         main.get_ready(launch, 1)
-    assert measure.state.device_before == 101
+    assert memory_probe.state.device_before == 101
 
 
 def test_what_lived_at_the_peak_is_told_apart_afterwards() -> None:
@@ -74,8 +75,8 @@ def test_what_lived_at_the_peak_is_told_apart_afterwards() -> None:
 def test_a_micro_batch_has_samples_and_tokens(
     args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor], shape: tuple[int, int]
 ) -> None:
-    assert measure.shape_of(measure.call_of(args, kwargs)) == shape
-    assert measure.shape_of(measure.call_of([kwargs, *args], {})) == shape
+    assert memory_probe.shape_of(memory_probe.call_of(args, kwargs)) == shape
+    assert memory_probe.shape_of(memory_probe.call_of([kwargs, *args], {})) == shape
 
 
 def test_recorded_arguments_are_given_by_name_or_by_place() -> None:
@@ -84,10 +85,10 @@ def test_recorded_arguments_are_given_by_name_or_by_place() -> None:
             return x * mask
 
     x, mask = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
-    by_place = measure.call_of((x, mask), {})
-    mixed = measure.call_of((x,), {"mask": mask, "flag": True})
-    assert [one.shape for one in describe.like(by_place, Model())] == [x.shape, mask.shape]
-    named = describe.like(mixed, Model())
+    by_place = memory_probe.call_of((x, mask), {})
+    mixed = memory_probe.call_of((x,), {"mask": mask, "flag": True})
+    assert [one.shape for one in model_description.like(by_place, Model())] == [x.shape, mask.shape]
+    named = model_description.like(mixed, Model())
     assert isinstance(named, dict)
     assert named["x"].is_meta
     assert named["mask"].dtype == torch.bool
@@ -106,7 +107,7 @@ def test_recorded_arguments_are_given_by_name_or_by_place() -> None:
     ],
 )
 def test_errors_of_memory_are_known(error: BaseException | None, *, of_memory: bool) -> None:
-    assert advice.is_out_of_memory(error) is of_memory
+    assert oom_advice.is_out_of_memory(error) is of_memory
 
 
 @pytest.mark.parametrize(
@@ -121,35 +122,35 @@ def test_errors_of_memory_are_known(error: BaseException | None, *, of_memory: b
 def test_what_was_asked_for_is_read_off_the_error(said: str, size: float | None) -> None:
     outer = ValueError("the step failed")
     outer.__cause__ = RuntimeError(said)
-    assert advice.asked_bytes(outer) == size
+    assert oom_advice.asked_bytes(outer) == size
 
 
 def test_more_than_there_is_blames_the_request() -> None:
     present: Any = SimpleNamespace(device_bytes=2**30)
-    asked = advice._not_the_model(present, 8 * 2**30, 10 * 2**40)
+    asked = oom_advice._not_the_model(present, 8 * 2**30, 10 * 2**40)
     assert asked.endswith(
         "1.0 of 8.0 GiB for this model and batch: 10.0 TiB are more than there is:"
         " ask for less at once"
     )
-    assert advice._not_the_model(present, 8 * 2**30, 0).endswith("something else takes memory")
+    assert oom_advice._not_the_model(present, 8 * 2**30, 0).endswith("something else takes memory")
 
 
 def test_other_models_and_their_optimizers_are_counted_beside_one() -> None:
     model, other = nn.Linear(8, 8, bias=False), nn.Linear(16, 16, bias=False)
-    before = measure.beside(model, None)
+    before = memory_probe.beside(model, None)
     optimizer = torch.optim.AdamW(other.parameters())
     other(torch.ones(1, 16)).sum().backward()
     optimizer.step()
     state = 2 * 4 * 16 * 16 + 4  # two moments and the count of steps
-    assert measure.beside(model, None) - before == 4 * 16 * 16 + state
+    assert memory_probe.beside(model, None) - before == 4 * 16 * 16 + state
     shared = nn.ModuleList([model])
-    assert measure.beside(model, None) - before == 4 * 16 * 16 + state
-    assert measure.beside(shared, optimizer) - before < 4 * 16 * 16 + state
+    assert memory_probe.beside(model, None) - before == 4 * 16 * 16 + state
+    assert memory_probe.beside(shared, optimizer) - before < 4 * 16 * 16 + state
 
 
 def test_an_error_raised_from_one_of_memory_is_one() -> None:
     outer = ValueError("the step failed")
     outer.__cause__ = MemoryError()
-    assert advice.is_out_of_memory(outer)
+    assert oom_advice.is_out_of_memory(outer)
     outer.__cause__ = outer
-    assert not advice.is_out_of_memory(outer)
+    assert not oom_advice.is_out_of_memory(outer)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from nbdist.kernel.merge import Item, Merge
+from nbdist.output.dedup import Item, Merge
 
 
 def filled(queues: dict[int, str], at: float = 0.0) -> Merge[str]:

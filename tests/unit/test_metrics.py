@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nbdist.errors import NbdistError
-from nbdist.kernel.metrics import Metrics, UnknownMetric
+from nbdist.session.metrics import Metrics, UnknownMetric
 
 
 def row(step: int, **scalars: Any) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import machine
-from nbdist.machine import Gpu, Machine, Node, Usage
-from nbdist.node import watch
-from nbdist.node.watch import Watch
-from nbdist.readings import Now, Reading
+from nbdist.cluster.agent import telemetry
+from nbdist.cluster.agent.telemetry import Watch
+from nbdist.hardware import discovery
+from nbdist.hardware.discovery import Gpu, Machine, Node, Usage
+from nbdist.hardware.telemetry import Now, Reading
 from tests.conftest import eventually
 from tests.unit.test_panel_devices import GIB, FakeNvml
 
@@ -28,7 +28,7 @@ A100 = Gpu("GPU-a", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """One GPU, on which this process holds 12 GiB and another 8."""
     fake = FakeNvml(running=[(os.getpid(), 12 * GIB), (1, 8 * GIB)])
-    monkeypatch.setattr(machine, "pynvml", lambda: fake)
+    monkeypatch.setattr(discovery, "pynvml", lambda: fake)
     return fake
 
 
@@ -54,7 +54,7 @@ def test_one_answer_has_all_ranks_and_the_hosts_memory(
     assert len(now.readings[4].holders) == 1
     assert (now.readings[5].used_bytes or 0) > 1 << 20
     assert now.readings[6] == Reading()  # it is not born yet
-    assert 0 < now.host_free_bytes <= machine.host_bytes()
+    assert 0 < now.host_free_bytes <= discovery.host_bytes()
     assert nvml.calls == ["init"]
 
 
@@ -63,7 +63,7 @@ def test_nvml_is_let_go_when_nobody_asks_any_more(
     asked: tuple[Watch, SimpleQueue[tuple[int, dict[str, Any]]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch, "IDLE_S", 0.05)
+    monkeypatch.setattr(telemetry, "IDLE_S", 0.05)
     made, answers = asked
     for number, calls in ((1, ["init", "shutdown"]), (2, ["init", "shutdown"] * 2)):
         made.ask(number, {0: ("GPU-a", os.getpid())})
@@ -96,9 +96,9 @@ def test_nodes_that_are_alike_travel_once() -> None:
         return Node(f"node {number}", (number,), Machine((gpu,), None, cores))
 
     sent = [*(node(number, 96) for number in range(1000)), node(1000, 64), node(1001, 96)]
-    told = json.loads(json.dumps(machine.to_runs(sent)))
+    told = json.loads(json.dumps(discovery.to_runs(sent)))
     assert [one["nodes"] for one in told] == [1000, 1, 1]
-    read = machine.from_runs(told)
+    read = discovery.from_runs(told)
     assert [(one.name, one.ranks) for one in read] == [(one.name, one.ranks) for one in sent]
     assert [one.machine.num_cpus for one in read] == [one.machine.num_cpus for one in sent]
 

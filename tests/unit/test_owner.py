@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist import owner, shared_memory
-from nbdist.engines import leftovers
-from nbdist.owner import Owner
+from nbdist.cluster import orphan_cleanup
+from nbdist.hardware import process_identity, shm_cleanup
+from nbdist.hardware.process_identity import Owner
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ def test_who_cannot_be_asked_has_not_ended(field: str, tmp_path: Path) -> None:
     strange = dataclasses.replace(ENDED, **{field: 4242 if field == "uid" else "another"})
     folder = private(tmp_path, "nbdist-1-a", strange)
     os.utime(folder, (0, 0))
-    assert not owner.abandoned(folder)  # a session in another container may run for weeks
+    assert not process_identity.abandoned(
+        folder
+    )  # a session in another container may run for weeks
 
 
 def test_only_a_signed_private_folder_of_an_ended_process_is_removed(tmp_path: Path) -> None:
@@ -96,8 +98,8 @@ def test_only_a_signed_private_folder_of_an_ended_process_is_removed(tmp_path: P
     kept[4].chmod(0o755)
     kept[5].symlink_to(kept[3])
     kept[6].write_text("")
-    assert set(leftovers.find([tmp_path]).folders) == {left, empty}
-    leftovers.sweep([tmp_path], grace_s=0)
+    assert set(orphan_cleanup.find([tmp_path]).folders) == {left, empty}
+    orphan_cleanup.sweep([tmp_path], grace_s=0)
     assert set(tmp_path.iterdir()) == set(kept)
     assert (kept[3] / "launcher.log").exists()
 
@@ -114,9 +116,9 @@ def test_a_removal_that_is_cut_short_leaves_what_the_next_start_removes(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            owner.remove(left)
-    assert leftovers.find([tmp_path]).folders == (left,)
-    owner.remove(left)
+            process_identity.remove(left)
+    assert orphan_cleanup.find([tmp_path]).folders == (left,)
+    process_identity.remove(left)
     assert not left.exists()
 
 
@@ -127,11 +129,11 @@ def test_an_offloads_folder_goes_with_the_one_that_names_it(tmp_path: Path) -> N
         root.mkdir()
     bulk, run = private(shm, "nbdist-1-bulk"), private(tmp, "nbdist-1-run")
     swapped, living = private(disk, "nbdist-host-1-a"), private(disk, "nbdist-host-2-b", Owner.me())
-    owner.note_elsewhere(bulk, run)
-    owner.note_elsewhere(run, swapped)
+    process_identity.note_elsewhere(bulk, run)
+    process_identity.note_elsewhere(run, swapped)
     for hostile in (living, bulk, tmp_path, Path("/"), Path(".."), Path("\0")):
-        owner.note_elsewhere(run, hostile)
-    leftovers.sweep([shm], grace_s=0)
+        process_identity.note_elsewhere(run, hostile)
+    orphan_cleanup.sweep([shm], grace_s=0)
     assert [*shm.iterdir(), *tmp.iterdir(), *disk.iterdir()] == [living]
 
 
@@ -139,19 +141,19 @@ def test_an_offloads_folder_goes_with_the_one_that_names_it(tmp_path: Path) -> N
 def test_a_folder_of_another_user_stays(tmp_path: Path) -> None:
     theirs = private(tmp_path, "nbdist-1-theirs")
     os.chown(theirs, 4242, 4242)
-    leftovers.sweep([tmp_path], grace_s=0)
+    orphan_cleanup.sweep([tmp_path], grace_s=0)
     assert theirs.exists()
 
 
 def test_a_planted_number_harms_nobody(decoy: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    born = owner.started(decoy.pid)
+    born = process_identity.started(decoy.pid)
     there = dataclasses.replace(Owner.me(), pid=decoy.pid, started=born)
     before = dataclasses.replace(there, started=born - 1)
     mine, reused = private(tmp_path, "nbdist-1-a", there), private(tmp_path, "nbdist-1-b", before)
     for folder in (mine, reused):
         (folder / "family").write_text(f"{decoy.pid}\n1\n-1\n0\n")
-    leftovers.sweep([tmp_path], grace_s=0)
-    leftovers.kill(leftovers.of_launcher(mine))
+    orphan_cleanup.sweep([tmp_path], grace_s=0)
+    orphan_cleanup.kill(orphan_cleanup.of_launcher(mine))
     assert mine.exists()
     assert not reused.exists()
 
@@ -176,13 +178,13 @@ def test_a_process_is_ours_by_the_kernel_in_its_environment(
         found: set[int] = set()
 
         def seen() -> bool:
-            found.update(stray.pid for stray in leftovers.find([tmp_path]).processes)
+            found.update(stray.pid for stray in orphan_cleanup.find([tmp_path]).processes)
             # a session that starts elsewhere on this machine may have been quicker
             return of_ended.pid in found or of_ended.poll() == -signal.SIGKILL
 
         eventually(seen, within_s=5)  # a new process has no environment for a moment
         assert not found & {of_living.pid, garbled.pid, decoy.pid}
-        leftovers.sweep([tmp_path], grace_s=0)
+        orphan_cleanup.sweep([tmp_path], grace_s=0)
         eventually(lambda: of_ended.poll() == -9, within_s=5)
         assert of_living.poll() is garbled.poll() is None
     finally:
@@ -207,4 +209,4 @@ def test_shared_memory_is_removed_when_its_maker_was_ours_and_nobody_uses_it(
         (shm / name).write_text("")
     (tmp_path / "family").write_text(f"99999999\n{os.getpid()}\n99999997\n")
     with (shm / "torch_99999997_1_0").open():
-        assert shared_memory.left(tmp_path, folder=shm) == [shm / names[0]]
+        assert shm_cleanup.left(tmp_path, folder=shm) == [shm / names[0]]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from nbdist import machine
-from nbdist.kernel.devices import Placement
-from nbdist.machine import Gpu, Machine, Node
+from nbdist.hardware import discovery
+from nbdist.hardware.discovery import Gpu, Machine, Node
+from nbdist.hardware.telemetry import Now, Reading
 from nbdist.panel import devices
 from nbdist.panel.devices import Devices, seats
-from nbdist.readings import Now, Reading
+from nbdist.session.placement import Placement
 from tests.conftest import eventually
 
 GIB = 1 << 30
@@ -157,7 +157,7 @@ def test_cpu_ranks_are_resident_memory() -> None:
     assert (own.used_bytes or 0) > 1 << 20
     assert other == Reading()
     assert made.peaks[0] == own.used_bytes
-    assert [seat.capacity_bytes for seat in made.seats] == [machine.host_bytes() // 2] * 2
+    assert [seat.capacity_bytes for seat in made.seats] == [discovery.host_bytes() // 2] * 2
 
 
 def test_the_peak_is_kept_and_that_of_a_strategy_begins_anew() -> None:

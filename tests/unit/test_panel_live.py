@@ -11,11 +11,11 @@ import pytest
 
 import nbdist
 from nbdist import panel
-from nbdist.kernel.asked import Choice
-from nbdist.kernel.cell import Cell
-from nbdist.panel import live, picture
-from nbdist.panel.live import Live, View
-from nbdist.panel.predicted import NOTHING_YET, of_plan
+from nbdist.panel import controller, snapshot
+from nbdist.panel.controller import Live, View
+from nbdist.panel.plan_view import NOTHING_YET, of_plan
+from nbdist.session.cell import Cell
+from nbdist.session.config import Choice
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def test_other_devices_are_another_plan(opened: Opened, monkeypatch: pytest.Monk
 def test_it_beats_when_there_is_nothing_to_say(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "BEAT_S", 0.1)
+    monkeypatch.setattr(controller, "BEAT_S", 0.1)
     eventually(lambda: opened.kinds("beat"), within_s=WITHIN_S)
 
 
@@ -242,12 +242,12 @@ def test_a_log_is_searched_and_has_no_escapes(opened: Opened) -> None:
 
 
 def test_a_line_that_is_cut_ends_with_an_ellipsis(opened: Opened) -> None:
-    opened.session.logs[0].append("x" * 1000 + "\n" + "y" * picture.MAX_LINE_CHARS)
+    opened.session.logs[0].append("x" * 1000 + "\n" + "y" * snapshot.MAX_LINE_CHARS)
     opened.live.receive({"kind": "log", "rank": 0, "search": ""})
     eventually(lambda: opened.kinds("log"), within_s=WITHIN_S)
     cut, whole = opened.kinds("log")[0]["lines"]
-    assert cut == "x" * (picture.MAX_LINE_CHARS - 1) + "\N{HORIZONTAL ELLIPSIS}"
-    assert whole == "y" * picture.MAX_LINE_CHARS
+    assert cut == "x" * (snapshot.MAX_LINE_CHARS - 1) + "\N{HORIZONTAL ELLIPSIS}"
+    assert whole == "y" * snapshot.MAX_LINE_CHARS
 
 
 def test_a_picture_says_how_much_was_printed_though_the_last_line_is_the_same(

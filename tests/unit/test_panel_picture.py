@@ -17,20 +17,21 @@ import pytest
 
 import nbdist
 from nbdist import panel
+from nbdist.display import panel_html, panel_text, panel_units
 from nbdist.errors import OptionError, RankDied
-from nbdist.kernel import planning
-from nbdist.kernel.causes import Death
-from nbdist.kernel.cell import Cell
-from nbdist.kernel.devices import Placement
-from nbdist.kernel.marks import Mark
-from nbdist.kernel.saving import Save
-from nbdist.machine import Machine, Node
-from nbdist.panel import bundled, html, picture, predicted, text, words
+from nbdist.hardware.discovery import Machine, Node
+from nbdist.hardware.telemetry import Now, Reading
+from nbdist.panel import assets, plan_view, snapshot
+from nbdist.panel.controller import View
 from nbdist.panel.devices import Devices, Moment
-from nbdist.panel.live import View
-from nbdist.panel.predicted import Predicted, of_plan
+from nbdist.panel.plan_view import Predicted, of_plan
 from nbdist.panel.protocol import PARTS, Picture
-from nbdist.readings import Now, Reading
+from nbdist.session import planner
+from nbdist.session.cell import Cell
+from nbdist.session.checkpoints import Save
+from nbdist.session.events import Mark
+from nbdist.session.failure_causes import Death
+from nbdist.session.placement import Placement
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def test_outside_of_a_kernel_there_is_no_kernel_to_name() -> None:
         "from IPython.terminal.interactiveshell import TerminalInteractiveShell as Shell\n"
         "from IPython.terminal.ipapp import TerminalIPythonApp\n"
         "TerminalIPythonApp.instance(); Shell.instance()\n"
-        "from nbdist.panel import picture\n"
+        "from nbdist.panel import snapshot as picture\n"
         "assert picture.kernel_id() is None"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -129,10 +130,10 @@ def test_the_last_line_has_no_escapes(session: Session) -> None:
 
 def test_only_what_changed_is_told(session: Session) -> None:
     before = drawn(session)
-    assert picture.changed(before, drawn(session)) == {}
+    assert snapshot.changed(before, drawn(session)) == {}
     session.marks.add(Mark(3, "save", "base"))
-    assert set(picture.changed(before, drawn(session))) == {"marks"}
-    assert set(picture.changed(None, before)) == set(before)
+    assert set(snapshot.changed(before, drawn(session))) == {"marks"}
+    assert set(snapshot.changed(None, before)) == set(before)
 
 
 def test_saves_that_run_and_fail_are_among_the_checkpoints(
@@ -221,8 +222,8 @@ def test_no_plan_says_why(session: Session, monkeypatch: pytest.MonkeyPatch) -> 
     def fails(*_: object, **__: object) -> None:
         raise nbdist.PlanError("MyModel has no closed form")
 
-    monkeypatch.setattr(planning, "plan", fails)
-    assert predicted.predict(session, quick=True).strategies == {
+    monkeypatch.setattr(planner, "plan", fails)
+    assert plan_view.predict(session, quick=True).strategies == {
         "rows": [],
         "note": "MyModel has no closed form",
     }
@@ -235,7 +236,7 @@ def evil(session: Session) -> tuple[Picture, dict[str, Any]]:
     """A picture with markup in everything that a user names."""
     session.state = "ready"
     found: Any = drawn(
-        session, notice=picture.notice("error", EVIL), queue=[{"id": "1", "text": EVIL}]
+        session, notice=snapshot.notice("error", EVIL), queue=[{"id": "1", "text": EVIL}]
     )
     found["header"]["options"] = EVIL
     found["header"]["words"] = EVIL
@@ -292,7 +293,7 @@ def full(session: Session, plan: Any) -> tuple[Picture, dict[str, Any]]:
     view = View(session)
     view.predicted = of_plan(plan, Options(backend="ddp", precision="bf16"))
     found: Any = view.draw(
-        queue=[{"id": "1", "text": "save later"}], notice=picture.notice("error", "no room.")
+        queue=[{"id": "1", "text": "save later"}], notice=snapshot.notice("error", "no room.")
     )
     found["progress"] = {"text": "export: writing", "share": 0.42, "since": 1.0}
     found["devices"][0] |= {
@@ -313,7 +314,7 @@ def full(session: Session, plan: Any) -> tuple[Picture, dict[str, Any]]:
     return found, {"accuracy": points, "tokens/s": points, "loss": points}
 
 
-@pytest.mark.parametrize("face", [html.page, text.page], ids=["html", "text"])
+@pytest.mark.parametrize("face", [panel_html.page, panel_text.page], ids=["html", "text"])
 def test_a_static_face_says_what_the_widget_says(face: Any, session: Session, plan: Any) -> None:
     page = face(*full(session, plan))
     for part in (
@@ -335,10 +336,10 @@ def test_huge_values_and_steps_are_drawn(session: Session) -> None:
     steps = array("d", [2.0**62, 2.0**62])
     values = array("d", [1.7e308, -1.7e308])
     for curves in ({"a": (steps, steps, values)}, {"b": (steps[:1], steps[:1], values[:1])}):
-        page = html.page(drawn(session), curves)
+        page = panel_html.page(drawn(session), curves)
         (drawing,) = re.findall(r"base64,([^']+)'", page)
         assert b"nan" not in base64.b64decode(drawing)
-        assert "at step" in text.page(drawn(session), curves)
+        assert "at step" in panel_text.page(drawn(session), curves)
 
 
 def test_other_processes_of_the_ranks_are_other_peaks() -> None:
@@ -370,7 +371,7 @@ class Tags(HTMLParser):
 
 @pytest.mark.fault("G1")
 def test_markup_of_the_user_is_text(session: Session) -> None:
-    page = html.page(*evil(session))
+    page = panel_html.page(*evil(session))
     assert "<img src=x" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 15
     for drawing in re.findall(r"base64,([^']+)'", page):
@@ -379,7 +380,7 @@ def test_markup_of_the_user_is_text(session: Session) -> None:
 
 @pytest.mark.fault("G1")
 def test_what_front_ends_remove_is_not_used(session: Session) -> None:
-    page = html.page(*evil(session))
+    page = panel_html.page(*evil(session))
     assert not re.search(r"<(script|style|svg|link|iframe)|javascript:|https?://", page)
     seen = Tags()
     seen.feed(page)
@@ -393,11 +394,13 @@ def test_curves_with_gaps_and_without_numbers_are_drawn(session: Session) -> Non
     nothing = array("d", [float("nan")] * 3)
     steps = array("d", [0, 1, 2])
     flat = array("d", [2.0] * 3)
-    page = html.page(drawn(session), {"a": (steps, steps, nothing), "b": (steps, steps, flat)})
+    page = panel_html.page(
+        drawn(session), {"a": (steps, steps, nothing), "b": (steps, steps, flat)}
+    )
     assert page.count("<img") == 2
 
 
-@pytest.mark.parametrize("face", [html.page, text.page], ids=["html", "text"])
+@pytest.mark.parametrize("face", [panel_html.page, panel_text.page], ids=["html", "text"])
 def test_what_is_no_number_has_a_sign_that_is_explained(face: Any, session: Session) -> None:
     steps = array("d", range(200))
     values = array("d", [float("nan") if i == 77 else float(i) for i in range(200)])
@@ -405,19 +408,19 @@ def test_what_is_no_number_has_a_sign_that_is_explained(face: Any, session: Sess
     page = face(drawn(session), {"loss": (steps, steps, values), "fine": (steps, steps, steps)})
     key = "\N{MULTIPLICATION SIGN} NaN  \N{BLACK DOWN-POINTING TRIANGLE} -inf"
     assert page.count(key) == 1
-    if face is text.page:
+    if face is panel_text.page:
         (line,) = (one for one in page.splitlines() if "loss" in one)
         assert line.count("\N{MULTIPLICATION SIGN}") == 2  # on the curve and in its key
     else:
         strange, fine = (base64.b64decode(one) for one in re.findall(r"base64,([^']+)'", page))
-        assert html.ODD.encode() in strange
+        assert panel_html.ODD.encode() in strange
         assert fine.count(b"l6 6m0 -6l-6 6") == 0
         assert strange.count(b"l6 6m0 -6l-6 6") == 1
         assert strange.count(b"h6l-3 6z") == 1
 
 
 def test_marks_over_a_bar_are_in_its_key(session: Session, plan: Any) -> None:
-    page = html.page(*full(session, plan))
+    page = panel_html.page(*full(session, plan))
     for mark in ("in use", "peak", "other processes", "free memory of a device"):
         assert f"</span> {mark}</span>" in page
 
@@ -426,7 +429,7 @@ def test_the_text_says_the_same(session: Session) -> None:
     session.state = "ready"
     session.marks.add(Mark(3, "switch", "ddp -> zero3"))
     session.logs[0].append("epoch 1\n")
-    words_of = text.page(drawn(session), {"loss": (array("d", [7.0]),) * 3})
+    words_of = panel_text.page(drawn(session), {"loss": (array("d", [7.0]),) * 3})
     for part in (
         "ddp",
         "2 CPU ranks",
@@ -449,7 +452,7 @@ def on_nodes(session: Session, monkeypatch: pytest.MonkeyPatch) -> Session:
     return session
 
 
-@pytest.mark.parametrize("face", [html.page, text.page], ids=["html", "text"])
+@pytest.mark.parametrize("face", [panel_html.page, panel_text.page], ids=["html", "text"])
 def test_devices_and_ranks_stand_below_their_nodes(face: Any, on_nodes: Session) -> None:
     view = View(on_nodes)
     view.devices.look()
@@ -475,9 +478,9 @@ def test_the_last_sample_of_nodes_is_not_shown_when_the_ranks_are_dead(on_nodes:
 
 def test_colours_are_those_of_the_front_end_and_stand_on_light_and_dark() -> None:
     script = (ROOT / "widgets" / "src" / "parts.ts").read_text()
-    assert dict(re.findall(r"(\w+): \"(#[0-9a-f]{6})\"", script)) == html.COLORS
-    assert tuple(html.COLORS) == PARTS
-    for colour in html.COLORS.values():
+    assert dict(re.findall(r"(\w+): \"(#[0-9a-f]{6})\"", script)) == panel_html.COLORS
+    assert tuple(panel_html.COLORS) == PARTS
+    for colour in panel_html.COLORS.values():
         assert contrast(colour, "#ffffff") >= 3
         assert contrast(colour, "#111111") >= 3
 
@@ -497,14 +500,14 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (words.size(None), "-"),
-        (words.size(312 << 20), "312 MiB"),
-        (words.size(31.2 * GIB), "31.2 GiB"),
-        (words.clock(42), "00:42"),
-        (words.clock(3723), "1:02:03"),
-        (words.speed(12_345), "12.3k"),
-        (words.speed(840), "840"),
-        (words.age(130), "2 min"),
+        (panel_units.size(None), "-"),
+        (panel_units.size(312 << 20), "312 MiB"),
+        (panel_units.size(31.2 * GIB), "31.2 GiB"),
+        (panel_units.clock(42), "00:42"),
+        (panel_units.clock(3723), "1:02:03"),
+        (panel_units.speed(12_345), "12.3k"),
+        (panel_units.speed(840), "840"),
+        (panel_units.age(130), "2 min"),
     ],
 )
 def test_figures_in_words(given: str, said: str) -> None:
@@ -533,8 +536,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     script = tmp_path / "panel.js"
     script.touch()
     script.with_suffix(".css").touch()
-    monkeypatch.setattr(bundled, "SCRIPT", script)
-    monkeypatch.setattr(bundled, "STYLE", script.with_suffix(".css"))
+    monkeypatch.setattr(assets, "SCRIPT", script)
+    monkeypatch.setattr(assets, "STYLE", script.with_suffix(".css"))
     return script
 
 

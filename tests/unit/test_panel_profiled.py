@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import pytest
 
 import nbdist
-from nbdist.kernel.profiling import Profiling, Wish
-from nbdist.panel import html, text
+from nbdist.display import panel_html, panel_text
+from nbdist.display.profile import COLORS
 from nbdist.panel.commands import Command, read
-from nbdist.panel.live import View
-from nbdist.panel.profiled import NOTHING, Profiled, of_profile
+from nbdist.panel.controller import View
+from nbdist.panel.profile_view import NOTHING, Profiled, of_profile
 from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
-from nbdist.plan import described
-from nbdist.profile.advice import Advice
-from nbdist.profile.figures import PARTS, Loader, Memory, RankFigures, Traffic
-from nbdist.profile.gains import Gain
-from nbdist.profile.result import Profile, Setting
-from nbdist.profile.show import COLORS
+from nbdist.planner import device_parser
+from nbdist.profiler.advice import Advice
+from nbdist.profiler.measurements import PARTS, Loader, Memory, RankFigures, Traffic
+from nbdist.profiler.report import Profile, Setting
+from nbdist.profiler.speedup import Gain
+from nbdist.session.profiler import Profiling, Wish
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def figures(rank: int, *, late_s: float = 0.0, **more: Any) -> RankFigures:
 
 def profile(options: Options = DDP, **more: Any) -> Profile:
     """A profile of two ranks."""
-    setting = Setting(options=options, cluster=described.parse("2xcpu"))
+    setting = Setting(options=options, cluster=device_parser.parse("2xcpu"))
     return Profile.of([figures(0, **more), figures(1)], setting)
 
 
@@ -206,10 +206,10 @@ def test_the_window_that_is_open_is_the_progress(session: Session) -> None:
 @pytest.mark.fault("G1")
 def test_static_faces_show_the_profile_and_its_markup_as_text(session: Session) -> None:
     drawn = View(session).draw()
-    page = html.page(drawn, {})
+    page = panel_html.page(drawn, {})
     assert "<img src=x" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") == 5
-    for face in (page, text.page(drawn, {})):
+    for face in (page, panel_text.page(drawn, {})):
         for part in (
             "input-bound", "rank 0", "rank 1", "data 60%", "backward 20%", "200 ms", "48 MiB",
             "about 35 % faster", "profiling: step 4",
@@ -217,14 +217,14 @@ def test_static_faces_show_the_profile_and_its_markup_as_text(session: Session) 
             assert part in face, part
     widths = [float(one) for one in re.findall(r"float:left;height:100%;width:([\d.]+)%", page)]
     assert sum(widths) == pytest.approx(200, abs=0.1)
-    assert "[" + "d" * 24 + "F" * 4 + "B" * 8 + "C" * 4 + "]" in text.page(drawn, {})
+    assert "[" + "d" * 24 + "F" * 4 + "B" * 8 + "C" * 4 + "]" in panel_text.page(drawn, {})
 
 
 def test_without_a_profile_nothing_is_said_of_it() -> None:
     drawn = View(nbdist.Session(nproc=2)).draw()
     assert drawn["profile"] == NOTHING
-    assert "Profile" not in html.page(drawn, {})
-    assert "profile" not in text.page(drawn, {})
+    assert "Profile" not in panel_html.page(drawn, {})
+    assert "profile" not in panel_text.page(drawn, {})
 
 
 def test_a_refusal_is_the_buttons_reason(session: Session) -> None:
@@ -236,8 +236,8 @@ def test_colours_are_those_of_the_front_end_and_every_part_has_a_pattern() -> No
     source = ROOT / "widgets" / "src"
     found = re.findall(r"(\w+): \"(#[0-9a-f]{6})\"", (source / "times.ts").read_text())
     assert dict(found) == COLORS
-    assert tuple(COLORS) == tuple(text.LETTERS) == PARTS
-    assert len(set(text.LETTERS.values())) == len(PARTS)
+    assert tuple(COLORS) == tuple(panel_text.LETTERS) == PARTS
+    assert len(set(panel_text.LETTERS.values())) == len(PARTS)
     style = (source / "panel.css").read_text()
     patterns = dict(re.findall(r'\[data-part="(\w+)"\] \{ background(?:-image)?: (.*?) \}', style))
     assert set(patterns) == set(PARTS) - {"forward"}

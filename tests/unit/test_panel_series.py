@@ -4,15 +4,15 @@ import math
 import struct
 from typing import TYPE_CHECKING
 
-from nbdist.kernel.metrics import Metrics
-from nbdist.panel import series
+from nbdist.panel import curves
+from nbdist.panel.curves import Series, packed, thinned
 from nbdist.panel.protocol import MAX_POINTS
-from nbdist.panel.series import Series, packed, thinned
+from nbdist.session.metrics import Metrics
 
 if TYPE_CHECKING:
     import pytest
 
-STEP_S = series.PATIENCE_S * 2
+STEP_S = curves.PATIENCE_S * 2
 
 
 def rows(*values: float | str, first: int = 0, name: str = "loss") -> list[dict[str, float | str]]:
@@ -102,20 +102,20 @@ def test_a_curve_never_grows_beyond_its_cap() -> None:
     for begin in range(0, 20_000, 1000):
         metrics.add(0, rows(*range(1000), first=begin))
         made.fold(now=begin)
-        assert len(made.curves["loss"].steps) <= series.KEPT
-        assert len(made.curves["loss"]._recent) <= series.RECENT
+        assert len(made.curves["loss"].steps) <= curves.KEPT
+        assert len(made.curves["loss"]._recent) <= curves.RECENT
     assert made.curves["loss"].steps[-1] == 19_999
 
 
 def test_a_long_run_is_seeded_by_what_a_curve_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(series, "LONG_RUN", 8000)
+    monkeypatch.setattr(curves, "LONG_RUN", 8000)
     metrics = Metrics(2)
-    count = series.LONG_RUN
+    count = curves.LONG_RUN
     for rank in range(2):
         metrics.add(rank, rows(*(float(i % 7) for i in range(count))))
     metrics.add(0, rows(99.0, first=500))
     made = followed(metrics)
-    assert len(made.curves["loss"].steps) <= series.KEPT
+    assert len(made.curves["loss"].steps) <= curves.KEPT
     assert max(values(made)) > 40  # the outlier of one rank, in the mean
 
 
@@ -134,9 +134,9 @@ def test_two_hundred_names_and_no_more() -> None:
     made = followed(metrics)
     metrics.add(0, [{"step": 0, "time": 1.0, **{f"n{i}": 1.0 for i in range(300)}}])
     made.fold(now=0)
-    assert len(made.curves) == series.MAX_NAMES
+    assert len(made.curves) == curves.MAX_NAMES
     assert len(made.refused) == 100
-    assert sum(len(points[0]) for points in made.history().values()) <= series.MAX_TOTAL
+    assert sum(len(points[0]) for points in made.history().values()) <= curves.MAX_TOTAL
 
 
 def test_rows_that_are_none_reach_no_follower() -> None:

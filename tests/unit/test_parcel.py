@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nbdist.rank import parcel
-from nbdist.rank.parcel import Known, Stage, StageError
+from nbdist.worker.operations import namespace_pickle
+from nbdist.worker.operations.namespace_pickle import Known, Stage, StageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,16 +25,18 @@ def cell(code: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
     return made
 
 
-def sent(names: dict[str, Any], folder: Path, ranks: int = 1) -> list[parcel.Arrived]:
+def sent(names: dict[str, Any], folder: Path, ranks: int = 1) -> list[namespace_pickle.Arrived]:
     """Pack variables on ranks that hold the same, and open the parcels."""
     stages = [Stage(value, 0, name) for name, value in names.items() if name[0] != "_"]
-    packed = [parcel.pack(stages, [], names) for _ in range(ranks)]
+    packed = [namespace_pickle.pack(stages, [], names) for _ in range(ranks)]
     said: list[Any] = []
     for one in packed:
-        parcel.planned(one, 0, lambda mine: said.append(mine) or [mine])  # type: ignore[func-returns-value]
+        namespace_pickle.planned(one, 0, lambda mine: said.append(mine) or [mine])  # type: ignore[func-returns-value]
     for rank, one in enumerate(packed):
-        parcel.write(one, parcel.planned(one, rank, lambda _: said), folder, rank)
-    return [parcel.Arrived(folder, rank, CPU) for rank in range(ranks)]
+        namespace_pickle.write(
+            one, namespace_pickle.planned(one, rank, lambda _: said), folder, rank
+        )
+    return [namespace_pickle.Arrived(folder, rank, CPU) for rank in range(ranks)]
 
 
 def test_equal_blocks_of_several_ranks_are_written_once(tmp_path: Path) -> None:
@@ -69,11 +71,11 @@ def test_known_objects_are_names_and_come_in_order() -> None:
     model = torch.nn.Linear(1, 1)
     known = [Known(model, ("model",), 1)]
     with pytest.raises(StageError, match="prepared later") as caught:
-        parcel.pack([Stage([model], 0)], known, {})
+        namespace_pickle.pack([Stage([model], 0)], known, {})
     assert caught.value.too_early
-    packed = parcel.pack([Stage(None, 0), Stage([model], 1)], known, {})
+    packed = namespace_pickle.pack([Stage(None, 0), Stage([model], 1)], known, {})
     assert not packed.blocks
-    parcel.tried(packed, known, {})
+    namespace_pickle.tried(packed, known, {})
 
 
 def test_what_cannot_be_unpacked_is_found_on_trial() -> None:
@@ -85,9 +87,9 @@ def test_what_cannot_be_unpacked_is_found_on_trial() -> None:
         """
     )
     stages = [Stage(names["Odd"], 0, "Odd"), Stage(names["odd"], 0, "odd")]
-    packed = parcel.pack(stages, [], names)
+    packed = namespace_pickle.pack(stages, [], names)
     with pytest.raises(StageError, match="TypeError") as caught:
-        parcel.tried(packed, [], {})
+        namespace_pickle.tried(packed, [], {})
     assert caught.value.place == 1
     names = cell(
         """
@@ -98,10 +100,10 @@ def test_what_cannot_be_unpacked_is_found_on_trial() -> None:
         """
     )
     stages = [Stage(names["Late"], 0, "Late"), Stage(names["late"], 0, "late")]
-    packed = parcel.pack(stages, [], names)
+    packed = namespace_pickle.pack(stages, [], names)
     with pytest.raises(StageError, match="name 'SCALE' is not defined"):
-        parcel.tried(packed, [], {})
-    parcel.tried(packed, [], {"SCALE": 3})
+        namespace_pickle.tried(packed, [], {})
+    namespace_pickle.tried(packed, [], {"SCALE": 3})
     assert type(names["late"]) is names["Late"]
 
 
@@ -114,5 +116,5 @@ def test_reasons(tmp_path: Path) -> None:
         (__import__("threading").Lock(), "cannot pickle"),
     ):
         with pytest.raises(StageError, match=reason):
-            parcel.pack([Stage(value, 0, "x")], [], {})
+            namespace_pickle.pack([Stage(value, 0, "x")], [], {})
     file.close()

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from nbdist import payload
 from nbdist.errors import PayloadError
-from nbdist.payload import form, reading
+from nbdist.protocol import serialization
+from nbdist.protocol.serialization import format, reader
 
-TORCH_DTYPES = sorted(form.TORCH_DTYPES)
+TORCH_DTYPES = sorted(format.TORCH_DTYPES)
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def there_and_back(value: object, path: Path, **options: Any) -> Any:
-    written = payload.write(value, path)
-    assert written == path.stat().st_size == payload.size(value)
-    return payload.read(path, **options)
+    written = serialization.write(value, path)
+    assert written == path.stat().st_size == serialization.size(value)
+    return serialization.read(path, **options)
 
 
 def tensor_of(dtype_name: str, count: int = 24) -> torch.Tensor:
@@ -217,7 +217,10 @@ def test_arrays_keep_dtype_shape_and_values(array: np.ndarray[Any, Any], path: P
     ],
 )
 def test_numpy_scalars_keep_their_type(scalar: Any, path: Path) -> None:
-    for back in (there_and_back(scalar, path), payload.from_inline(payload.inline(scalar))):
+    for back in (
+        there_and_back(scalar, path),
+        serialization.from_inline(serialization.inline(scalar)),
+    ):
         assert type(back) is type(scalar)
         assert back.dtype == scalar.dtype
         assert back.tobytes() == scalar.tobytes()
@@ -235,21 +238,21 @@ def test_an_array_twice_is_one_array(path: Path) -> None:
 def test_two_readers_never_share_what_they_write(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "MAP_FROM_BYTES", 1)
-    payload.write({"t": torch.zeros(1 << 19), "a": np.zeros(1 << 19)}, path)
-    first, second = payload.read(path, delete=False), payload.read(path, delete=False)
+    monkeypatch.setattr(reader, "MAP_FROM_BYTES", 1)
+    serialization.write({"t": torch.zeros(1 << 19), "a": np.zeros(1 << 19)}, path)
+    first, second = serialization.read(path, delete=False), serialization.read(path, delete=False)
     first["t"].fill_(1)
     first["a"][:] = 1
     assert second["t"].sum() == 0
     assert second["a"].sum() == 0
-    assert payload.read(path)["t"].sum() == 0
+    assert serialization.read(path)["t"].sum() == 0
     assert first["t"].sum() == 1 << 19
 
 
 def test_a_large_file_is_mapped_and_outlives_its_name(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "MAP_FROM_BYTES", 1)
+    monkeypatch.setattr(reader, "MAP_FROM_BYTES", 1)
     large, small = torch.arange(1 << 18), torch.arange(3)
     back = there_and_back([large, small, b"x" * 2000], path)
     assert not path.exists()
@@ -259,7 +262,7 @@ def test_a_large_file_is_mapped_and_outlives_its_name(
 
 
 def test_buffers_begin_at_multiples_of_64_bytes(path: Path) -> None:
-    payload.write([torch.ones(3), torch.ones(5)], path)
+    serialization.write([torch.ones(3), torch.ones(5)], path)
     content = path.read_bytes()
     assert len(content) % 64 == 0
     first = content.index(b"\0\0\x80?")
@@ -269,18 +272,18 @@ def test_buffers_begin_at_multiples_of_64_bytes(path: Path) -> None:
 def test_files_are_private_and_never_overwritten(path: Path) -> None:
     old = os.umask(0)
     try:
-        payload.write(1, path)
+        serialization.write(1, path)
     finally:
         os.umask(old)
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
-        payload.write(2, path)
-    assert payload.read(path) == 1
+        serialization.write(2, path)
+    assert serialization.read(path) == 1
 
 
 def test_delete_false_leaves_the_file_for_the_other_ranks(path: Path) -> None:
-    payload.write(1, path)
-    assert payload.read(path, delete=False) == payload.read(path) == 1
+    serialization.write(1, path)
+    assert serialization.read(path, delete=False) == serialization.read(path) == 1
 
 
 def test_a_file_that_cannot_be_finished_is_removed(
@@ -291,7 +294,7 @@ def test_a_file_that_cannot_be_finished_is_removed(
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space"):
-        payload.write(torch.ones(3), path)
+        serialization.write(torch.ones(3), path)
     assert not path.exists()
 
 
@@ -308,11 +311,13 @@ def test_the_first_folder_with_room_is_taken(
     monkeypatch.setattr(
         "shutil.disk_usage", lambda folder: type("Usage", (), {"free": free[folder]})
     )
-    assert payload.write_where_room(1, [small, large]).parent == small
-    assert payload.write_where_room({"t": torch.ones(99)}, [str(small), large]).parent == large
+    assert serialization.write_where_room(1, [small, large]).parent == small
+    assert (
+        serialization.write_where_room({"t": torch.ones(99)}, [str(small), large]).parent == large
+    )
     free[large] = 100
     with pytest.raises(PayloadError, match=r"value needs 1 MiB; allowed are 0 MiB in .*small and"):
-        payload.write_where_room({"t": torch.ones(99)}, [small, large])
+        serialization.write_where_room({"t": torch.ones(99)}, [small, large])
 
 
 def test_a_folder_that_fills_up_meanwhile_is_passed_over(
@@ -330,7 +335,7 @@ def test_a_folder_that_fills_up_meanwhile_is_passed_over(
         return genuine(fd, content)
 
     monkeypatch.setattr(os, "write", write)
-    assert payload.write_where_room(5, [first, second]).parent == second
+    assert serialization.write_where_room(5, [first, second]).parent == second
     assert not list(first.iterdir())
 
 
@@ -348,9 +353,9 @@ def test_tensors_as_arrays_without_importing_torch(
         "d": torch.bfloat16,
         "where": torch.device("cpu"),
     }
-    payload.write(value, path)
+    serialization.write(value, path)
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails
-    back = payload.read(path, as_numpy=True)
+    back = serialization.read(path, as_numpy=True)
     assert back["f"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert back["b"].dtype == np.float32
     assert back["b"].tolist() == [[1.5, -2.0], [math.inf, 3.0]]
@@ -360,16 +365,16 @@ def test_tensors_as_arrays_without_importing_torch(
 
 
 def test_float8_as_numpy_is_refused_in_words(path: Path) -> None:
-    payload.write(tensor_of("float8_e5m2"), path)
+    serialization.write(tensor_of("float8_e5m2"), path)
     with pytest.raises(PayloadError, match=r"float8_e5m2 tensor has no NumPy dtype; pull it with"):
-        payload.read(path, as_numpy=True)
+        serialization.read(path, as_numpy=True)
 
 
 def test_a_missing_package_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    payload.write(torch.ones(1), path)
+    serialization.write(torch.ones(1), path)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(PayloadError, match=r"holds torch values .* as_numpy=True"):
-        payload.read(path)
+        serialization.read(path)
 
 
 # ---- what is refused
@@ -387,7 +392,7 @@ def loop() -> list[object]:
 
 def deep() -> object:
     value: object = 1
-    for _ in range(form.MAX_DEPTH + 1):
+    for _ in range(format.MAX_DEPTH + 1):
         value = [value]
     return value
 
@@ -438,7 +443,7 @@ def test_the_type_the_place_and_what_to_do_are_named(
     value: object, message: str, path: Path
 ) -> None:
     with pytest.raises(PayloadError, match=message) as caught:
-        payload.write(value, path)
+        serialization.write(value, path)
     assert not path.exists()
     assert "\n" not in str(caught.value)
 
@@ -446,14 +451,14 @@ def test_the_type_the_place_and_what_to_do_are_named(
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_and_nested_tensors_are_refused(path: Path) -> None:
     with pytest.raises(PayloadError, match="dequantize"):
-        payload.write(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), path)
+        serialization.write(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), path)
     with pytest.raises(PayloadError, match="unbind"):
-        payload.write(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), path)
+        serialization.write(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), path)
 
 
 def test_open_files_are_refused(path: Path, tmp_path: Path) -> None:
     with (tmp_path / "x").open("w") as file, pytest.raises(PayloadError, match="its content"):
-        payload.write({"f": file}, path)
+        serialization.write({"f": file}, path)
 
 
 # ---- inside of messages
@@ -464,8 +469,8 @@ def test_open_files_are_refused(path: Path, tmp_path: Path) -> None:
     [1, None, "x", b"x" * 5000, [1.5, math.inf], {"a": (1, 2)}, {3}, 1j, 2**80, math.pi],
 )
 def test_small_plain_values_go_inline(value: object) -> None:
-    node = json.loads(json.dumps(payload.inline(value), allow_nan=False))
-    assert payload.from_inline(node) == value
+    node = json.loads(json.dumps(serialization.inline(value), allow_nan=False))
+    assert serialization.from_inline(node) == value
 
 
 @pytest.mark.parametrize(
@@ -474,14 +479,14 @@ def test_small_plain_values_go_inline(value: object) -> None:
 )
 def test_large_values_tensors_and_arrays_do_not_go_inline(value: object) -> None:
     with pytest.raises(PayloadError, match="pull it by name"):
-        payload.inline(value)
+        serialization.inline(value)
 
 
 @pytest.mark.fault("D9")
 @pytest.mark.parametrize("node", [{"raw": 0}, {"tensor": [0, "float32", [1]]}, {"x": 1}, {}])
 def test_a_hostile_message_is_refused(node: object) -> None:
     with pytest.raises(PayloadError):
-        payload.from_inline(node)
+        serialization.from_inline(node)
 
 
 # ---- hostile files
@@ -489,8 +494,8 @@ def test_a_hostile_message_is_refused(node: object) -> None:
 
 def forged(tree: object, buffers: bytes = b"", *, length: int | None = None) -> bytes:
     text = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
-    head = form.MAGIC + (len(text) if length is None else length).to_bytes(8, "little") + text
-    return head.ljust(form.aligned(len(head)), b"\0") + buffers
+    head = format.MAGIC + (len(text) if length is None else length).to_bytes(8, "little") + text
+    return head.ljust(format.aligned(len(head)), b"\0") + buffers
 
 
 HUGE = 1 << 40
@@ -503,7 +508,7 @@ HUGE = 1 << 40
         b"",
         b"nbdist",
         b"\x80\x04garbage" * 20,
-        form.MAGIC,
+        format.MAGIC,
         forged([[], 1], length=HUGE),
         forged([[], 1], length=2**64 - 1),
         forged([[], 1])[:-1],
@@ -563,13 +568,13 @@ HUGE = 1 << 40
 def test_a_hostile_file_gives_a_payload_error(content: bytes, path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(PayloadError, match="payload"):
-        payload.read(path)
+        serialization.read(path)
     assert not path.exists()
 
 
 def test_every_cut_and_many_flips_of_a_file_are_survived(path: Path) -> None:
     value = {"a": np.arange(3), "t": torch.ones(2), "s": {1}, "f": math.inf}
-    payload.write(value, path)
+    serialization.write(value, path)
     content = path.read_bytes()
     head = content.index(b"\0" * 8, 16)
     wrong = [content[:end] for end in range(0, len(content), 7)]
@@ -581,36 +586,36 @@ def test_every_cut_and_many_flips_of_a_file_are_survived(path: Path) -> None:
     for damaged in wrong:
         path.write_bytes(damaged)
         try:
-            payload.read(path)
+            serialization.read(path)
         except PayloadError:
             continue
 
 
 def test_one_buffer_named_often_costs_its_size_once(path: Path) -> None:
     path.write_bytes(forged([[1 << 20], [{"raw": 0}] * 5000], bytes(1 << 20)))
-    back = payload.read(path)
+    back = serialization.read(path)
     assert all(part is back[0] for part in back)
     shapes = [[1] * ones + [1 << 19] for ones in range(50)]
     nodes = [{"tensor": [0, "bfloat16", shape]} for shape in shapes]
     path.write_bytes(forged([[1 << 20], nodes], bytes(1 << 20)))
-    back = payload.read(path, as_numpy=True)
+    back = serialization.read(path, as_numpy=True)
     assert np.shares_memory(back[0], back[49])
 
 
 def test_a_pipe_is_refused_without_waiting(path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(PayloadError, match="regular file"):
-        payload.read(path)
+        serialization.read(path)
 
 
 def test_a_missing_file_is_an_os_error(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        payload.read(path)
+        serialization.read(path)
 
 
 @pytest.mark.fault("S6")
 def test_no_module_of_the_payload_can_run_code() -> None:
-    for module in Path(payload.__file__).parent.glob("*.py"):
+    for module in Path(serialization.__file__).parent.glob("*.py"):
         text = module.read_text()
         assert not any(word in text for word in ("import pickle", "eval(", "exec(", "torch.load"))
 

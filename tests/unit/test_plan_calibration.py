@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.plan import cache, calibration
-from nbdist.plan.calibration import Calibration, Learned
+from nbdist.planner import cache, memory_calibration
+from nbdist.planner.memory_calibration import Calibration, Learned
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_nothing_learned_gives_the_defaults(file: Path) -> None:
     known = Learned(file).known(**A100, **GANG)
-    assert (known.factor, known.runs) == (calibration.FACTOR, 0)
+    assert (known.factor, known.runs) == (memory_calibration.FACTOR, 0)
     assert known.device_bytes(0) == known.context_bytes > 0
     alone = Learned(file).known(**A100, kind="cuda", world_size=1)
     assert alone.context_bytes < known.context_bytes, "one rank needs no communicator"
@@ -52,7 +52,7 @@ def test_a_wild_factor_is_bounded(file: Path) -> None:
     learned = Learned(file).learn(
         **A100, allocated_bytes=GIB, reserved_bytes=70 * GIB, device_bytes=71 * GIB
     )
-    assert learned.factor == calibration.FACTOR_LIMITS[1]
+    assert learned.factor == memory_calibration.FACTOR_LIMITS[1]
 
 
 def entry(factor: str, context: str) -> str:
@@ -81,4 +81,4 @@ def test_a_folder_that_cannot_be_written_only_forgets(tmp_path: Path) -> None:
 
 def test_the_file_is_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert calibration.path() == tmp_path / "nbdist" / "calibration.json"
+    assert memory_calibration.path() == tmp_path / "nbdist" / "calibration.json"

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.plan import checked
-from nbdist.plan.checked import REST, Line, Measured
-from nbdist.plan.models import closed
+from nbdist.planner import validation
+from nbdist.planner.models import analytic
+from nbdist.planner.validation import REST, Line, Measured
 from nbdist.strategies import Hardware, Options
 
 CONFIG = {
@@ -68,18 +68,18 @@ def test_compiled_cpu_ranks_know_no_peak() -> None:
 
 def test_the_fullest_rank_is_compared() -> None:
     fuller = replace(FOUND, allocated_bytes=2000)
-    check = checked.check(closed.from_config(CONFIG), options(), {0: FOUND, 1: fuller})
+    check = validation.check(analytic.from_config(CONFIG), options(), {0: FOUND, 1: fuller})
     assert check.rank == 1
     assert check.allocated.measured == 2000
     assert "rank 1, the fullest, in step 3" in str(check)
 
 
 def test_memory_of_another_model_is_named_and_counted_on_both_sides() -> None:
-    model = closed.from_config(CONFIG)
-    alone = checked.check(model, options(), {0: FOUND})
-    check = checked.check(model, options(), {0: replace(FOUND, beside_bytes=300)})
+    model = analytic.from_config(CONFIG)
+    alone = validation.check(model, options(), {0: FOUND})
+    check = validation.check(model, options(), {0: replace(FOUND, beside_bytes=300)})
     lines = {line.part: line for line in check.lines}
-    assert lines[checked.BESIDE] == Line(checked.BESIDE, 300, 300)
+    assert lines[validation.BESIDE] == Line(validation.BESIDE, 300, 300)
     assert lines[REST].measured == 200
     assert (check.allocated.predicted or 0) - (alone.allocated.predicted or 0) == 300
     assert sum(line.predicted or 0 for line in check.lines) == check.allocated.predicted
@@ -88,15 +88,15 @@ def test_memory_of_another_model_is_named_and_counted_on_both_sides() -> None:
 
 
 def test_parts_of_the_prediction_sum_up_to_it() -> None:
-    check = checked.check(closed.from_config(CONFIG), options(backend="zero2"), {0: FOUND})
+    check = validation.check(analytic.from_config(CONFIG), options(backend="zero2"), {0: FOUND})
     assert sum(line.predicted or 0 for line in check.lines) == check.allocated.predicted
 
 
 def test_cpu_ranks_hold_what_is_offloaded_themselves() -> None:
-    spec = closed.from_config(CONFIG)
+    spec = analytic.from_config(CONFIG)
     chosen = options(backend="zero2", offload="cpu")
     here, there = (
-        checked.predicted(spec, checked.setup_of(chosen, 2, found), found)
+        validation.predicted(spec, validation.setup_of(chosen, 2, found), found)
         for found in (FOUND, ON_GPU)
     )
     assert here.total > there.total
@@ -104,7 +104,7 @@ def test_cpu_ranks_hold_what_is_offloaded_themselves() -> None:
 
 
 def test_accumulation_is_the_measured_one() -> None:
-    setup = checked.setup_of(options(), 2, replace(FOUND, accumulate=4))
+    setup = validation.setup_of(options(), 2, replace(FOUND, accumulate=4))
     assert setup.options.accumulate == 4
 
 
@@ -123,11 +123,11 @@ def test_error_is_relative_to_what_was_measured(line: Line, error: float | None)
 
 
 def test_the_device_is_compared_on_a_gpu_and_resident_memory_only_told() -> None:
-    spec = closed.from_config(CONFIG)
-    on_gpu = checked.check(spec, options(), {0: ON_GPU})
+    spec = analytic.from_config(CONFIG)
+    on_gpu = validation.check(spec, options(), {0: ON_GPU})
     assert on_gpu.device.part == "the device"
     assert on_gpu.device.measured == 2000
     assert on_gpu.device.predicted is not None
-    on_cpu = checked.check(spec, options(), {0: FOUND})
+    on_cpu = validation.check(spec, options(), {0: FOUND})
     assert (on_cpu.device.predicted, on_cpu.device.measured) == (None, 5000)
     assert "resident memory" in on_cpu._repr_html_()

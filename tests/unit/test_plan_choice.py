@@ -9,13 +9,14 @@ import pytest
 from IPython.core.magic_arguments import parse_argstring
 
 import nbdist
-from nbdist import magics, strategies
+from nbdist import strategies
+from nbdist.display.plan import html
 from nbdist.errors import OptionError, PlanError
-from nbdist.plan import choice, optimizers, remedies
-from nbdist.plan.show import html
+from nbdist.magics import magics
+from nbdist.planner import optimizers, search, suggestions
 
 if TYPE_CHECKING:
-    from nbdist.plan.result import Plan
+    from nbdist.planner.result import Plan
 
 GIB = 1 << 30
 LLAMA_8B = {
@@ -58,7 +59,7 @@ def test_the_best_row_is_the_fastest_that_fits_or_a_simpler_one_within_3_percent
 ) -> None:
     assert eight.best is not None
     top = max(row.tokens_per_s for row in eight.rows if row.fits)
-    assert eight.best.tokens_per_s >= top * (1 - choice.SIMPLER_WITHIN)
+    assert eight.best.tokens_per_s >= top * (1 - search.SIMPLER_WITHIN)
     assert eight.best.options.offload == "none"
 
 
@@ -111,7 +112,7 @@ def test_every_row_says_why(eight: Plan) -> None:
 def test_a_row_that_needs_the_margin_does_not_fit(eight: Plan) -> None:
     free = eight.question.cluster.smallest.free_bytes
     for row in eight.rows:
-        assert row.fits == (row.device_bytes * (1 + choice.MARGIN) <= free)
+        assert row.fits == (row.device_bytes * (1 + search.MARGIN) <= free)
 
 
 def test_parts_sum_up_to_the_device(eight: Plan) -> None:
@@ -333,19 +334,19 @@ def test_html_marks_the_best_row_and_escapes_what_users_wrote(eight: Plan) -> No
 # ---- where nothing fits
 
 
-def question(**changes: Any) -> choice.Question:
+def question(**changes: Any) -> search.Question:
     plan = nbdist.plan("70b", devices="8x80GB,nvlink", batch_size=8, offload="none")
     fields = {
-        name: getattr(plan.question, name) for name in choice.Question.__dataclass_fields__
+        name: getattr(plan.question, name) for name in search.Question.__dataclass_fields__
     } | changes
-    return choice.Question(**fields)
+    return search.Question(**fields)
 
 
 def test_each_advice_was_computed_and_does_fit() -> None:
     asked = question()
-    for sentence in remedies.smallest_changes(asked, choice.fastest):
+    for sentence in suggestions.smallest_changes(asked, search.fastest):
         assert "fits with" in sentence
-    bigger = choice.fastest(
+    bigger = search.fastest(
         question(cluster=asked.cluster.resized(64), batch_sizes=asked.batch_sizes)
     )
     assert bigger is None or bigger.fits
@@ -353,17 +354,19 @@ def test_each_advice_was_computed_and_does_fit() -> None:
 
 def test_the_smallest_number_of_devices_that_fits_is_named() -> None:
     asked = question(batch_sizes=(1,))
-    advice = " ".join(remedies.smallest_changes(asked, choice.fastest))
+    advice = " ".join(suggestions.smallest_changes(asked, search.fastest))
     ranks = next(
         ranks
         for ranks in (16, 32, 64, 128)
-        if choice.fastest(question(batch_sizes=(1,), cluster=asked.cluster.resized(ranks)))
+        if search.fastest(question(batch_sizes=(1,), cluster=asked.cluster.resized(ranks)))
     )
     assert f"{ranks} of these devices instead of 8" in advice
 
 
 def test_where_nothing_helps_it_says_so() -> None:
-    assert list(remedies.smallest_changes(question(), lambda _: None)) == [remedies.NOTHING_HELPS]
+    assert list(suggestions.smallest_changes(question(), lambda _: None)) == [
+        suggestions.NOTHING_HELPS
+    ]
 
 
 # ---- bad input

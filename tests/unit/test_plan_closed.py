@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.plan import spec
-from nbdist.plan.models import closed
-from nbdist.plan.models.decoder import Decoder
-from nbdist.plan.spec import Workload
+from nbdist.planner import model_spec
+from nbdist.planner.model_spec import Workload
+from nbdist.planner.models import analytic
+from nbdist.planner.models.decoder import Decoder
 
 if TYPE_CHECKING:
-    from nbdist.plan.spec import Compute, MicroBatch, ModelSpec, Pass
+    from nbdist.planner.model_spec import Compute, MicroBatch, ModelSpec, Pass
 
 LLAMA = {
     "model_type": "llama",
@@ -112,7 +112,7 @@ PUBLISHED: list[tuple[str, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize(("config", "count"), [row[1:] for row in PUBLISHED])
 def test_published_parameter_counts(config: dict[str, Any], count: int) -> None:
-    assert spec.params(closed.from_config(config)) == count
+    assert model_spec.params(analytic.from_config(config)) == count
 
 
 # Bytes that one block keeps, and the most that its backward holds with gradients, for two
@@ -136,7 +136,7 @@ MEASURED: list[tuple[dict[str, Any], Compute, str, int, int]] = [
 def test_a_block_keeps_what_was_measured(
     config: dict[str, Any], compute: Compute, attention: str, saved: int, backward: int
 ) -> None:
-    model = closed.from_config(config | {"_attn_implementation": attention})
+    model = analytic.from_config(config | {"_attn_implementation": attention})
     block = _block(model, _run(model, compute=compute))
     element = 2 if compute == "half" else 4
     assert block.saved == saved
@@ -146,7 +146,7 @@ def test_a_block_keeps_what_was_measured(
 def test_korthikanti_s_count_for_a_gpt_without_scores() -> None:
     # Korthikanti et al. 2022 (arXiv 2205.05198) count 34 s b h bytes a layer without the 5 a s
     # / h of scores; gelu_new written out keeps 4 x 4h x 2 bytes more, a GPU's kernels the rest.
-    model = closed.from_config(GPT2 | {"activation_function": "gelu"})
+    model = analytic.from_config(GPT2 | {"activation_function": "gelu"})
     run = model.micro_batch(Workload(batch_size=2, seq_len=64, kind="cuda"))
     per_token = _block(model, run).saved / (2 * 64 * 64)
     assert 32 < per_token < 36
@@ -154,7 +154,7 @@ def test_korthikanti_s_count_for_a_gpt_without_scores() -> None:
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2])
 def test_recomputation_never_keeps_more(config: dict[str, Any]) -> None:
-    model = closed.from_config(config)
+    model = analytic.from_config(config)
     for compute in ("full", "half", "autocast", "half_autocast"):
         plain = _block(model, _run(model, compute=compute))
         again = _block(model, _run(model, compute=compute, activation_checkpointing=True))
@@ -165,45 +165,45 @@ def test_recomputation_never_keeps_more(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("config", [LLAMA, GPT2])
 @pytest.mark.parametrize("field", ["batch_size", "seq_len"])
 def test_more_tokens_keep_more(config: dict[str, Any], field: str) -> None:
-    model = closed.from_config(config)
+    model = analytic.from_config(config)
     sizes = [_run(model, **{field: size}) for size in (1, 2, 3, 7, 64)]
     kept = [sum(one.saved for one in run.passes) + run.loss for run in sizes]
     assert kept == sorted(set(kept))
 
 
 def test_a_sample_more_costs_always_the_same() -> None:
-    model = closed.from_config(LLAMA)
+    model = analytic.from_config(LLAMA)
     saved = [_block(model, _run(model, batch_size=size)).saved for size in (2, 3, 4)]
     assert saved[2] - saved[1] == saved[1] - saved[0]
 
 
 def test_autocast_of_a_gpu_keeps_norms_in_fp32() -> None:
-    model = closed.from_config(GPT2 | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0})
+    model = analytic.from_config(GPT2 | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0})
     here = _run(model, compute="half_autocast", kind="cpu")
     there = _run(model, compute="half_autocast", kind="cuda")
     assert _block(model, there).saved > _block(model, here).saved
 
 
 def test_the_loss_is_twelve_bytes_a_logit() -> None:
-    run = _run(closed.from_config(LLAMA), compute="half")
+    run = _run(analytic.from_config(LLAMA), compute="half")
     assert run.outputs == 2 * 128 * 100
     assert run.loss == 12 * 128 * 100
 
 
 def test_adapters_train_and_the_rest_is_frozen() -> None:
-    model = closed.from_config(LLAMA)
+    model = analytic.from_config(LLAMA)
     assert isinstance(model, Decoder)
     adapted = model.with_lora(8)
     widths = sum(sum(shape) for shape in model.linears())
-    assert spec.trainable(adapted) == 2 * 8 * widths
-    assert spec.frozen(adapted) == spec.params(model)
+    assert model_spec.trainable(adapted) == 2 * 8 * widths
+    assert model_spec.frozen(adapted) == model_spec.params(model)
     assert _block(adapted, _run(adapted)).saved < _block(model, _run(model)).saved
 
 
 def test_six_operations_a_parameter_and_token() -> None:
-    model = closed.with_size("7b")
+    model = analytic.with_size("7b")
     work = Workload(batch_size=1, seq_len=128)
-    counted = spec.params(model) - 32_000 * 4096
+    counted = model_spec.params(model) - 32_000 * 4096
     assert model.flops(work) == pytest.approx(6 * counted * 128, rel=0.01)
     again = model.flops(replace(work, activation_checkpointing=True))
     assert again == pytest.approx(model.flops(work) * 8 / 6, rel=0.01)
@@ -211,22 +211,22 @@ def test_six_operations_a_parameter_and_token() -> None:
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2])
 def test_json_keeps_everything(config: dict[str, Any]) -> None:
-    model = closed.from_config(config)
-    assert closed.from_json(model.to_json()) == model
+    model = analytic.from_config(config)
+    assert analytic.from_json(model.to_json()) == model
 
 
 @pytest.mark.parametrize(
     ("text", "count"), [("7b", 6.74e9), ("8B", 8.03e9), ("70b", 70.55e9), ("0.5b", 0.494e9)]
 )
 def test_sizes_with_a_published_shape(text: str, count: float) -> None:
-    assert spec.params(closed.with_size(text)) == pytest.approx(count, rel=0.002)
+    assert model_spec.params(analytic.with_size(text)) == pytest.approx(count, rel=0.002)
 
 
 @pytest.mark.parametrize("text", ["125m", "350m", "1.3b", "2.7b", "6b", "20b", "180b", "540b"])
 def test_other_sizes_are_hit_within_three_percent(text: str) -> None:
     wanted = float(text[:-1]) * {"m": 1e6, "b": 1e9}[text[-1]]
-    model = closed.with_size(text)
-    assert spec.params(model) == pytest.approx(wanted, rel=0.03)
+    model = analytic.with_size(text)
+    assert model_spec.params(model) == pytest.approx(wanted, rel=0.03)
     assert model.to_json()["hidden"] % model.to_json()["heads"] == 0
 
 
@@ -247,14 +247,14 @@ def test_other_sizes_are_hit_within_three_percent(text: str) -> None:
 )
 def test_a_bad_config_is_a_sentence(config: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=r"^.*[.]$") as caught:
-        closed.from_config(config)
+        analytic.from_config(config)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["0b", "b", "7", "-7b", "nanb", "99999b", "7 apples"])
 def test_a_bad_size_is_a_sentence(text: str) -> None:
     with pytest.raises(PlanError, match="is not known; write one between"):
-        closed.with_size(text)
+        analytic.with_size(text)
 
 
 def _run(model: ModelSpec, **given: Any) -> MicroBatch:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.plan import spec
-from nbdist.plan.engines import layout
-from nbdist.plan.models import closed
-from nbdist.plan.spec import Workload
+from nbdist.planner import model_spec
+from nbdist.planner.memory import partitioning
+from nbdist.planner.model_spec import Workload
+from nbdist.planner.models import analytic
 
 if TYPE_CHECKING:
-    from nbdist.plan.spec import Compute, ModelSpec
+    from nbdist.planner.model_spec import Compute, ModelSpec
 
 BERT = {
     "model_type": "bert",
@@ -83,7 +83,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("config", "count"), PUBLISHED)
 def test_published_parameter_counts(config: dict[str, Any], count: int) -> None:
-    assert spec.params(closed.from_config(config)) == count
+    assert model_spec.params(analytic.from_config(config)) == count
 
 
 # Most bytes of activations and gradients at one moment, for two samples of 64 tokens; traced
@@ -126,13 +126,13 @@ def test_peaks_that_were_traced(
     work = Workload(
         batch_size=2, seq_len=64, kind=kind, compute=compute, activation_checkpointing=again
     )
-    assert _peak(closed.from_config(config), work) == pytest.approx(measured, rel=0.005)
+    assert _peak(analytic.from_config(config), work) == pytest.approx(measured, rel=0.005)
 
 
 def test_a_head_tied_to_the_embedding_is_the_roots() -> None:
     # torch 2.13's FSDP2 refuses what two groups see: BERT's bias of the head, T5's table.
     for config in (BERT, T5):
-        model = closed.from_config(config)
+        model = analytic.from_config(config)
         sizes = {group.role: group.params for group in model.groups if group.role != "block"}
         assert not model.tied
         assert sizes["embedding"] == sizes["tail"] == 0
@@ -140,38 +140,38 @@ def test_a_head_tied_to_the_embedding_is_the_roots() -> None:
 
 
 def test_an_untied_head_has_a_table_and_a_bias_of_its_own() -> None:
-    tied = closed.from_config(BERT)
-    untied = closed.from_config(BERT | {"tie_word_embeddings": False})
-    assert spec.params(untied) - spec.params(tied) == 1000 * 64 + 1000
+    tied = analytic.from_config(BERT)
+    untied = analytic.from_config(BERT | {"tie_word_embeddings": False})
+    assert model_spec.params(untied) - model_spec.params(tied) == 1000 * 64 + 1000
     assert untied.groups[-1].params == 1000 * 64 + 1000
 
 
 def test_the_loss_of_a_half_precision_model_stays_in_half() -> None:
     logits = 2 * 64 * 1000
     for config in (BERT, T5):
-        model = closed.from_config(config)
+        model = analytic.from_config(config)
         half = model.micro_batch(Workload(batch_size=2, seq_len=64, compute="half"))
         cast = model.micro_batch(Workload(batch_size=2, seq_len=64, compute="autocast"))
         assert (half.loss, cast.loss) == (6 * logits, 12 * logits)
 
 
 def test_the_table_of_positions_is_in_the_first_block_of_a_stack() -> None:
-    blocks = [one for one in closed.from_config(GATED).groups if one.role == "block"]
+    blocks = [one for one in analytic.from_config(GATED).groups if one.role == "block"]
     assert [one.count for one in blocks] == [1, 3, 1, 2]
     assert blocks[0].params - blocks[1].params == blocks[2].params - blocks[3].params == 32 * 4
 
 
 def test_stacks_of_one_block() -> None:
-    model = closed.from_config(T5 | {"num_layers": 1})
+    model = analytic.from_config(T5 | {"num_layers": 1})
     assert [one.count for one in model.groups if one.role == "block"] == [1, 1]
-    deeper = closed.from_config(T5 | {"num_layers": 2})
+    deeper = analytic.from_config(T5 | {"num_layers": 2})
     work = Workload(batch_size=2, seq_len=64)
     assert _peak(model, work) < _peak(deeper, work)
 
 
 @pytest.mark.parametrize("config", [BERT, CLASSES, ROBERTA, T5, GATED])
 def test_recomputation_keeps_less(config: dict[str, Any]) -> None:
-    model = closed.from_config(config)
+    model = analytic.from_config(config)
     for compute in ("full", "half", "autocast", "half_autocast"):
         work = Workload(batch_size=2, seq_len=64, compute=compute)
         again = replace(work, activation_checkpointing=True)
@@ -181,7 +181,7 @@ def test_recomputation_keeps_less(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("config", [BERT, CLASSES, T5])
 @pytest.mark.parametrize("field", ["batch_size", "seq_len"])
 def test_more_tokens_keep_more(config: dict[str, Any], field: str) -> None:
-    model = closed.from_config(config)
+    model = analytic.from_config(config)
     work = Workload(batch_size=2, seq_len=64)
     kept = [_peak(model, replace(work, **{field: size})) for size in (1, 2, 3, 7, 64)]
     assert kept == sorted(set(kept))
@@ -192,33 +192,35 @@ def test_more_tokens_keep_more(config: dict[str, Any], field: str) -> None:
     [(PUBLISHED[0][0], 512 * 768 + 2 * 768 + 30522), (PUBLISHED[4][0], 2 * 32 * 12)],
 )
 def test_six_operations_a_parameter_and_token(config: dict[str, Any], tables: int) -> None:
-    model = closed.from_config(config)
+    model = analytic.from_config(config)
     work = Workload(batch_size=2, seq_len=8)
     # The tied table counts once, as the head.
-    assert model.flops(work) == pytest.approx(6 * 16 * (spec.params(model) - tables), rel=0.01)
+    assert model.flops(work) == pytest.approx(
+        6 * 16 * (model_spec.params(model) - tables), rel=0.01
+    )
 
 
 def test_a_class_costs_the_head_no_tokens() -> None:
     work = Workload(batch_size=2, seq_len=64)
-    words, classes = (closed.from_config(one).flops(work) for one in (BERT, CLASSES))
+    words, classes = (analytic.from_config(one).flops(work) for one in (BERT, CLASSES))
     head = 64 * 64 + 64 * 1000
     assert words - classes == 6 * (128 * head - 2 * (64 * 64 + 2 * 64))
 
 
 def test_adapters_train_on_both_stacks() -> None:
-    model = closed.from_config(GATED)
+    model = analytic.from_config(GATED)
     adapted = model.with_lora(8)  # type: ignore[attr-defined]
     widths = sum(map(sum, adapted.all_linears()))
-    assert spec.trainable(adapted) == 8 * widths
-    assert spec.frozen(adapted) == spec.params(model)
+    assert model_spec.trainable(adapted) == 8 * widths
+    assert model_spec.frozen(adapted) == model_spec.params(model)
     work = Workload(batch_size=2, seq_len=64)
     assert _peak(adapted, work) < _peak(model, work)
 
 
 @pytest.mark.parametrize("config", [BERT, CLASSES, ROBERTA, T5, GATED])
 def test_json_keeps_everything(config: dict[str, Any]) -> None:
-    model = closed.from_config(config)
-    assert closed.from_json(json.loads(json.dumps(model.to_json()))) == model
+    model = analytic.from_config(config)
+    assert analytic.from_json(json.loads(json.dumps(model.to_json()))) == model
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,7 @@ def test_json_keeps_everything(config: dict[str, Any]) -> None:
     ],
 )
 def test_classes_that_are_known(config: dict[str, Any], *, known: bool) -> None:
-    assert closed.knows(config) is known
+    assert analytic.knows(config) is known
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,7 @@ def test_classes_that_are_known(config: dict[str, Any], *, known: bool) -> None:
 )
 def test_a_bad_config_is_a_sentence(config: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=r"^.*[.]$") as caught:
-        closed.from_config(config)
+        analytic.from_config(config)
     assert words in str(caught.value)
 
 
@@ -268,10 +270,10 @@ def _peak(model: ModelSpec, work: Workload) -> int:
     return max(
         activations + logits + width * _gradients(model, step)
         for step, activations, logits in zip(
-            *spec.walk(model, model.micro_batch(work)), strict=True
+            *model_spec.walk(model, model.micro_batch(work)), strict=True
         )
     )
 
 
-def _gradients(model: ModelSpec, step: spec.Step) -> int:
-    return layout.finished(model, step) + step.grads if step.phase == "backward" else 0
+def _gradients(model: ModelSpec, step: model_spec.Step) -> int:
+    return partitioning.finished(model, step) + step.grads if step.phase == "backward" else 0

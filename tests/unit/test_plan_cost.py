@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.plan import cost, described, memory, optimizers
-from nbdist.plan.spec import Group, Instant, MicroBatch, ModelSpec, Pass, Workload
+from nbdist.planner import device_parser, memory_model, optimizers, step_time
+from nbdist.planner.model_spec import Group, Instant, MicroBatch, ModelSpec, Pass, Workload
 from nbdist.strategies import STRATEGIES, Options
 
 if TYPE_CHECKING:
-    from nbdist.plan.cost import Cost
+    from nbdist.planner.step_time import Cost
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ def priced(
     reshard: bool = True,
     **options: Any,
 ) -> Cost:
-    cluster = described.parse(machine)
+    cluster = device_parser.parse(machine)
     if not reshard:
         options["fsdp_config"] = {"reshard_after_forward": False}
     chosen = Options(backend=backend, **{"precision": "bf16", **options})
-    setup = memory.Setup(
+    setup = memory_model.Setup(
         options=chosen,
         world_size=cluster.world_size,
         optimizer=optimizer,
@@ -82,10 +82,10 @@ def priced(
     )
     workload = Workload(
         seq_len=tokens,
-        compute=memory.compute_of(setup),
+        compute=memory_model.compute_of(setup),
         activation_checkpointing=chosen.activation_checkpointing,
     )
-    return cost.step_cost(model, workload, setup, cluster)
+    return step_time.step_cost(model, workload, setup, cluster)
 
 
 # ------------------------------------------------------------------- bytes on the wire
@@ -206,7 +206,7 @@ def test_zero1_waits_for_what_fsdp_hides() -> None:
 
 def test_small_messages_are_slower_than_their_size() -> None:
     tiny = priced(SMALL, tokens=64)
-    bandwidth = described.parse("8xA100").link_bytes_per_s("all_gather")
+    bandwidth = device_parser.parse("8xA100").link_bytes_per_s("all_gather")
     assert tiny.communication_s > 1.5 * tiny.bytes_on_wire / bandwidth
 
 
@@ -311,13 +311,13 @@ def test_threshold_is_speed_over_bandwidth(machine: str, low: float, high: float
 
 def test_threshold_is_said_in_one_sentence() -> None:
     work = Workload(seq_len=2048)
-    assert cost.threshold_sentence(priced(), work).endswith("% of the time is waiting.")
-    slow = cost.threshold_sentence(priced(machine="8xA100-80GB,pcie"), work)
+    assert step_time.threshold_sentence(priced(), work).endswith("% of the time is waiting.")
+    slow = step_time.threshold_sentence(priced(machine="8xA100-80GB,pcie"), work)
     assert "yours has 2,048, so the links bind" in slow
     assert "T* = " in slow
-    many = cost.threshold_sentence(priced(tokens=65536), Workload(seq_len=65536))
+    many = step_time.threshold_sentence(priced(tokens=65536), Workload(seq_len=65536))
     assert many.endswith("times that: less than 1% of the time is waiting.")
-    alone = cost.threshold_sentence(priced(machine="H100"), work)
+    alone = step_time.threshold_sentence(priced(machine="H100"), work)
     assert alone.startswith("One device communicates with nobody")
 
 
@@ -325,12 +325,12 @@ def test_threshold_is_said_in_one_sentence() -> None:
 
 
 def test_a_cost_is_computed_in_microseconds() -> None:
-    cluster = described.parse("8xA100")
-    setup = memory.Setup(
+    cluster = device_parser.parse("8xA100")
+    setup = memory_model.Setup(
         options=Options(backend="fsdp2", precision="bf16"), world_size=8, optimizer=ADAM
     )
     work = Workload()
     begin = time.process_time()
     for _ in range(200):
-        cost.step_cost(BIG, work, setup, cluster)
+        step_time.step_cost(BIG, work, setup, cluster)
     assert (time.process_time() - begin) / 200 < 800e-6

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from nbdist import machine
 from nbdist.errors import PlanError
-from nbdist.machine import Gpu, Machine, Usage
-from nbdist.plan import catalogue, devices
-from nbdist.plan.described import parse
+from nbdist.hardware import discovery
+from nbdist.hardware.discovery import Gpu, Machine, Usage
+from nbdist.planner import cluster_spec, gpu_catalog
+from nbdist.planner.device_parser import parse
 
 GIB = 1 << 30
 GB = 1e9
@@ -68,8 +68,8 @@ def test_words_name_devices(text: str, ranks: int, nodes: int, name: str, link: 
     ],
 )
 def test_driver_names_are_known(driver: str, name: str) -> None:
-    known = catalogue.CATALOGUE[name]
-    found = catalogue.lookup(driver, memory_bytes=known.memory_bytes)
+    known = gpu_catalog.CATALOGUE[name]
+    found = gpu_catalog.lookup(driver, memory_bytes=known.memory_bytes)
     assert found is known
 
 
@@ -178,13 +178,13 @@ def test_long_nonsense_is_cut() -> None:
 
 
 def test_every_row_has_a_source_and_is_read_by_its_own_name() -> None:
-    for name, device in catalogue.CATALOGUE.items():
+    for name, device in gpu_catalog.CATALOGUE.items():
         assert device.source
         assert parse(f"2x{name}").devices[0] is device
 
 
-@pytest.mark.parametrize("device", catalogue.CATALOGUE.values(), ids=lambda one: one.name)
-def test_figures_are_plausible(device: devices.Device) -> None:
+@pytest.mark.parametrize("device", gpu_catalog.CATALOGUE.values(), ids=lambda one: one.name)
+def test_figures_are_plausible(device: cluster_spec.Device) -> None:
     named = int(device.name.rsplit("-", 1)[1].removesuffix("GB"))
     assert 0.89 * named * GIB < device.memory_bytes <= named * GIB
     assert 1e12 < device.peak("no") < device.peak("fp16") < 3e15
@@ -194,7 +194,7 @@ def test_figures_are_plausible(device: devices.Device) -> None:
 
 
 def test_a_type_that_a_gpu_lacks_runs_at_fp32_speed() -> None:
-    turing = catalogue.CATALOGUE["T4-16GB"]
+    turing = gpu_catalog.CATALOGUE["T4-16GB"]
     assert not turing.bf16
     assert turing.peak("bf16") == turing.peak("no") == 8.1e12
 
@@ -256,7 +256,7 @@ def test_resized_fills_nodes_and_keeps_the_device() -> None:
 
 
 def test_more_cpu_ranks_share_the_same_machine() -> None:
-    two = devices.of_machine(Machine((), None, 8), cpu_ranks=2, host_free_bytes=16 * GIB)
+    two = cluster_spec.of_machine(Machine((), None, 8), cpu_ranks=2, host_free_bytes=16 * GIB)
     eight = two.resized(8)
     assert (eight.world_size, eight.nodes, eight.link) == (8, 1, "cpu")
     assert eight.smallest.free_bytes == 2 * GIB
@@ -266,26 +266,28 @@ def test_more_cpu_ranks_share_the_same_machine() -> None:
 # --------------------------------------------------------------------- nodes of a cluster
 
 
-def node_of(*gpus: Gpu, free_gib: float = 500, cores: int = 64, ranks: int = 2) -> devices.Cluster:
+def node_of(
+    *gpus: Gpu, free_gib: float = 500, cores: int = 64, ranks: int = 2
+) -> cluster_spec.Cluster:
     """One node as its agent tells it."""
     link = "NVLink" if len(gpus) > 1 else None
     machine_of = Machine(tuple(gpus), link, cores)
-    return devices.of_machine(machine_of, cpu_ranks=ranks, host_free_bytes=int(free_gib * GIB))
+    return cluster_spec.of_machine(machine_of, cpu_ranks=ranks, host_free_bytes=int(free_gib * GIB))
 
 
 def test_nodes_that_are_alike_are_one_cluster() -> None:
     node = node_of(gpu(uuid="GPU-0"), gpu(uuid="GPU-1"))
-    cluster = devices.of_nodes({"alpha": node, "beta": node, "gamma": node})
+    cluster = cluster_spec.of_nodes({"alpha": node, "beta": node, "gamma": node})
     assert (cluster.world_size, cluster.nodes, cluster.ranks_per_node) == (6, 3, 2)
     assert cluster.describe() == "3 x (2 x NVIDIA H100 80GB HBM3, nvlink), 400 Gb/s"
     (note,) = cluster.notes
     assert "The network is not said" in note
-    assert devices.of_nodes({"alpha": node}) is node
+    assert cluster_spec.of_nodes({"alpha": node}) is node
 
 
 def test_cpu_ranks_share_the_memory_and_the_cores_of_their_own_node() -> None:
     one = node_of(free_gib=16, cores=8)
-    cluster = devices.of_nodes({"alpha": one, "beta": one})
+    cluster = cluster_spec.of_nodes({"alpha": one, "beta": one})
     assert cluster.describe() == "4 CPU ranks on 2 nodes"
     assert cluster.place_of(cluster.slowest) == one.place_of(one.slowest) == "2 CPU ranks"
     assert cluster.smallest == one.smallest
@@ -297,7 +299,7 @@ def test_cpu_ranks_share_the_memory_and_the_cores_of_their_own_node() -> None:
 def test_of_unlike_nodes_the_least_counts_and_is_named() -> None:
     rich = node_of(free_gib=64, cores=32)
     poor = node_of(free_gib=12, cores=4)
-    cluster = devices.of_nodes({"alpha": rich, "beta": poor})
+    cluster = cluster_spec.of_nodes({"alpha": rich, "beta": poor})
     assert cluster.smallest == poor.smallest
     assert (cluster.host_memory_bytes, cluster.num_cpus) == (12 * GIB, 4)
     assert cluster.notes[:2] == (
@@ -312,7 +314,7 @@ def test_of_unlike_nodes_the_least_counts_and_is_named() -> None:
 def test_of_unlike_gpus_on_nodes_the_weakest_bind_and_the_slower_link_counts() -> None:
     fast = node_of(gpu(uuid="GPU-0"), gpu(uuid="GPU-1"))
     old = [gpu("Tesla T4", 14.6, f"GPU-{i}") for i in range(2)]
-    cluster = devices.of_nodes({"alpha": fast, "beta": node_of(*old)})
+    cluster = cluster_spec.of_nodes({"alpha": fast, "beta": node_of(*old)})
     assert cluster.smallest.name == cluster.slowest.name == "Tesla T4"
     assert (cluster.link, cluster.ranks_per_node) == ("pcie", 2)
     assert "2 x NVIDIA H100 80GB HBM3 and 2 x Tesla T4" in cluster.notes[0]
@@ -321,8 +323,8 @@ def test_of_unlike_gpus_on_nodes_the_weakest_bind_and_the_slower_link_counts() -
 
 def test_what_is_said_of_one_node_has_its_name() -> None:
     held = (Usage(40 * GIB, ("python (pid 4711)",)),)
-    one = devices.of_machine(Machine((gpu(),), None, 8), held)
-    cluster = devices.of_nodes({"alpha": node_of(gpu(), cores=8), "beta": one})
+    one = cluster_spec.of_machine(Machine((gpu(),), None, 8), held)
+    cluster = cluster_spec.of_nodes({"alpha": node_of(gpu(), cores=8), "beta": one})
     assert any(note.startswith("On beta: GPU 0 has 40.0 of 79.1 GiB") for note in cluster.notes)
     assert cluster.smallest.free_bytes == 40 * GIB
 
@@ -332,9 +334,9 @@ def test_what_is_said_of_one_node_has_its_name() -> None:
 
 def test_found_gpus_keep_the_drivers_name_and_memory() -> None:
     two = Machine((gpu(uuid="GPU-0"), gpu(uuid="GPU-1")), "NVLink", 64)
-    cluster = devices.of_machine(two, host_free_bytes=500 * GIB)
+    cluster = cluster_spec.of_machine(two, host_free_bytes=500 * GIB)
     assert cluster.describe() == "2 x NVIDIA H100 80GB HBM3, nvlink"
-    assert cluster.smallest.flops == catalogue.CATALOGUE["H100-80GB"].flops
+    assert cluster.smallest.flops == gpu_catalog.CATALOGUE["H100-80GB"].flops
     assert cluster.smallest.free_bytes == int(79.1 * GIB)
     assert cluster.host_memory_bytes == 500 * GIB
     assert cluster.notes == ()
@@ -342,7 +344,7 @@ def test_found_gpus_keep_the_drivers_name_and_memory() -> None:
 
 def test_what_others_hold_does_not_count_and_they_are_named() -> None:
     one = Machine((gpu(),), None, 8)
-    cluster = devices.of_machine(one, (Usage(40 * GIB, ("python (pid 4711)",)),))
+    cluster = cluster_spec.of_machine(one, (Usage(40 * GIB, ("python (pid 4711)",)),))
     assert cluster.smallest.free_bytes == 40 * GIB
     assert cluster.notes == (
         (
@@ -354,7 +356,7 @@ def test_what_others_hold_does_not_count_and_they_are_named() -> None:
 
 def test_of_unequal_gpus_the_smallest_binds_and_is_named() -> None:
     gpus = (gpu(), gpu("NVIDIA GeForce RTX 3090", 23.7, "GPU-1"))
-    cluster = devices.of_machine(Machine(gpus, "PCIe", 8))
+    cluster = cluster_spec.of_machine(Machine(gpus, "PCIe", 8))
     assert cluster.smallest.name == cluster.slowest.name == "NVIDIA GeForce RTX 3090"
     (note,) = cluster.notes
     assert "1 x NVIDIA H100 80GB HBM3 and 1 x NVIDIA GeForce RTX 3090" in note
@@ -362,7 +364,7 @@ def test_of_unequal_gpus_the_smallest_binds_and_is_named() -> None:
 
 
 def test_an_unknown_gpu_gets_typical_speeds_and_a_note() -> None:
-    cluster = devices.of_machine(Machine((gpu("NVIDIA X9000", 79.0),), None, 8))
+    cluster = cluster_spec.of_machine(Machine((gpu("NVIDIA X9000", 79.0),), None, 8))
     assert cluster.smallest.name == "NVIDIA X9000"
     assert cluster.notes == (
         "NVIDIA X9000 is not in the catalogue: its speeds are taken to be those of A100-80GB.",
@@ -370,16 +372,18 @@ def test_an_unknown_gpu_gets_typical_speeds_and_a_note() -> None:
 
 
 def test_a_mig_instance_has_its_share_of_the_speed() -> None:
-    part = devices.of_machine(Machine((gpu("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 39.5),), None, 8))
-    whole = catalogue.CATALOGUE["A100-80GB"]
+    part = cluster_spec.of_machine(
+        Machine((gpu("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 39.5),), None, 8)
+    )
+    whole = gpu_catalog.CATALOGUE["A100-80GB"]
     assert part.smallest.peak("bf16") == pytest.approx(3 / 7 * whole.peak("bf16"))
     assert part.smallest.memory_bandwidth == pytest.approx(whole.memory_bandwidth / 2, rel=0.02)
     assert part.smallest.memory_bytes == int(39.5 * GIB)
 
 
 def test_without_a_gpu_cpu_ranks_share_the_machine() -> None:
-    cluster = devices.of_machine(
-        Machine((), None, 8), cpu_ranks=machine.CPU_RANKS, host_free_bytes=16 * GIB
+    cluster = cluster_spec.of_machine(
+        Machine((), None, 8), cpu_ranks=discovery.CPU_RANKS, host_free_bytes=16 * GIB
     )
     assert cluster.kind == "cpu"
     assert cluster.describe() == "2 CPU ranks"
@@ -389,5 +393,5 @@ def test_without_a_gpu_cpu_ranks_share_the_machine() -> None:
 
 def test_nvlink_is_not_assumed_between_gpus_without_it() -> None:
     pair = Machine((gpu(uuid="GPU-0"), gpu(uuid="GPU-1")), "PCIe", 8)
-    cluster = devices.of_machine(pair)
+    cluster = cluster_spec.of_machine(pair)
     assert cluster.link == "pcie"

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.plan import memory, optimizers
-from nbdist.plan.engines import gathering, layout
-from nbdist.plan.models import closed
-from nbdist.plan.models.closed_decoder import Llama
-from nbdist.plan.spec import Group, MicroBatch, Pass, Workload
+from nbdist.planner import memory_model, optimizers
+from nbdist.planner.memory import partitioning, zero3_prefetch
+from nbdist.planner.model_spec import Group, MicroBatch, Pass, Workload
+from nbdist.planner.models import analytic
+from nbdist.planner.models.analytic_decoder import Llama
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
-    from nbdist.plan.engines.story import Moment
-    from nbdist.plan.memory import Setup
-    from nbdist.plan.spec import ModelSpec
+    from nbdist.planner.memory.timeline import Moment
+    from nbdist.planner.memory_model import Setup
+    from nbdist.planner.model_spec import ModelSpec
 
 PSI = 1_000_000
 MIB = 2**20
@@ -76,7 +76,7 @@ def setup_of(
         deepspeed_config=config if backend.startswith("zero") else None,
         **options,
     ).checked(Hardware(kind="cpu", bf16=True, world_size=world_size))
-    return memory.Setup(
+    return memory_model.Setup(
         options=chosen,
         world_size=world_size,
         optimizer=optimizers.lookup(optimizer),
@@ -87,7 +87,7 @@ def setup_of(
 def moments(setup: Setup, model: ModelSpec | None = None) -> dict[str, Moment]:
     """The fullest moment of each name."""
     fullest: dict[str, Moment] = {}
-    for moment in memory.moments(model or Weights(), Workload(), setup):
+    for moment in memory_model.moments(model or Weights(), Workload(), setup):
         if moment.name not in fullest or moment.total > fullest[moment.name].total:
             fullest[moment.name] = moment
     return fullest
@@ -204,7 +204,7 @@ def test_stage_2_accumulates_offloaded_gradients_in_the_host(backend: str, kept:
 def test_autocast_keeps_cast_weights_until_a_checkpointed_forward_ends() -> None:
     setup = setup_of("ddp", activation_checkpointing=True)
     workload = Workload(compute="autocast", activation_checkpointing=True)
-    named = {moment.name: moment for moment in memory.moments(Weights(), workload, setup)}
+    named = {moment.name: moment for moment in memory_model.moments(Weights(), workload, setup)}
     assert named["forward of block 9"].parts["activations"] == 2 * 9 * PSI // 10
     assert named["loss"].parts["activations"] == 0
 
@@ -217,7 +217,7 @@ def test_zero3_offloads_parameters_too() -> None:
 
 def test_nvme_holds_state_and_the_host_its_buffers() -> None:
     setup = setup_of("zero3", offload="nvme:/fast", offload_params=True)
-    moment = memory.peak(Weights(), Workload(), setup)
+    moment = memory_model.peak(Weights(), Workload(), setup)
     assert moment.nvme == (12 + 2) * PSI // 4
     # Four swap buffers of fp32, five of the largest parameter.
     assert moment.host["buffers"] == 4 * 4 * PSI // 4 + 5 * 2 * 1000
@@ -297,11 +297,11 @@ def planned(config: dict[str, Any], setup: Setup, batch_size: int, seq_len: int)
     workload = Workload(
         batch_size=batch_size,
         seq_len=seq_len,
-        compute=memory.compute_of(setup),
+        compute=memory_model.compute_of(setup),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind="cpu",
     )
-    told = memory.moments(closed.from_config(config), workload, setup)
+    told = memory_model.moments(analytic.from_config(config), workload, setup)
     return max(moment.total + sum(moment.host.values()) for moment in told) / MIB
 
 
@@ -476,13 +476,13 @@ def test_what_a_measured_peak_is_made_of(one: Measured) -> None:
 def test_a_block_that_a_story_leaves_out_is_not_the_fullest(
     backend: str, zero: dict[str, Any], *, tied: bool, rank: int
 ) -> None:
-    model = closed.from_config(llama(128, 80, 17, 3000, tie_word_embeddings=tied))
+    model = analytic.from_config(llama(128, 80, 17, 3000, tie_word_embeddings=tied))
     assert isinstance(model, Llama)
     model = model.with_lora(rank) if rank else model
     for accumulate, again in itertools.product((1, 4), (False, True)):
         more = {"accumulate": accumulate, "activation_checkpointing": again}
         setup = setup_of(backend, world_size=8, zero=zero, precision="no", **more)
-        few, every = (memory.story(model, setup) for _ in range(2))
+        few, every = (memory_model.story(model, setup) for _ in range(2))
         every.visited = tuple(tuple(range(group.count)) for group in model.groups)
         for tokens in (8, 64, 512):
             run = model.micro_batch(
@@ -492,23 +492,25 @@ def test_a_block_that_a_story_leaves_out_is_not_the_fullest(
 
 
 def test_every_element_is_in_a_partition() -> None:
-    groups = closed.from_config(LLAMA).groups
+    groups = analytic.from_config(LLAMA).groups
     total = sum(group.count * group.trainable for group in groups)
     for world_size in (1, 2, 7, 64):
-        shares = layout.shares(groups, tied=False, world_size=world_size)
-        each = layout.partition(total, world_size)
+        shares = partitioning.shares(groups, tied=False, world_size=world_size)
+        each = partitioning.partition(total, world_size)
         assert len(shares) == world_size
         assert all(share.piece <= each for share in shares)
         assert sum(share.touched for share in shares) >= total
-    assert layout.shares(groups, tied=False, world_size=1)[0].touched == total
+    assert partitioning.shares(groups, tied=False, world_size=1)[0].touched == total
 
 
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("bucket", [1, 300_000, 10**9])
 def test_every_gradient_is_reduced_once(bucket: int, *, backward: bool) -> None:
-    groups = closed.from_config(LLAMA).groups
+    groups = analytic.from_config(LLAMA).groups
     total = sum(group.count * group.trainable for group in groups)
-    made = layout.reductions(groups, tied=False, world_size=4, bucket=bucket, backward=backward)
+    made = partitioning.reductions(
+        groups, tied=False, world_size=4, bucket=bucket, backward=backward
+    )
     assert sum(one.filled for one in made) == total == made[-1].moved
     assert [one.at is None for one in made] == [False] * (len(made) - 1) + [True]
 
@@ -517,7 +519,7 @@ def test_a_rank_keeps_what_reaches_into_its_partition_and_large_gradients_of_oth
     groups = Weights().groups  # 1000 parameters of 1000 elements, four partitions of 250
 
     def kept(bucket: int, *, large_stay: bool) -> list[int]:
-        told = layout.kept(
+        told = partitioning.kept(
             groups,
             tied=False,
             world_size=4,
@@ -537,23 +539,23 @@ def test_a_rank_keeps_what_reaches_into_its_partition_and_large_gradients_of_oth
 
 
 def test_a_tied_head_stands_first() -> None:
-    groups = closed.from_config(LLAMA | {"tie_word_embeddings": True}).groups
-    first = layout.places(groups, tied=True)[0]
+    groups = analytic.from_config(LLAMA | {"tie_word_embeddings": True}).groups
+    first = partitioning.places(groups, tied=True)[0]
     assert (first.size, first.group) == (3000 * 256, 0)
 
 
-def gathered(**rules: int) -> gathering.Gathered:
+def gathered(**rules: int) -> zero3_prefetch.Gathered:
     """What ZeRO-3 gathers of the small Llama."""
-    return gathering.gathered(
-        closed.from_config(LLAMA).groups,
+    return zero3_prefetch.gathered(
+        analytic.from_config(LLAMA).groups,
         tied=False,
         recompute=False,
-        rules=gathering.Rules(persist=1000, **rules),
+        rules=zero3_prefetch.Rules(persist=1000, **rules),
     )
 
 
 def test_by_default_a_small_model_is_gathered_as_a_whole() -> None:
-    groups = closed.from_config(LLAMA).groups
+    groups = analytic.from_config(LLAMA).groups
     whole = gathered()
     total = sum(group.count * group.trainable for group in groups)
     assert whole.loss + whole.persistent == total
@@ -566,19 +568,19 @@ def test_fewer_live_parameters_gather_less() -> None:
 
 
 def test_persistent_parameters_are_never_cut() -> None:
-    groups = closed.from_config(LLAMA).groups
-    rules = gathering.Rules(persist=100_000)
-    kept = gathering.gathered(groups, tied=False, recompute=False, rules=rules)
+    groups = analytic.from_config(LLAMA).groups
+    rules = zero3_prefetch.Rules(persist=100_000)
+    kept = zero3_prefetch.gathered(groups, tied=False, recompute=False, rules=rules)
     # q and o, k and v, two norms in 6 blocks, and the last norm.
     assert kept.persistent == 6 * (2 * 65536 + 2 * 32768 + 2 * 256) + 256
 
 
 def test_more_ranks_never_need_more() -> None:
-    model = closed.from_config(LLAMA)
+    model = analytic.from_config(LLAMA)
     workload = Workload(seq_len=32)
     for backend in ("zero1", "zero2", "zero3"):
         peaks = [
-            memory.peak(model, workload, setup_of(backend, world_size=world_size)).total
+            memory_model.peak(model, workload, setup_of(backend, world_size=world_size)).total
             for world_size in (1, 2, 4, 8)
         ]
         assert peaks == sorted(peaks, reverse=True), backend

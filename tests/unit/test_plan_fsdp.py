@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.plan import memory, spec
-from nbdist.plan.memory import Setup
-from nbdist.plan.models import closed
-from nbdist.plan.optimizers import OPTIMIZERS
-from nbdist.plan.spec import Workload
+from nbdist.planner import memory_model, model_spec
+from nbdist.planner.memory_model import Setup
+from nbdist.planner.model_spec import Workload
+from nbdist.planner.models import analytic
+from nbdist.planner.optimizers import OPTIMIZERS
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
-    from nbdist.plan.engines.story import Moment
+    from nbdist.planner.memory.timeline import Moment
 
 SMALL = {
     "model_type": "llama",
@@ -85,17 +85,17 @@ def test_recomputation_lowers_the_peak_of_many_layers(backend: str, precision: s
 def test_accumulating_keeps_whole_gradients_on_every_rank(backend: str, element: int) -> None:
     # accelerate 1.15 does not reduce before the last micro-batch: the reduce type, fp32, under
     # FSDP2; autograd's own, bf16, under FSDP1.
-    model = closed.from_config(SMALL)
+    model = analytic.from_config(SMALL)
     for ranks in (8, 64):
         moments = _moments(SMALL, ranks=ranks, backend=backend, accumulate=4)
         losses = [one for one in moments if one.name == "loss"]
-        assert losses[-1].parts["gradients"] == element * spec.params(model)
+        assert losses[-1].parts["gradients"] == element * model_spec.params(model)
 
 
 def test_a_whole_model_is_there_when_nothing_is_resharded() -> None:
     kept = _losses(SMALL, reshard=False)
-    model = closed.from_config(SMALL)
-    assert kept.parts["gathered"] == 2 * spec.params(model)
+    model = analytic.from_config(SMALL)
+    assert kept.parts["gathered"] == 2 * model_spec.params(model)
     tail = model.groups[-1].params
     assert _losses(SMALL, reshard=True).parts["gathered"] == 2 * tail
 
@@ -111,20 +111,22 @@ def test_offload_moves_shards_and_optimizer_to_the_host(backend: str) -> None:
 
 
 def test_sixteen_bytes_a_parameter_after_the_backward_and_twenty_in_the_step() -> None:
-    model = closed.with_size("7b")
+    model = analytic.with_size("7b")
     step = _moments_of(model, ranks=8)[-1]
     assert step.name == "optimizer step"
     held = step.total - step.parts["logits"]
-    assert held == pytest.approx(20 * spec.params(model) / 8, rel=1e-3)
+    assert held == pytest.approx(20 * model_spec.params(model) / 8, rel=1e-3)
     fused = _moments_of(model, ranks=8, optimizer="adamw_fused")[-1]
-    assert step.total - fused.total == pytest.approx(4 * spec.params(model) / 8, rel=1e-3)
+    assert step.total - fused.total == pytest.approx(4 * model_spec.params(model) / 8, rel=1e-3)
 
 
 def test_adapters_have_neither_gradients_nor_optimizer_for_the_rest() -> None:
-    model = closed.with_size("7b")
+    model = analytic.with_size("7b")
     adapted = model.with_lora(16)
     whole, small = _moments_of(model, ranks=8)[-1], _moments_of(adapted, ranks=8)[-1]
-    assert small.parts["optimizer"] == pytest.approx(8 * spec.trainable(adapted) / 8, rel=1e-3)
+    assert small.parts["optimizer"] == pytest.approx(
+        8 * model_spec.trainable(adapted) / 8, rel=1e-3
+    )
     assert small.parts["gradients"] < whole.parts["gradients"] / 100
 
 
@@ -157,7 +159,7 @@ def test_nodes_reduce_on_the_gpu_what_goes_to_the_host() -> None:
 
 
 def _moments(config: dict[str, Any], **given: Any) -> list[Moment]:
-    return _moments_of(closed.from_config(config), **given)
+    return _moments_of(analytic.from_config(config), **given)
 
 
 def _moments_of(model: Any, **given: Any) -> list[Moment]:
@@ -165,11 +167,11 @@ def _moments_of(model: Any, **given: Any) -> list[Moment]:
     work = Workload(
         batch_size=given.get("batch_size", 1),
         seq_len=given.get("seq_len", 64),
-        compute=memory.compute_of(setup),
+        compute=memory_model.compute_of(setup),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind="cpu",
     )
-    return list(memory.moments(model, work, setup))
+    return list(memory_model.moments(model, work, setup))
 
 
 def _setup(given: dict[str, Any]) -> Setup:

@@ -9,8 +9,8 @@ import pytest
 
 import nbdist
 from nbdist.errors import PlanError
-from nbdist.plan import optimizers, read, spec
-from nbdist.plan.models import closed, known, sizes, traced
+from nbdist.planner import load_model, model_spec, optimizers
+from nbdist.planner.models import analytic, parameter_count, traced, transformers_registry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,8 +56,8 @@ def notes(config: object, **asked: Any) -> str:
     ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, plain: str) -> None:
-    assert sizes.is_size(text)
-    assert sizes.with_size(text) == sizes.with_size(plain)
+    assert parameter_count.is_size(text)
+    assert parameter_count.with_size(text) == parameter_count.with_size(plain)
 
 
 @pytest.mark.parametrize("text", ["7", "7g", "7 bx", "0.5m", "1e99"])
@@ -133,9 +133,15 @@ def test_a_config_that_nobody_can_build_is_refused_at_once(
 
 
 def test_model_types_of_transformers_are_read_without_importing_it() -> None:
-    assert {"llama", "clip", "clip_vision_model", "whisper", "gemma3_text"} <= known.model_types()
-    known.check({"model_type": "gemma3"})
-    known.check({"architectures": ["LlamaForCausalLM"]})
+    assert {
+        "llama",
+        "clip",
+        "clip_vision_model",
+        "whisper",
+        "gemma3_text",
+    } <= transformers_registry.model_types()
+    transformers_registry.check({"model_type": "gemma3"})
+    transformers_registry.check({"architectures": ["LlamaForCausalLM"]})
 
 
 # ---- what a config says beside its sizes
@@ -144,7 +150,7 @@ def test_model_types_of_transformers_are_read_without_importing_it() -> None:
 def test_a_class_stands_for_its_model_type() -> None:
     unnamed = {name: value for name, value in LLAMA.items() if name != "model_type"}
     named = unnamed | {"architectures": ["LlamaForCausalLM"]}
-    assert closed.from_config(named) == closed.from_config(LLAMA)
+    assert analytic.from_config(named) == analytic.from_config(LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +164,7 @@ def test_a_class_stands_for_its_model_type() -> None:
     ],
 )
 def test_heads_without_a_closed_form_are_traced(architecture: str, *, exact: bool) -> None:
-    assert closed.knows(LLAMA | {"architectures": [architecture]}) is exact
+    assert analytic.knows(LLAMA | {"architectures": [architecture]}) is exact
 
 
 def test_another_class_than_the_planned_one_is_noted() -> None:
@@ -176,10 +182,10 @@ def test_quantization_is_noted() -> None:
 
 
 def test_notes_survive_json_and_lora_and_change_no_figure() -> None:
-    plain = closed.from_config(LLAMA)
-    model = spec.noted(plain, ["one.", "two."])
+    plain = analytic.from_config(LLAMA)
+    model = model_spec.noted(plain, ["one.", "two."])
     assert model == plain
-    assert closed.from_json(model.to_json()).notes == ("one.", "two.")
+    assert analytic.from_json(model.to_json()).notes == ("one.", "two.")
 
 
 # ---- lengths
@@ -194,20 +200,23 @@ def test_a_sample_longer_than_the_positions_is_noted() -> None:
 
 
 def test_positions_of_a_text_tower_and_of_a_decoder_are_found() -> None:
-    assert read.length_of({"text_config": {"max_position_embeddings": 77}}) == 77
-    assert read.length_of({"max_source_positions": 1500, "max_target_positions": 448}) == 448
-    assert read.length_notes({"text_config": {"max_position_embeddings": 77}}, 78)
+    assert load_model.length_of({"text_config": {"max_position_embeddings": 77}}) == 77
+    assert load_model.length_of({"max_source_positions": 1500, "max_target_positions": 448}) == 448
+    assert load_model.length_notes({"text_config": {"max_position_embeddings": 77}}, 78)
 
 
 def test_relative_positions_have_no_end() -> None:
-    assert read.length_notes({"n_positions": 512, "relative_attention_num_buckets": 32}, 999) == []
+    assert (
+        load_model.length_notes({"n_positions": 512, "relative_attention_num_buckets": 32}, 999)
+        == []
+    )
 
 
 def test_inputs_say_their_own_length() -> None:
     model = traced.Traced(
         name="own", groups=(), tied=False, element=4, batch_size=1, seq_len=16, passes={}
     )
-    assert read._length_of_inputs(model, None) == 16
-    assert read._length_of_inputs(closed.from_config(LLAMA), 32) is None
+    assert load_model._length_of_inputs(model, None) == 16
+    assert load_model._length_of_inputs(analytic.from_config(LLAMA), 32) is None
     with pytest.raises(PlanError, match="inputs have 16 tokens a sample and seq_len is 32"):
-        read._length_of_inputs(model, 32)
+        load_model._length_of_inputs(model, 32)

@@ -8,18 +8,26 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import nbdist
-from nbdist.plan import cache, cost, described, here, learning, memory, optimizers
-from nbdist.plan.calibration import Learned
-from nbdist.plan.known import Known
-from nbdist.plan.models import closed
-from nbdist.plan.spec import Workload
-from nbdist.profile.figures import Model, RankFigures, Traffic
+from nbdist.planner import (
+    cache,
+    device_parser,
+    fit_measurements,
+    local_devices,
+    memory_model,
+    optimizers,
+    step_time,
+)
+from nbdist.planner.measurement_store import Known
+from nbdist.planner.memory_calibration import Learned
+from nbdist.planner.model_spec import Workload
+from nbdist.planner.models import analytic
+from nbdist.profiler.measurements import Model, RankFigures, Traffic
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from nbdist.plan.devices import Cluster
+    from nbdist.planner.cluster_spec import Cluster
 
 MIB = 1 << 20
 HOST = "Some Processor, 2 cores"
@@ -32,7 +40,7 @@ LLAMA = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
-SPEC = closed.from_config(LLAMA)
+SPEC = analytic.from_config(LLAMA)
 OPTIONS = Options(backend="ddp", precision="no")
 BATCH = {"batch_size": 8, "seq_len": 256}
 
@@ -44,19 +52,19 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ranks(words: str = "2xcpu") -> Cluster:
-    return described.parse(words).informed(Known(HOST))
+    return device_parser.parse(words).informed(Known(HOST))
 
 
-def predicted(cluster: Cluster, options: Options = OPTIONS) -> cost.Cost:
+def predicted(cluster: Cluster, options: Options = OPTIONS) -> step_time.Cost:
     """The planner's cost of the very step that was profiled."""
-    setup = memory.Setup(
+    setup = memory_model.Setup(
         options=options,
         world_size=cluster.world_size,
         optimizer=optimizers.for_kind(optimizers.lookup("adamw"), cluster.kind),
         kind=cluster.kind,
     )
-    workload = Workload(**BATCH, compute=memory.compute_of(setup), kind=cluster.kind)
-    return cost.Costs(SPEC, setup, cluster).of(workload)
+    workload = Workload(**BATCH, compute=memory_model.compute_of(setup), kind=cluster.kind)
+    return step_time.Costs(SPEC, setup, cluster).of(workload)
 
 
 def profiled(compute_s: float, *traffic: Traffic, **model: Any) -> list[RankFigures]:
@@ -90,7 +98,7 @@ def profiled(compute_s: float, *traffic: Traffic, **model: Any) -> list[RankFigu
 def test_a_loop_is_planned_with_the_time_that_it_took() -> None:
     before = predicted(ranks())
     taken = 1.7 * before.compute_s
-    (said,) = learning.learn(profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks())
+    (said,) = fit_measurements.learn(profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks())
     after = predicted(ranks())
     assert after.compute_s == pytest.approx(taken, rel=0.01)
     assert after.uncertainty < before.uncertainty
@@ -100,7 +108,7 @@ def test_a_loop_is_planned_with_the_time_that_it_took() -> None:
 def test_a_second_profile_counts_as_much_as_those_before() -> None:
     once = predicted(ranks()).compute_s
     for factor in (1, 2):
-        learning.learn(profiled(factor * once), spec=SPEC, options=OPTIONS, cluster=ranks())
+        fit_measurements.learn(profiled(factor * once), spec=SPEC, options=OPTIONS, cluster=ranks())
     assert once < predicted(ranks()).compute_s < 2 * once
     pace = ranks().slowest.pace
     assert pace is not None
@@ -110,7 +118,9 @@ def test_a_second_profile_counts_as_much_as_those_before() -> None:
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_times_that_no_speed_explains_are_not_learned(factor: float) -> None:
     taken = factor * predicted(ranks()).compute_s
-    assert learning.learn(profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks()) == []
+    assert (
+        fit_measurements.learn(profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks()) == []
+    )
     assert ranks().slowest.pace is None
 
 
@@ -118,7 +128,7 @@ def test_a_step_that_launches_bind_teaches_no_speed() -> None:
     gpus = ranks("2xH100")
     options = Options(backend="ddp", precision="bf16")
     tiny = profiled(predicted(gpus, options).compute_s, samples=1, seq_len=8)
-    assert learning.learn(tiny, spec=SPEC, options=options, cluster=gpus) == []
+    assert fit_measurements.learn(tiny, spec=SPEC, options=options, cluster=gpus) == []
 
 
 def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
@@ -126,7 +136,9 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
         name="all_reduce", count=4, bytes=100 * MIB, seconds=0.9, exposed_s=0.2, waiting_s=0.1
     )
     small = Traffic(name="all_gather_into_tensor", count=1, bytes=64, seconds=0.1, exposed_s=0.1)
-    learning.learn(profiled(1e9, traffic, small), spec=SPEC, options=OPTIONS, cluster=ranks())
+    fit_measurements.learn(
+        profiled(1e9, traffic, small), spec=SPEC, options=OPTIONS, cluster=ranks()
+    )
     links = ranks().links
     assert links is not None
     assert links.seconds("all_reduce", 25 * MIB) == pytest.approx(0.2)
@@ -135,14 +147,14 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
 
 
 def test_devices_in_words_learn_nothing() -> None:
-    words = described.parse("2xcpu")
-    assert learning.learn(profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words) == []
+    words = device_parser.parse("2xcpu")
+    assert fit_measurements.learn(profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words) == []
 
 
 def test_no_figures_teach_nothing() -> None:
-    assert learning.learn([], spec=SPEC, options=OPTIONS, cluster=ranks()) == []
+    assert fit_measurements.learn([], spec=SPEC, options=OPTIONS, cluster=ranks()) == []
     unseen = [replace(one, model=None) for one in profiled(1.0)]
-    assert learning.learn(unseen, spec=SPEC, options=OPTIONS, cluster=ranks()) == []
+    assert fit_measurements.learn(unseen, spec=SPEC, options=OPTIONS, cluster=ranks()) == []
 
 
 # -------------------------------------------------------------------- what a plan says
@@ -156,7 +168,7 @@ def calibrate(cluster: Cluster) -> None:
         "products": {"fp32": 4e10, "bf16": 4e10},
         "memory": 2e9,
     }
-    learning.calibrated([figures] * cluster.world_size, cluster)
+    fit_measurements.calibrated([figures] * cluster.world_size, cluster)
 
 
 def test_a_plan_says_what_was_measured_here_and_when() -> None:
@@ -164,7 +176,7 @@ def test_a_plan_says_what_was_measured_here_and_when() -> None:
     before = nbdist.plan(LLAMA, precision="no", **BATCH)
     line = "figures: link and compute speed from the catalogue (%nbdist profile --calibrate"
     assert line in str(before)
-    calibrate(here.found(2))
+    calibrate(local_devices.found(2))
     after = nbdist.plan(LLAMA, precision="no", **BATCH)
     line = f"figures: link and compute speed measured here ({today})"
     assert line in str(after)
@@ -176,7 +188,7 @@ def test_a_plan_says_what_was_measured_here_and_when() -> None:
 
 
 def test_a_plan_for_devices_in_words_says_catalogue_whatever_was_measured() -> None:
-    calibrate(here.found(2))
+    calibrate(local_devices.found(2))
     plan = nbdist.plan(LLAMA, devices="2xcpu", precision="no", **BATCH)
     assert "figures: link and compute speed from the catalogue\n" in str(plan)
 

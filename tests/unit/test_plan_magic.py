@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 from IPython.core.error import UsageError
 
-from nbdist import plan_magic
 from nbdist.errors import PlanError
-from nbdist.plan.result import Plan
+from nbdist.magics import plan as magics_plan
+from nbdist.planner.result import Plan
 
 
 def planned(line: str, **names: object) -> Plan:
-    answer = plan_magic.run(line, names, None)
+    answer = magics_plan.run(line, names, None)
     assert isinstance(answer, Plan)
     return answer
 
@@ -50,7 +50,7 @@ def test_a_variable_of_the_notebook() -> None:
 
 
 def test_help_lists_the_options() -> None:
-    text = plan_magic.run("-h", {}, None)
+    text = magics_plan.run("-h", {}, None)
     assert isinstance(text, str)
     assert "--devices" in text
     assert "--check" in text
@@ -59,7 +59,7 @@ def test_help_lists_the_options() -> None:
 @pytest.mark.parametrize("line", ["", "--check"])
 def test_without_a_session_it_says_what_can_be_planned(line: str) -> None:
     with pytest.raises(PlanError, match=r"no session .* %nbdist plan 7b"):
-        plan_magic.run(line, {}, None)
+        magics_plan.run(line, {}, None)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,4 @@ def test_without_a_session_it_says_what_can_be_planned(line: str) -> None:
 )
 def test_a_line_that_cannot_be_read(line: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        plan_magic.run(line, {}, None)
+        magics_plan.run(line, {}, None)

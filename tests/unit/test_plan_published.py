@@ -15,8 +15,8 @@ import published
 import pytest
 from published import FEASIBLE, PICKS, RUNS, Pick, Ran, Run, Setting
 
-from nbdist.plan import spec
-from nbdist.plan.spec import Workload
+from nbdist.planner import model_spec
+from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +83,7 @@ def test_3_more_ranks_save_what_shards_and_no_more() -> None:
         for count in (8, 128)
     )
     saved = eight.peak.total - many.peak.total
-    state = 12 * spec.params(eight.model) * (1 / 8 - 1 / 128)  # gradients are not yet there
+    state = 12 * model_spec.params(eight.model) * (1 / 8 - 1 / 128)  # gradients are not yet there
     assert saved == pytest.approx(state, rel=0.02)
 
 
@@ -179,7 +179,7 @@ def test_10_states_of_the_zero_papers_sizes_fill_a_v100(backend: str, billions: 
         "zero1": 4 + 12 / 64,
         "zero2": 2 + 14 / 64,
         "zero3": 16 / 64,
-    }[backend] * spec.params(model)
+    }[backend] * model_spec.params(model)
     assert state == pytest.approx(expected, rel=0.1)
     assert state == pytest.approx(32e9, rel=0.1)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.plan import cache, cost, described, devices, learning
-from nbdist.plan import known as kept
-from nbdist.plan.known import ENTRIES, Known
-from nbdist.plan.speeds import LOOP_SHARE, Disk, Links, Loop, Pace, slowest_curves
+from nbdist.planner import cache, cluster_spec, device_parser, fit_measurements, step_time
+from nbdist.planner import measurement_store as kept
+from nbdist.planner.measurement_store import ENTRIES, Known
+from nbdist.planner.measurements import LOOP_SHARE, Disk, Links, Loop, Pace, slowest_curves
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,9 +36,9 @@ def rank(**changes: Any) -> dict[str, Any]:
     return usual | changes
 
 
-def ranks(file: Path, count: int = 2, host: str = HOST) -> devices.Cluster:
+def ranks(file: Path, count: int = 2, host: str = HOST) -> cluster_spec.Cluster:
     """CPU ranks of a machine with this file."""
-    bare = devices.cpu_ranks(count, host_memory_bytes=32 << 30, num_cpus=2)
+    bare = cluster_spec.cpu_ranks(count, host_memory_bytes=32 << 30, num_cpus=2)
     return bare.informed(Known(host, file))
 
 
@@ -81,11 +81,11 @@ def test_of_several_ranks_the_slowest_counts() -> None:
 
 def test_what_was_measured_counts_before_the_catalogue(file: Path) -> None:
     before = ranks(file)
-    after = learning.calibrated([rank(), rank(products={"fp32": 4e10})], before)
-    assert cost.collective_s("all_reduce", 64 * MIB, after) == 0.1
-    assert cost.collective_s("all_reduce", 64 * MIB, before) != 0.1
-    same = cost.collective_s("reduce_scatter", 64 * MIB, before)
-    assert cost.collective_s("reduce_scatter", 64 * MIB, after) == same, "was not measured"
+    after = fit_measurements.calibrated([rank(), rank(products={"fp32": 4e10})], before)
+    assert step_time.collective_s("all_reduce", 64 * MIB, after) == 0.1
+    assert step_time.collective_s("all_reduce", 64 * MIB, before) != 0.1
+    same = step_time.collective_s("reduce_scatter", 64 * MIB, before)
+    assert step_time.collective_s("reduce_scatter", 64 * MIB, after) == same, "was not measured"
     assert after.slowest.reached("no") == pytest.approx(LOOP_SHARE * 4e10)
     assert after.slowest.memory_reached("no") == 2e9
     assert ranks(file).slowest.reached("no") == after.slowest.reached("no"), "read from the file"
@@ -94,36 +94,36 @@ def test_what_was_measured_counts_before_the_catalogue(file: Path) -> None:
 def test_it_counts_for_this_machine_these_ranks_and_this_torch_alone(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learning.calibrated([rank(), rank()], ranks(file))
+    fit_measurements.calibrated([rank(), rank()], ranks(file))
     assert ranks(file).links is not None
     assert ranks(file, count=4).links is None
     assert ranks(file, host="Another Processor, 2 cores").links is None
     assert ranks(file, count=4).resized(2).links is not None
     assert ranks(file).resized(4).links is None
-    assert described.parse("2xcpu").links is None
-    assert described.parse("2xcpu").slowest.pace is None
+    assert device_parser.parse("2xcpu").links is None
+    assert device_parser.parse("2xcpu").slowest.pace is None
     monkeypatch.setattr(kept, "_torch", lambda: "9.0")
     assert ranks(file).links is None
 
 
 def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path) -> None:
-    words = described.parse("2xH100")
+    words = device_parser.parse("2xH100")
     gpu = {"device": "H100-80GB", "copies": {"to_device_pinned": 30e9}}
     found = words.informed(Known(HOST, file))
     measured = rank(**gpu, products={"fp32": 5e13, "bf16": 6e14}, memory=2e12)
-    after = learning.calibrated([measured, measured], found)
+    after = fit_measurements.calibrated([measured, measured], found)
     assert after.slowest.reached("bf16") == pytest.approx(LOOP_SHARE * 6e14)
     assert after.slowest.reached("fp8") > after.slowest.reached("bf16")
     assert after.slowest.host_link == 30e9
     assert after.resized(4).slowest.pace is not None, "one GPU computes as before among more"
-    assert described.parse("2xH100") == words
+    assert device_parser.parse("2xH100") == words
     assert words.slowest.reached("bf16") == pytest.approx(989.4e12 * 0.52)
 
 
 def test_a_calibration_replaces_the_one_before_and_counts_runs(file: Path) -> None:
-    learning.calibrated([rank(), rank()], ranks(file))
+    fit_measurements.calibrated([rank(), rank()], ranks(file))
     slower = {"all_reduce": [[64 * MIB, 0.3]]}
-    after = learning.calibrated([rank(curves=slower), rank(curves=slower)], ranks(file))
+    after = fit_measurements.calibrated([rank(curves=slower), rank(curves=slower)], ranks(file))
     assert after.links is not None
     assert after.links.curves["all_reduce"] == ((64 * MIB, 0.3),)
     assert after.links.runs == 2
@@ -132,17 +132,17 @@ def test_a_calibration_replaces_the_one_before_and_counts_runs(file: Path) -> No
 
 def test_a_disk_that_was_measured_is_planned_with_unless_it_is_memory(file: Path) -> None:
     disk = {"read": 2e9, "write": 1e9, "filesystem": "ext4 on /dev/nvme0n1", "direct": True}
-    after = learning.calibrated([rank(disk=disk), rank(disk=disk)], ranks(file))
+    after = fit_measurements.calibrated([rank(disk=disk), rank(disk=disk)], ranks(file))
     assert after.nvme_bandwidth == pytest.approx(2 / (1 / 4e9 + 1 / 2e9))
     memory = disk | {"read": 9e10, "filesystem": "tmpfs on tmpfs"}
-    again = learning.calibrated([rank(disk=memory), rank(disk=memory)], ranks(file))
+    again = fit_measurements.calibrated([rank(disk=memory), rank(disk=memory)], ranks(file))
     assert again.nvme_bandwidth == after.nvme_bandwidth
     assert Disk(read=1.0, write=1.0, filesystem="tmpfs on tmpfs").in_memory
 
 
 def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
     before = ranks(file)
-    after = learning.calibrated([rank(), rank()], before)
+    after = fit_measurements.calibrated([rank(), rank()], before)
     assert after.slowest.doubt("no") < before.slowest.doubt("no")
     known = Known(HOST, file)
     loop = Loop(flops=3e10, memory=2e9, model="llama", day=cache.today())
@@ -153,11 +153,11 @@ def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
 
 
 def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
-    before = learning.calibrated([rank(), rank()], ranks(file)).slowest
+    before = fit_measurements.calibrated([rank(), rank()], ranks(file)).slowest
     loop = Loop(flops=3e10, memory=2e9, model="llama", day=cache.today())
     assert before.pace is not None
     looped = replace(before, pace=replace(before.pace, loops={"fp32": loop}))
-    for one in (before, looped, described.parse("2xcpu").slowest):
+    for one in (before, looped, device_parser.parse("2xcpu").slowest):
         assert one.faster(2).reached("no") == pytest.approx(2 * one.reached("no"))
         assert one.faster(2).memory_reached("no") == pytest.approx(2 * one.memory_reached("no"))
 
@@ -167,7 +167,7 @@ def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
 
 def written(file: Path, section: str, **changes: Any) -> Known:
     """A file of this machine with one entry changed."""
-    learning.calibrated([rank(), rank()], ranks(file))
+    fit_measurements.calibrated([rank(), rank()], ranks(file))
     content = json.loads(file.read_text())
     (key,) = content[section]
     content[section][key] |= changes
@@ -230,13 +230,15 @@ def test_a_file_of_something_else_counts_as_empty(file: Path, text: str) -> None
     assert known.links("2 CPU ranks") is None
     assert known.pace("2 CPU ranks") is None
     assert known.disk() is None
-    assert learning.calibrated([rank(), rank()], ranks(file)).links is not None, "and is mended"
+    assert fit_measurements.calibrated([rank(), rank()], ranks(file)).links is not None, (
+        "and is mended"
+    )
 
 
 def test_a_folder_that_cannot_be_written_only_forgets(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    after = learning.calibrated([rank(), rank()], ranks(blocked / "speeds.json"))
+    after = fit_measurements.calibrated([rank(), rank()], ranks(blocked / "speeds.json"))
     assert after.links is not None
     assert blocked.read_text() == ""
 
@@ -253,5 +255,5 @@ def test_old_entries_make_room_for_new_ones(file: Path) -> None:
 def test_the_file_names_no_host(file: Path) -> None:
     import socket
 
-    learning.calibrated([rank(), rank()], ranks(file))
+    fit_measurements.calibrated([rank(), rank()], ranks(file))
     assert socket.gethostname() not in file.read_text()

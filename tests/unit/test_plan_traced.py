@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.plan import spec
-from nbdist.plan.models import traced
-from nbdist.plan.spec import Instant, Workload
+from nbdist.planner import model_spec
+from nbdist.planner.model_spec import Instant, Workload
+from nbdist.planner.models import traced
 
 MIB = 1 << 20
 
@@ -67,7 +67,7 @@ def test_a_trace_survives_json() -> None:
     again = traced.from_json(json.loads(json.dumps(model.to_json())))
     assert again == model
     assert again.depth == "traced"
-    assert spec.params(again) == 3 * 8
+    assert model_spec.params(again) == 3 * 8
 
 
 def test_operations_add_up_over_groups_and_samples() -> None:
@@ -137,14 +137,14 @@ def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_spec_needs_no_torch() -> None:
-    code = "import sys, nbdist.plan.models.traced; print('torch' in sys.modules)"
+    code = "import sys, nbdist.planner.models.traced; print('torch' in sys.modules)"
     done = subprocess.run(child(code), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 # -- figures ---------------------------------------------------------------------------------
 
-from nbdist.trace import figures  # noqa: E402
+from nbdist.planner.tracing import fit  # noqa: E402
 
 
 class Mark(NamedTuple):
@@ -185,7 +185,7 @@ def recording(batch: int, *, extra: int = 0) -> Recording:
 
 
 def test_a_recording_is_cut_into_groups_and_loss() -> None:
-    cut = figures.parts(recording(4))
+    cut = fit.parts(recording(4))
     root, block = cut.groups
     assert (root.saved, root.forward, root.backward) == (10, [(10, 0)], [])
     assert block.forward == [(20, 0), (36, 0)]
@@ -195,8 +195,8 @@ def test_a_recording_is_cut_into_groups_and_loss() -> None:
 
 
 def test_two_batch_sizes_give_every_other() -> None:
-    small, large = (figures.parts(recording(batch)) for batch in (2, 4))
-    run = figures.fit(small, 2, large, 4)
+    small, large = (fit.parts(recording(batch)) for batch in (2, 4))
+    run = fit.fit(small, 2, large, 4)
     assert run["groups"][1]["saved"] == (0, 6)
     assert run["groups"][0]["saved"] == (10, 0)
     assert run["groups"][1]["backward"] == [((0, 13), 3)]
@@ -204,13 +204,13 @@ def test_two_batch_sizes_give_every_other() -> None:
 
 
 def test_batches_that_ran_other_operations_are_taken_as_proportional() -> None:
-    run = figures.fit(figures.parts(recording(2)), 2, figures.parts(recording(4, extra=1)), 4)
+    run = fit.fit(fit.parts(recording(2)), 2, fit.parts(recording(4, extra=1)), 4)
     assert run["groups"][1]["backward"] == [((0.0, 26 / 2), 3)]
 
 
 def test_what_stays_until_the_model_returns_adds_up_over_the_depth() -> None:
-    small, large = (figures.parts(recording(batch)) for batch in (2, 4))
-    run = figures.deepened(figures.fit(small, 2, large, 4), times=[1, 11])
+    small, large = (fit.parts(recording(batch)) for batch in (2, 4))
+    run = fit.deepened(fit.fit(small, 2, large, 4), times=[1, 11])
     assert run["groups"][1]["forward"] == [((0, 9 + 10), 0)]
     assert ((0, 2 + 10), 0) in run["loss"] or ((0, 12), 0) in run["loss"]
 
@@ -222,4 +222,4 @@ def test_a_front_keeps_what_is_worst_for_some_batch_size() -> None:
         ((10.0, 1.0), 0),
         ((1.0, 1.0), 9),
     )
-    assert set(figures.pareto([constant, steep, small, late])) == {constant, steep, late}
+    assert set(fit.pareto([constant, steep, small, late])) == {constant, steep, late}

@@ -10,8 +10,8 @@ from torch import nn
 
 import nbdist
 from nbdist.errors import PlanError
-from nbdist.plan.models import traced
-from nbdist.trace import child, models, runs
+from nbdist.planner.models import traced
+from nbdist.planner.tracing import build_model, subprocess_worker, trace_runs
 
 
 class Upcasting(nn.Module):
@@ -25,10 +25,10 @@ class Upcasting(nn.Module):
         return self.other(self.one(x).float())  # type: ignore[no-any-return]
 
 
-def figures(model: nn.Module, computes: tuple[str, ...] = runs.COMPUTES) -> dict[str, Any]:
+def figures(model: nn.Module, computes: tuple[str, ...] = trace_runs.COMPUTES) -> dict[str, Any]:
     """What the child process would answer."""
-    asked = runs.Asked(batch_size=2, seq_len=None, kinds=("cuda",), computes=computes)
-    return child.figures(model, ((torch.empty(2, 4, 16),), {}), asked, lambda _: None)
+    asked = trace_runs.Asked(batch_size=2, seq_len=None, kinds=("cuda",), computes=computes)
+    return subprocess_worker.figures(model, ((torch.empty(2, 4, 16),), {}), asked, lambda _: None)
 
 
 def test_a_way_of_computing_that_fails_refuses_the_rows_of_its_engines_alone() -> None:
@@ -68,12 +68,12 @@ SMALL = {
 }
 
 
-def sample(config: dict[str, Any], seq_len: int = 2048) -> tuple[nn.Module, models.Sample]:
-    model, _ = models.of_config(config)
-    return model, models.sample_for(model, 3, seq_len)
+def sample(config: dict[str, Any], seq_len: int = 2048) -> tuple[nn.Module, build_model.Sample]:
+    model, _ = build_model.of_config(config)
+    return model, build_model.sample_for(model, 3, seq_len)
 
 
-def shapes(found: models.Sample) -> dict[str, tuple[int, ...]]:
+def shapes(found: build_model.Sample) -> dict[str, tuple[int, ...]]:
     tensors = found.batch[1].items()
     return {name: tuple(one.shape) for name, one in tensors if isinstance(one, torch.Tensor)}
 
@@ -126,7 +126,7 @@ def test_heads_have_labels_of_their_own() -> None:
 
 def test_a_class_that_transformers_lacks_is_noted() -> None:
     config = SMALL | {"model_type": "llama", "architectures": ["LlamaForDreams"]}
-    model, notes = models.of_config(config)
+    model, notes = build_model.of_config(config)
     assert type(model).__name__ == "LlamaForCausalLM"
     assert notes == [
         "planned as LlamaForCausalLM: transformers has no LlamaForDreams, which the config names."
@@ -137,4 +137,4 @@ def test_what_is_not_known_says_what_to_give() -> None:
     with pytest.raises(PlanError, match=r"inputs=.*or, for its language model alone, give conf"):
         sample({"model_type": "blip-2", "num_query_tokens": 4})
     with pytest.raises(PlanError, match="no model class 'Dream', which it names; add its model_ty"):
-        models.of_config({"architectures": ["Dream"]})
+        build_model.of_config({"architectures": ["Dream"]})

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import magics, parsers
-from nbdist.plan.models import sizes
-from nbdist.plan.speeds import Links
-from nbdist.profile.advice import CHEAP, Advice
-from nbdist.profile.figures import Line, Memory, RankFigures
-from nbdist.profile.lint import confirmed, loader, remarks
-from nbdist.profile.remark import Remark
-from nbdist.profile.verdict import blamed
+from nbdist.magics import arguments, magics
+from nbdist.planner.measurements import Links
+from nbdist.planner.models import parameter_count
+from nbdist.profiler.advice import CHEAP, Advice
+from nbdist.profiler.bottleneck import blamed
+from nbdist.profiler.lint import confirmed, loader, remarks
+from nbdist.profiler.lint_finding import Remark
+from nbdist.profiler.measurements import Line, Memory, RankFigures
 from tests.unit.profiled import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
 
 if TYPE_CHECKING:
-    from nbdist.profile.result import Profile
+    from nbdist.profiler.report import Profile
 
 
 @pytest.fixture(autouse=True)
@@ -318,7 +318,9 @@ def test_a_link_that_was_measured_on_another_day_does_not_favour_another_engine(
 
 def test_a_batch_that_does_not_fit_is_not_advised() -> None:
     ranks = both(kind="cuda", communication=0.3, model={"samples": 16, "seq_len": 4096})
-    where = replace(setting("2xA100-40GB,pcie", precision="bf16"), spec=sizes.with_size("1b"))
+    where = replace(
+        setting("2xA100-40GB,pcie", precision="bf16"), spec=parameter_count.with_size("1b")
+    )
     assert not [one for one in profile(*ranks, where=where).advice if "micro_batch" in one.change]
 
 
@@ -333,7 +335,8 @@ def test_gpus_over_pcie_are_told_to_move_less() -> None:
         model=model,
     )
     where = replace(
-        setting("2xH100-80GB,pcie", backend="zero3", precision="bf16"), spec=sizes.with_size("3b")
+        setting("2xH100-80GB,pcie", backend="zero3", precision="bf16"),
+        spec=parameter_count.with_size("3b"),
     )
     found = profile(*ranks, where=where)
     assert any("backend" in one.changes for one in found.advice)
@@ -346,7 +349,7 @@ def test_an_offload_that_is_not_needed_is_left_out() -> None:
     )
     where = replace(
         setting("2xH100-80GB,nvlink", backend="zero2", precision="bf16", offload="cpu"),
-        spec=sizes.with_size("1b"),
+        spec=parameter_count.with_size("1b"),
     )
     found = profile(*ranks, where=where)
     one = advised(found, "offload none")
@@ -373,7 +376,7 @@ def test_activation_checkpointing_that_memory_does_not_need_is_switched_off() ->
 def test_full_precision_on_tensor_cores_gets_bf16() -> None:
     model = {"samples": 1, "seq_len": 2048}
     ranks = both(kind="cuda", forward=0.3, backward=0.6, model=model)
-    where = replace(setting("2xH100-80GB,nvlink"), spec=sizes.with_size("1b"))
+    where = replace(setting("2xH100-80GB,nvlink"), spec=parameter_count.with_size("1b"))
     found = profile(*ranks, where=where)
     assert advised(found, "bf16").line == "%nbdist switch --precision bf16"
     assert advised(found, "bf16").gain.faster > 1
@@ -410,7 +413,8 @@ def test_one_unit_on_gpus_is_advised_for_its_time() -> None:
         model=model | {"seq_len": 2048},
     )
     where = replace(
-        setting("2xH100-80GB,nvlink", backend="fsdp2", precision="bf16"), spec=sizes.with_size("1b")
+        setting("2xH100-80GB,nvlink", backend="fsdp2", precision="bf16"),
+        spec=parameter_count.with_size("1b"),
     )
     one = advised(profile(*ranks, where=where), "FSDP units")
     assert one.gain.faster > 0.2
@@ -465,7 +469,7 @@ def test_every_line_to_switch_is_one_that_the_magic_takes() -> None:
         for one in profile(*ranks, where=replace(where, spec=setting().spec)).advice:
             if one.changes:
                 line = one.line.removeprefix("%nbdist switch ")
-                asked = magics.switch_parser().parse_args(parsers.words(line, "switch"))
+                asked = magics.switch_parser().parse_args(arguments.words(line, "switch"))
                 for name, value in one.changes.items():
                     given = getattr(asked, name)
                     assert given == value or "{" in str(given)

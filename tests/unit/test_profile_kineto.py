@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from nbdist import builds
-from nbdist.rank.profiling import kineto, memory
+from nbdist.hardware import deepspeed_requirements
+from nbdist.worker.profiling import kineto, memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ def recorded(code: Any) -> kineto.Seen:
 def test_calls_of_a_process_group_have_bytes_and_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", builds.search_path())
+    monkeypatch.setenv("PATH", deepspeed_requirements.search_path())
     assert shutil.which("ninja")
     built = cpp_extension.load_inline(
         "nbdist_test_comms",
@@ -87,7 +87,7 @@ def test_what_others_write_to_stderr_while_a_profile_starts_is_not_lost(
 def test_kineto_writes_nothing_of_its_own() -> None:
     code = """
         import torch
-        from nbdist.rank.profiling import kineto
+        from nbdist.worker.profiling import kineto
         kineto.quiet()
         recorder = kineto.Recorder(torch.device("cpu"), shapes=False)
         recorder.start()

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nbdist.profile.cells import parsed
-from nbdist.profile.figures import Line, Loader, Model, RankFigures
-from nbdist.profile.lint import confirmed, remarks
+from nbdist.profiler.cell_parser import parsed
+from nbdist.profiler.lint import confirmed, remarks
+from nbdist.profiler.measurements import Line, Loader, Model, RankFigures
 from tests.unit.loops import BAD, GOOD, LOOP, MAKE
 
 if TYPE_CHECKING:
-    from nbdist.profile.remark import Remark
+    from nbdist.profiler.lint_finding import Remark
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from nbdist.rank.profiling import traffic
-from nbdist.rank.profiling.intervals import Span, common, length, minus, touching, union
-from nbdist.rank.profiling.kineto import Comms, Kernel, Seen
-from nbdist.rank.profiling.marks import Met
-from nbdist.rank.profiling.partition import Collective, Recorded, told_apart
+from nbdist.worker.profiling import collective_trace
+from nbdist.worker.profiling.instrumentation import Met
+from nbdist.worker.profiling.intervals import Span, common, length, minus, touching, union
+from nbdist.worker.profiling.kineto import Comms, Kernel, Seen
+from nbdist.worker.profiling.step_breakdown import Collective, Recorded, told_apart
 
 MS = 1_000_000
 
@@ -149,7 +149,7 @@ def test_what_gloo_moved_belongs_to_what_was_called_in_that_order() -> None:
         called=[(*at(10, 11), "_reduce_scatter_base_"), (*at(20, 21), "allreduce_")],
         moved=[at(1, 2), at(10.5, 14), at(20.5, 29)],
     )
-    scattered, reduced = traffic.collectives(seen, [Met("1", at(5, 9), 64)])
+    scattered, reduced = collective_trace.collectives(seen, [Met("1", at(5, 9), 64)])
     assert (scattered.name, scattered.group, scattered.bytes) == ("reduce_scatter", "1", 64)
     assert (scattered.begin, scattered.moving, scattered.meeting) == (
         5 * MS,
@@ -172,7 +172,7 @@ def test_kernels_belong_to_the_phase_that_launched_them() -> None:
         comms=[Comms(span=at(5.5, 6.5), group="1", bytes=40)],
     )
     marks = {"forward": [at(4, 10)], "backward": [at(12, 20)], "optimizer": [at(22, 30)]}
-    (moved,), kernels = traffic.of_device(seen, marks, offloads=True)
+    (moved,), kernels = collective_trace.of_device(seen, marks, offloads=True)
     assert {phase: len(spans) for phase, spans in kernels.items()} == {
         "forward": 1,
         "backward": 1,
@@ -201,7 +201,7 @@ def test_nccl_kernels_have_bytes_and_group_of_the_call_that_launched_them() -> N
             Comms(span=at(21, 23), group="0", bytes=300),
         ],
     )
-    moved, _ = traffic.of_device(seen, {}, offloads=False)
+    moved, _ = collective_trace.of_device(seen, {}, offloads=False)
     assert [(one.group, one.bytes) for one in moved] == [
         ("1", 200),
         ("0", 100),
@@ -221,7 +221,7 @@ def test_begins_are_matched_in_each_group_by_itself() -> None:
             Comms(span=at(7.5, 9), group="replicas", bytes=200),
         ],
     )
-    moved, kernels = traffic.of_device(seen, {}, offloads=False)
+    moved, kernels = collective_trace.of_device(seen, {}, offloads=False)
     told = told_apart(
         Recorded(
             window=at(0, 200), steps=1, marks={}, operators=[], collectives=moved, kernels=kernels

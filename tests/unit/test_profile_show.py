@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.profile import tables
-from nbdist.profile.figures import PARTS, Line, Memory, RankFigures
-from nbdist.profile.remark import Remark
-from nbdist.profile.result import Profile
-from nbdist.profile.show import COLORS
+from nbdist.display import profile_tables
+from nbdist.display.profile import COLORS
+from nbdist.profiler.lint_finding import Remark
+from nbdist.profiler.measurements import PARTS, Line, Memory, RankFigures
+from nbdist.profiler.report import Profile
 from tests.unit.profiled import both, profile, rank, setting
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def test_the_heading_has_the_mean_that_the_table_is_made_of() -> None:
 
 def test_memory_stands_beside_what_was_predicted() -> None:
     found = profile(*full())
-    expected = tables.expected(found)
+    expected = profile_tables.expected(found)
     assert found.predicted is not None
     assert sum(expected.values()) == found.predicted.allocated_bytes
     assert expected["optimizer"] > 0
@@ -102,7 +102,7 @@ def test_memory_stands_beside_what_was_predicted() -> None:
 
 def test_what_is_offloaded_is_expected_of_cpu_ranks_too() -> None:
     found = profile(*full(), where=setting(backend="zero2", offload="cpu"))
-    expected = tables.expected(found)
+    expected = profile_tables.expected(found)
     row = found.predicted
     assert row is not None
     assert row.memory["optimizer"] == 0
@@ -149,7 +149,7 @@ def test_of_many_ranks_some_are_shown_the_straggler_among_them() -> None:
     ranks[20] = rank(20, backward=0.09)
     found = profile(*ranks)
     assert found.straggler == 20
-    assert [one.rank for one in tables.shown(found)] == [0, 1, 2, 3, 4, 5, 6, 20]
+    assert [one.rank for one in profile_tables.shown(found)] == [0, 1, 2, 3, 4, 5, 6, 20]
     assert "and 22 more ranks: profile.ranks" in str(found)
     assert "rank 20 (slowest)" in found._repr_html_()
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.profile.figures import Line, Operator, RankFigures
+from nbdist.profiler.measurements import Line, Operator, RankFigures
 from tests.unit.profiled import BALANCED, BEGAN, both, noisy, profile, rank, setting
 
 if TYPE_CHECKING:
-    from nbdist.profile.result import Profile
+    from nbdist.profiler.report import Profile
 
 
 @pytest.fixture(autouse=True)

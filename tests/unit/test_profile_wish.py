@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import magics, parsers
+from nbdist.display.units import size
 from nbdist.errors import OptionError
-from nbdist.kernel import calibrating
-from nbdist.kernel.profiling import Wish
-from nbdist.plan import devices
-from nbdist.plan.words import size
+from nbdist.magics import arguments, magics
+from nbdist.operations import calibrate
+from nbdist.planner import cluster_spec
+from nbdist.session.profiler import Wish
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -58,14 +58,14 @@ def test_an_argument_that_is_not_allowed_is_named(given: dict[str, Any], words: 
     ],
 )
 def test_no_option_of_the_magic_is_ignored(line: str, words: str) -> None:
-    asked = parsers.profile().parse_args(parsers.words(line, "profile"))
+    asked = arguments.profile().parse_args(arguments.words(line, "profile"))
     with pytest.raises(OptionError, match=words):
         magics.refuse_what_is_ignored(asked)
 
 
 @pytest.mark.parametrize("line", ["", "--steps 3 --trace out", "--show", "--calibrate --disk /tmp"])
 def test_options_that_hold_together_are_taken(line: str) -> None:
-    magics.refuse_what_is_ignored(parsers.profile().parse_args(parsers.words(line, "profile")))
+    magics.refuse_what_is_ignored(arguments.profile().parse_args(arguments.words(line, "profile")))
 
 
 def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
@@ -75,13 +75,13 @@ def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
         pytest.fail("the ranks were asked to measure")
 
     with pytest.raises(OptionError, match=f"--disk {tmp_path}/nope: nothing can be written"):
-        calibrating.calibrate(
+        calibrate.calibrate(
             type("Gang", (), {"ask": ask})(),
             lambda _: None,
             options=Options(),
             world_size=2,
             hardware=Hardware(world_size=2),
-            there=devices.cpu_ranks(2, host_memory_bytes=1 << 30, num_cpus=2),
+            there=cluster_spec.cpu_ranks(2, host_memory_bytes=1 << 30, num_cpus=2),
             disk=tmp_path / "nope",
         )
     assert not (tmp_path / "nope").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbdist.kernel.profiling import Profiler, Wish
+from nbdist.session.profiler import Profiler, Wish
 
 
 def test_a_wish_that_takes_the_place_of_another_says_so() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.completer import CompletionContext
 
 import nbdist
-from nbdist import magics
+from nbdist.magics import magics
 
 if TYPE_CHECKING:
     import argparse

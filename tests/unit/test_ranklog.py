@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from nbdist.kernel.ranklog import RankLog
+from nbdist.output.rank_log import RankLog
 
 
 def test_text_and_tail() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist import ranks
+from nbdist import rank_sets
 from nbdist.errors import OptionError
 
 
@@ -19,7 +19,7 @@ from nbdist.errors import OptionError
     ],
 )
 def test_lists_and_ranges_are_read(text: str, expected: tuple[int, ...]) -> None:
-    assert ranks.parse_ranks(text, 4) == expected
+    assert rank_sets.parse_ranks(text, 4) == expected
 
 
 @pytest.mark.fault("D7")
@@ -34,7 +34,7 @@ def test_lists_and_ranges_are_read(text: str, expected: tuple[int, ...]) -> None
 @pytest.mark.fault("D7")
 def test_anything_else_is_refused_in_one_short_sentence(text: str) -> None:
     with pytest.raises(OptionError, match=r"^--ranks .* is not a list of ranks; allowed") as caught:
-        ranks.parse_ranks(text, 4)
+        rank_sets.parse_ranks(text, 4)
     assert len(str(caught.value)) < 160
     assert "such as --ranks 0-3." in str(caught.value)
 
@@ -45,7 +45,7 @@ def test_anything_else_is_refused_in_one_short_sentence(text: str) -> None:
 )
 def test_a_rank_outside_of_the_session_is_named(text: str, outside: int) -> None:
     with pytest.raises(OptionError) as caught:
-        ranks.parse_ranks(text, 4)
+        rank_sets.parse_ranks(text, 4)
     assert str(caught.value) == (
         f"rank {outside} is not in this session (world_size 4: ranks 0-3). Use --ranks 0-3."
     )
@@ -53,27 +53,27 @@ def test_a_rank_outside_of_the_session_is_named(text: str, outside: int) -> None
 
 def test_a_session_of_one_rank_says_so() -> None:
     with pytest.raises(OptionError, match=r"\(world_size 1: rank 0\)\. Use --output 0\.$"):
-        ranks.chosen("1", 1, option="--output")
+        rank_sets.chosen("1", 1, option="--output")
 
 
 def test_chosen_takes_every_form_of_the_api() -> None:
-    assert ranks.chosen(None, 3) == (0, 1, 2)
-    assert ranks.chosen("1-2", 3) == (1, 2)
-    assert ranks.chosen([2, 0, 2], 3) == (0, 2)
-    assert ranks.chosen(range(2), 3) == (0, 1)
-    assert ranks.chosen(1, 3) == (1,)
+    assert rank_sets.chosen(None, 3) == (0, 1, 2)
+    assert rank_sets.chosen("1-2", 3) == (1, 2)
+    assert rank_sets.chosen([2, 0, 2], 3) == (0, 2)
+    assert rank_sets.chosen(range(2), 3) == (0, 1)
+    assert rank_sets.chosen(1, 3) == (1,)
 
 
 @pytest.mark.parametrize("given", [[], [0.0], ["0"], [True], True, [None]])
 def test_chosen_refuses_what_is_not_a_rank(given: object) -> None:
     with pytest.raises(OptionError, match="is not a list of ranks"):
-        ranks.chosen(given, 3)  # type: ignore[arg-type]
+        rank_sets.chosen(given, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [[-1], [3], -1, [0, 10**30]])
 def test_chosen_refuses_ranks_outside(given: object) -> None:
     with pytest.raises(OptionError, match="is not in this session"):
-        ranks.chosen(given, 3)  # type: ignore[arg-type]
+        rank_sets.chosen(given, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_chosen_refuses_ranks_outside(given: object) -> None:
     ],
 )
 def test_labels_are_short(given: list[int], expected: str) -> None:
-    assert ranks.label(given) == expected
+    assert rank_sets.label(given) == expected

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.redacted import is_secret, redacted
+from nbdist.redaction import is_secret, redacted
 
 pytestmark = pytest.mark.fault("S18")
 ENVIRON = {

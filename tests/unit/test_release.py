@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from nbdist.rank import release
+from nbdist.worker.interrupt import abort_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,14 +40,16 @@ class Group:
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens, in order."""
     found: list[str] = []
-    monkeypatch.setattr(release, "_close", lambda _: found.append(CLOSED) or 1)
-    monkeypatch.setattr(release, "_ends_of_others", lambda *_: set())
+    monkeypatch.setattr(abort_collectives, "_close", lambda _: found.append(CLOSED) or 1)
+    monkeypatch.setattr(abort_collectives, "_ends_of_others", lambda *_: set())
     return found
 
 
 def with_groups(monkeypatch: pytest.MonkeyPatch, *groups: Group) -> dict[Group, str]:
     names = {group: group.name for group in groups}
-    monkeypatch.setattr(release.distributed_c10d, "_world", SimpleNamespace(pg_names=names))
+    monkeypatch.setattr(
+        abort_collectives.distributed_c10d, "_world", SimpleNamespace(pg_names=names)
+    )
     return names
 
 
@@ -56,10 +58,10 @@ def test_nccl_is_aborted_in_one_group_before_any_socket_is_closed(
 ) -> None:
     groups = [Group(name, noted, lambda: None) for name in ("0", "1")]
     names = with_groups(monkeypatch, *groups)
-    assert release.release([], "first") == 1
+    assert abort_collectives.release([], "first") == 1
     assert noted == ["group start", "abort 1", "abort 0", "group end", CLOSED]
     assert list(names) == groups  # engines still look them up
-    release.release([], "second")
+    abort_collectives.release([], "second")
     assert noted[5:] == noted[:5]
 
 
@@ -71,19 +73,19 @@ def test_an_abort_that_fails_is_told_and_sockets_are_closed(
 
     with_groups(monkeypatch, Group("0", noted, fail))
     with pytest.raises(RuntimeError, match=r"could not be aborted: NCCL error: unhandled"):
-        release.release([], "failing")
+        abort_collectives.release([], "failing")
     assert noted == ["group start", "group end", CLOSED]
 
 
 def test_an_abort_that_hangs_is_told_in_time(
     monkeypatch: pytest.MonkeyPatch, noted: list[str]
 ) -> None:
-    monkeypatch.setattr(release, "ABORT_S", 0.05)
+    monkeypatch.setattr(abort_collectives, "ABORT_S", 0.05)
     go_on = threading.Event()
     with_groups(monkeypatch, Group("0", noted, lambda: go_on.wait(30)))
     try:
         with pytest.raises(RuntimeError, match="takes more than"):
-            release.release([], "hanging")
+            abort_collectives.release([], "hanging")
         assert noted == ["group start", CLOSED]
     finally:
         go_on.set()
@@ -98,8 +100,8 @@ def test_a_rank_that_publishes_no_connections_is_waited_for_shortly(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr(
-        release, "_connections", lambda _: [(("127.0.0.1", 1), ("127.0.0.1", 2), 3)]
+        abort_collectives, "_connections", lambda _: [(("127.0.0.1", 1), ("127.0.0.1", 2), 3)]
     )
     store = FileStore(str(tmp_path / "store"), 3)
     store.set("release/one/1", '[["127.0.0.1", 2]]')
-    assert release._published(store, "one") == {("127.0.0.1", 2)}
+    assert abort_collectives._published(store, "one") == {("127.0.0.1", 2)}

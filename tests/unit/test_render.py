@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fake_screen import Clock, FakeScreen, accounted
 
-from nbdist.kernel.flood import Budget
-from nbdist.kernel.render import Renderer, Show
-from nbdist.ranks import parse_ranks
-from nbdist.wire import RankError
+from nbdist.output.rate_limit import Budget
+from nbdist.output.renderer import Renderer, Show
+from nbdist.protocol.messages import RankError
+from nbdist.rank_sets import parse_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

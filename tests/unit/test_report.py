@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.rank import report as report_module
-from nbdist.rank.report import PinnedMemory, Reporter
+from nbdist.worker import report as report_module
+from nbdist.worker.report import PinnedMemory, Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

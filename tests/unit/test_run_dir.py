@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist import owner
-from nbdist.engines import run_dir
+from nbdist.cluster import run_dir
 from nbdist.errors import StartError
+from nbdist.hardware import process_identity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,8 +26,8 @@ def test_it_is_shut_signed_and_of_a_name_that_nobody_can_foresee(tmp_path: Path)
     one, other = made_in(tmp_path), made_in(tmp_path)
     assert one != other
     assert one.stat().st_mode & 0o777 == 0o700
-    assert owner.of(one) == owner.Owner.me()
-    assert not owner.abandoned(one)
+    assert process_identity.of(one) == process_identity.Owner.me()
+    assert not process_identity.abandoned(one)
 
 
 @pytest.mark.fault("A9")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbdist.kernel import saving
+from nbdist.session import checkpoints
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MANY = 3 * saving.REMEMBERED
+MANY = 3 * checkpoints.REMEMBERED
 
 
 def saved(root: Path, number: int, **given: Any) -> Any:
@@ -18,14 +18,14 @@ def saved(root: Path, number: int, **given: Any) -> Any:
 
 
 def test_a_session_does_not_grow_with_its_saves(tmp_path: Path) -> None:
-    saves = saving.Saves(tmp_path)
+    saves = checkpoints.Saves(tmp_path)
     first = saved(tmp_path, 0, state="running")
     saves.receive(first)
     for number in range(1, MANY):
         saves.receive(saved(tmp_path, number, state="running"))
         saves.receive(saved(tmp_path, number, state="failed", error="the disk is full"))
-    assert len(saves.checkpoints.failed) == saving.REMEMBERED
-    assert len(saves._saves) == saving.REMEMBERED + 1
+    assert len(saves.checkpoints.failed) == checkpoints.REMEMBERED
+    assert len(saves._saves) == checkpoints.REMEMBERED + 1
     assert [save.name for save in saves.running()] == ["step-0"]
     saves.receive(first | {"state": "failed", "error": "the session was stopped"})
     assert saves.checkpoints.failed[-1].name == "step-0"

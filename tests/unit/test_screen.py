@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.kernel import screen
-from nbdist.kernel.screen import LiveScreen, PinnedScreen
+from nbdist.output import sink
+from nbdist.output.sink import LiveScreen, PinnedScreen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,13 +59,13 @@ class FakeShell:
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch) -> FakeShell:
     found = FakeShell()
-    monkeypatch.setattr(screen, "shell_here", lambda: found)
+    monkeypatch.setattr(sink, "shell_here", lambda: found)
     return found
 
 
 @pytest.fixture
 def no_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "shell_here", lambda: None)
+    monkeypatch.setattr(sink, "shell_here", lambda: None)
 
 
 def test_live_goes_where_the_users_own_output_goes(
@@ -158,4 +158,4 @@ def test_pinned_keeps_the_header_it_was_given(shell: FakeShell) -> None:
 
 @pytest.mark.usefixtures("no_shell")
 def test_there_is_no_parent_outside_a_kernel() -> None:
-    assert screen.parent_header() == {}
+    assert sink.parent_header() == {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbdist import wire
-from nbdist.kernel.standstill import apart, described, standstill
+from nbdist.protocol import messages
+from nbdist.session.hang_detection import apart, described, standstill
 
 
 def answer(
@@ -16,8 +16,8 @@ def answer(
     source: str = "",
     count: int = 5,
     **standing: Any,
-) -> wire.WhereReply:
-    stands: wire.Standing = {
+) -> messages.WhereReply:
+    stands: messages.Standing = {
         "waits_for": "",
         "missing": [],
         "still_s": 0.0,
@@ -27,7 +27,7 @@ def answer(
         "midway": "",
     }
     stands.update(standing)  # type: ignore[typeddict-item]
-    return wire.WhereReply(
+    return messages.WhereReply(
         cell="In[3]",
         line=line,
         source=source,
@@ -37,7 +37,7 @@ def answer(
     )
 
 
-def waits(line: int, *missing: int, seconds: float = 4.0) -> wire.WhereReply:
+def waits(line: int, *missing: int, seconds: float = 4.0) -> messages.WhereReply:
     return answer(
         line,
         collective="all_reduce",
@@ -47,12 +47,12 @@ def waits(line: int, *missing: int, seconds: float = 4.0) -> wire.WhereReply:
     )
 
 
-def error(rank: int, line: int) -> wire.RankError:
+def error(rank: int, line: int) -> messages.RankError:
     text = f"\x1b[36mCell\x1b[39m \x1b[32mIn[3]\x1b[39m\x1b[32m, line {line}\x1b[39m"
-    return wire.RankError(rank=rank, ename="ValueError", evalue="x", traceback=[text], at=0.0)
+    return messages.RankError(rank=rank, ename="ValueError", evalue="x", traceback=[text], at=0.0)
 
 
-def words(answers: dict[int, wire.WhereReply], **given: Any) -> str:
+def words(answers: dict[int, messages.WhereReply], **given: Any) -> str:
     found = standstill(range(len(answers)), answers=answers, **given)
     return found.words if found else ""
 

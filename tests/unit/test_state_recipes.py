@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nbdist.errors import SwitchError
-from nbdist.state import recipes
+from nbdist.state import optimizer_recipes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def again(optimizer: Optimizer, parameter: torch.nn.Parameter) -> Any:
     """The optimizer made again for the same parameter."""
-    kept = recipes.recipe(optimizer, {id(parameter): "weight"})
-    return recipes.made(kept, {"weight": parameter}, recipes.options(optimizer))
+    kept = optimizer_recipes.recipe(optimizer, {id(parameter): "weight"})
+    return optimizer_recipes.made(kept, {"weight": parameter}, optimizer_recipes.options(optimizer))
 
 
 @pytest.fixture

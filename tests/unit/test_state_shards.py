@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nbdist.errors import SwitchError
-from nbdist.state import digest, layouts, moving, wires
+from nbdist.state import collectives, digest, layouts, reshard
 from nbdist.state.shards import Piece, Shard, bytes_of, give_back, snapshot
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """Three ranks."""
     made = Ranks()
     for name in ("size", "rank", "device", "everyones", "sums", "exchange"):
-        monkeypatch.setattr(wires, name, getattr(made, name))
+        monkeypatch.setattr(collectives, name, getattr(made, name))
     return made
 
 
@@ -283,19 +283,19 @@ def wanted(
     return shards, rooms
 
 
-@pytest.mark.parametrize("batch_bytes", [16, 1000, moving.BATCH_BYTES])
+@pytest.mark.parametrize("batch_bytes", [16, 1000, reshard.BATCH_BYTES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_cut_moves_into_any_other(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, batch_bytes: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(moving, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(reshard, "BATCH_BYTES", batch_bytes)
     small: dict[str, tuple[int, ...]] = {"model.b": (45,), "model.c": ()}
     shapes = SHAPES if batch_bytes > 16 else small
     tensors = {key: values(*shape, seed=len(key)) for key, shape in shapes.items()}
     for seed in range(3):
         source = owned(tensors, seed)
         target, rooms = wanted(tensors, seed + 100, dtype)
-        sent = ranks.run(lambda rank: moving.move(source[rank], target[rank]))  # noqa: B023
+        sent = ranks.run(lambda rank: reshard.move(source[rank], target[rank]))  # noqa: B023
         assert all(isinstance(one, int) for one in sent), sent
         for shards, room in zip(target, rooms, strict=True):
             for key, shard in shards.items():
@@ -315,10 +315,10 @@ def test_what_is_there_already_is_not_sent(ranks: Ranks) -> None:
     ]
     rooms = [torch.zeros(90) for _ in range(WORLD)]
     target = [{"model.a": cut(rooms[rank], [30 * rank, 30 * rank + 30])} for rank in range(WORLD)]
-    assert ranks.run(lambda rank: moving.move(source[rank], target[rank])) == [0, 0, 0]
+    assert ranks.run(lambda rank: reshard.move(source[rank], target[rank])) == [0, 0, 0]
     shifted = [{"model.a": cut(rooms[rank], [30 * rank, 30 * rank + 31])} for rank in (0, 1)]
     shifted.append({"model.a": cut(rooms[2], [60, 90])})
-    assert ranks.run(lambda rank: moving.move(source[rank], shifted[rank])) == [0, 4, 4]
+    assert ranks.run(lambda rank: reshard.move(source[rank], shifted[rank])) == [0, 4, 4]
     assert torch.equal(rooms[0][:31], tensors["model.a"][:31])
 
 
@@ -336,7 +336,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
 ) -> None:
     tensor, rooms = values(10), [torch.full(shape, -1.0) for _ in range(WORLD)]
     results = ranks.run(
-        lambda rank: moving.move(
+        lambda rank: reshard.move(
             {"model.a": cut(tensor, pieces[rank])}, {"model.a": whole(rooms[rank])}
         )
     )
@@ -348,7 +348,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
 
 def test_optimizer_state_that_nobody_has_becomes_zero(ranks: Ranks) -> None:
     rooms = [torch.ones(10) for _ in range(WORLD)]
-    ranks.run(lambda rank: moving.move({}, {"optim.state.a.exp_avg": cut(rooms[rank], [2, 5])}))
+    ranks.run(lambda rank: reshard.move({}, {"optim.state.a.exp_avg": cut(rooms[rank], [2, 5])}))
     assert [room.tolist() for room in rooms] == [[1, 1, 0, 0, 0, 1, 1, 1, 1, 1]] * WORLD
 
 
@@ -358,7 +358,7 @@ def test_all_ranks_agree_on_digests_and_keys(ranks: Ranks) -> None:
     expected = {key: summed(whole(one)) for key, one in tensors.items()}
     for found in ranks.run(lambda rank: digest.agreed(source[rank])):
         assert {key: found.get(key, 0) for key in expected} == expected
-    known = ranks.run(lambda rank: moving.catalogue(source[rank]))
+    known = ranks.run(lambda rank: reshard.catalogue(source[rank]))
     assert known[0] == known[1] == known[2]
     assert all(entry == (tensors[key].shape, torch.float32) for key, entry in known[0].items())
 
@@ -438,7 +438,7 @@ def test_any_element_wise_optimizer_is_carried(
     again = kind([one for one in other.parameters() if one.requires_grad], **options)
     target = layouts.of(other, [again])
     target.allocate({name: dict.fromkeys(one, torch.float32) for name, one in states.items()})
-    moving.move(kept, named(target, owned=False))
+    reshard.move(kept, named(target, owned=False))
     target.settle(counts)
     now = named(layouts.of(other, [again]), owned=True)
     assert digest.digests(now) == digest.digests(kept)

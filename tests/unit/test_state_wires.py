@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbdist.state import wires
-from nbdist.state.foreign import Entry
+from nbdist.state import collectives
+from nbdist.state.importers import Entry
 from nbdist.strategies import Options
 
 
@@ -34,7 +34,7 @@ def packed(content: bytes) -> torch.Tensor:
     ids=repr,
 )
 def test_plain_values_arrive(value: Any) -> None:
-    assert wires.unpacked(packed(pickle.dumps(value))) == value
+    assert collectives.unpacked(packed(pickle.dumps(value))) == value
 
 
 class Bomb:
@@ -65,5 +65,5 @@ def test_anything_else_is_refused_and_not_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(pickle.UnpicklingError, match="which is no plain value"):
-        wires.unpacked(packed(content))
+        collectives.unpacked(packed(content))
     assert list(tmp_path.iterdir()) == []

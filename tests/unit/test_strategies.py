@@ -288,5 +288,5 @@ def test_an_unreadable_config_file_is_refused(
 
 
 def test_the_table_needs_no_torch() -> None:
-    module = sys.modules["nbdist.strategies.table"]
+    module = sys.modules["nbdist.strategies.backends"]
     assert not {"torch", "accelerate", "yaml"} & vars(module).keys()

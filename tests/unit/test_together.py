@@ -7,9 +7,9 @@ import random
 import pytest
 from jupyter_client.session import DELIM
 
-from nbdist.engines import bundle
-from nbdist.node.together import HOLD_S, Together
-from nbdist.signed import Signer
+from nbdist.cluster import message_batch
+from nbdist.cluster.agent.dedup import HOLD_S, Together
+from nbdist.protocol.signing import Signer
 
 KEY = b"k" * 64
 RANKS = range(4, 8)
@@ -41,7 +41,7 @@ class Node:
         """Ranks and text of what leaves now; of what is no text its kind."""
         found = []
         for ranks, parts in self.together.leave(self.now):
-            message = bundle.read(parts)
+            message = message_batch.read(parts)
             found.append((ranks, message["content"].get("text", message["msg_type"])))
         return found
 

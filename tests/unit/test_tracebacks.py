@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import nbdist
-from nbdist.kernel import tracebacks
-from nbdist.kernel.tracebacks import SECONDARY, grouped, render, summary
-from nbdist.wire import RankError
+from nbdist.output import tracebacks
+from nbdist.output.tracebacks import SECONDARY, grouped, render, summary
+from nbdist.protocol.messages import RankError
 
 RULE = "\x1b[31m" + "-" * 75 + "\x1b[39m"
 PEER_CLOSED = (

@@ -10,15 +10,16 @@ import pytest
 
 import nbdist
 from nbdist.errors import OptionError, RankDied
-from nbdist.kernel import peeking, progress, status_line, whereabouts
-from nbdist.kernel.gang import Gang
-from nbdist.kernel.marks import KEPT, Mark, Marks
-from nbdist.kernel.peeking import Peek
-from nbdist.kernel.progress import Activity, share_in
-from nbdist.kernel.session import Session
-from nbdist.kernel.status_line import StatusLine
-from nbdist.kernel.turns import in_turn
-from nbdist.kernel.whereabouts import Whereabouts
+from nbdist.output import status_line
+from nbdist.output.status_line import StatusLine
+from nbdist.session import model_query, progress, rank_activity
+from nbdist.session.events import KEPT, Mark, Marks
+from nbdist.session.locking import in_turn
+from nbdist.session.model_query import Peek
+from nbdist.session.progress import Activity, share_in
+from nbdist.session.rank_activity import Whereabouts
+from nbdist.session.session import Session
+from nbdist.session.worker_group import Gang
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def startable(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session whose ranks are none."""
     session = nbdist.Session(nproc=2)
     monkeypatch.setattr(session, "_start_ranks", lambda choice, _: choice)
-    monkeypatch.setattr("nbdist.kernel.session._set_current", bool)
+    monkeypatch.setattr("nbdist.session.session._set_current", bool)
     return session
 
 
@@ -211,7 +212,7 @@ def test_two_threads_start_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> No
         return choice
 
     monkeypatch.setattr(session, "_start_ranks", start_ranks)
-    monkeypatch.setattr("nbdist.kernel.session._set_current", bool)
+    monkeypatch.setattr("nbdist.session.session._set_current", bool)
     with session.turn:
         other = in_thread(session.start)
         session.start()
@@ -334,7 +335,7 @@ def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyP
     assert gang.sent[1:] == ["0.1"]
     assert {rank: one["line"] for rank, one in places.now().items()} == {0: 7}
     assert "0,1.0" in gang.routes  # rank 1 may answer it still
-    monkeypatch.setattr(whereabouts, "GIVEN_UP_S", 0.0)
+    monkeypatch.setattr(rank_activity, "GIVEN_UP_S", 0.0)
     places.ask([1])
     assert gang.sent[2:] == ["1.2"]
     assert "0,1.0" not in gang.routes
@@ -362,7 +363,7 @@ def test_one_question_for_a_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert peek.answer() is not None
     assert peek.answer() is None  # told once
     peek.ask("cpu")
-    monkeypatch.setattr(peeking, "GIVEN_UP_S", 0.0)
+    monkeypatch.setattr(model_query, "GIVEN_UP_S", 0.0)
     peek.ask("cpu")
     assert gang.sent == ["0.0", "0.1", "0.2"]
     assert list(gang.routes) == ["0.2"]

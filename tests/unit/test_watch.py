@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nbdist import wire
-from nbdist.launcher import family
-from nbdist.launcher.watch import Watch
+from nbdist.launcher import process_tree
+from nbdist.launcher.exit_watch import Watch
+from nbdist.protocol import messages
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ def rank(watch: Watch, number: int, life: Callable[[], object]) -> int:
     return pid
 
 
-def ends(told: list[wire.LinkMessage]) -> list[wire.RankEnded]:
-    return [message for message in told if isinstance(message, wire.RankEnded)]
+def ends(told: list[messages.LinkMessage]) -> list[messages.RankEnded]:
+    return [message for message in told if isinstance(message, messages.RankEnded)]
 
 
-def born(told: list[wire.LinkMessage]) -> dict[int, int]:
-    return {one.rank: one.pid for one in told if isinstance(one, wire.Born)}
+def born(told: list[messages.LinkMessage]) -> dict[int, int]:
+    return {one.rank: one.pid for one in told if isinstance(one, messages.Born)}
 
 
 def collect(*pids: int) -> None:
@@ -48,7 +48,7 @@ def wait_for_ever() -> None:
 
 @pytest.mark.fault("B9")
 def test_ends_are_told_in_their_order_with_codes_that_stay_to_be_collected() -> None:
-    told: list[wire.LinkMessage] = []
+    told: list[messages.LinkMessage] = []
     watch = Watch(3, told.append)
     pids = [rank(watch, 0, wait_for_ever), rank(watch, 1, lambda: os._exit(0))]
     eventually(lambda: ends(told) and len(born(told)) == 2, within_s=5)
@@ -64,7 +64,7 @@ def test_ends_are_told_in_their_order_with_codes_that_stay_to_be_collected() -> 
 def test_an_end_that_torch_elastic_collected_first_has_its_code_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[wire.LinkMessage] = []
+    told: list[messages.LinkMessage] = []
     watch, read, write = Watch(1, told.append), *os.pipe()
 
     def life() -> None:
@@ -75,7 +75,9 @@ def test_an_end_that_torch_elastic_collected_first_has_its_code_too(
     forked = multiprocessing.get_context("fork").Process(target=life)
     forked.start()
     eventually(lambda: watch._ranks, within_s=5)
-    monkeypatch.setattr("nbdist.launcher.watch._code", lambda _: forked.join())  # it is quicker
+    monkeypatch.setattr(
+        "nbdist.launcher.exit_watch._code", lambda _: forked.join()
+    )  # it is quicker
     os.write(write, b"x")
     eventually(lambda: ends(told), within_s=5)
     watch.close()
@@ -85,7 +87,7 @@ def test_an_end_that_torch_elastic_collected_first_has_its_code_too(
 
 
 def test_an_end_before_the_watch_began_is_told_without_a_code() -> None:
-    told: list[wire.LinkMessage] = []
+    told: list[messages.LinkMessage] = []
     watch = Watch(1, told.append)
     pid = os.fork()
     if pid == 0:
@@ -98,7 +100,7 @@ def test_an_end_before_the_watch_began_is_told_without_a_code() -> None:
 
 @pytest.mark.fault("B10")
 def test_what_was_left_unread_in_the_pipes_is_told() -> None:
-    told: list[wire.LinkMessage] = []
+    told: list[messages.LinkMessage] = []
     watch = Watch(1, told.append)
 
     def speak() -> None:
@@ -130,5 +132,5 @@ def test_a_descendant_that_cannot_be_killed_is_named_in_time(
         def send_signal(self, number: int) -> None:
             """Take no notice."""
 
-    monkeypatch.setattr(family, "_descendants", lambda: [Immortal()])
-    assert family.end_descendants(grace_s=0.05) == [4711]
+    monkeypatch.setattr(process_tree, "_descendants", lambda: [Immortal()])
+    assert process_tree.end_descendants(grace_s=0.05) == [4711]

@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.rank import where
+from nbdist.worker.interrupt import current_line
 
 if TYPE_CHECKING:
     import pytest
@@ -33,7 +33,7 @@ def cell_of(file: str) -> tuple[str, str] | None:
 def asked() -> Any:
     """Ask on another thread, as the control thread does."""
     answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(where.reply(cell_of, STANDING)))
+    thread = threading.Thread(target=lambda: answers.append(current_line.reply(cell_of, STANDING)))
     thread.start()
     thread.join()
     return answers[0]
@@ -74,6 +74,6 @@ def test_outside_of_a_cell_nothing_is_said() -> None:
 def test_between_two_lines_it_is_in_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     code = SimpleNamespace(co_filename=FILE, co_name="<module>", co_firstlineno=1)
     between = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
-    monkeypatch.setattr(where, "_main_frame", lambda: between)
-    said = where.reply(cell_of, STANDING)
+    monkeypatch.setattr(current_line, "_main_frame", lambda: between)
+    said = current_line.reply(cell_of, STANDING)
     assert (said["cell"], said["line"]) == ("In[3]", 1)

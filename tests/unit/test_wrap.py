@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from nbdist.errors import OptionError
-from nbdist.rank import fsdp, wrap
-from nbdist.trace import groups, units
+from nbdist.planner.tracing import fsdp_groups, wrap_units
+from nbdist.worker.engines import fsdp, wrap_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,12 +115,16 @@ def untied() -> Language:
 
 
 CUTS = [
-    (Language, {units.EMBEDDING, units.HEAD}, ["root", *["block"] * 4, "tail"]),
-    (untied, {units.EMBEDDING, units.HEAD}, ["root", "embedding", *["block"] * 4, "tail"]),
+    (Language, {wrap_units.EMBEDDING, wrap_units.HEAD}, ["root", *["block"] * 4, "tail"]),
+    (
+        untied,
+        {wrap_units.EMBEDDING, wrap_units.HEAD},
+        ["root", "embedding", *["block"] * 4, "tail"],
+    ),
     (like_bert, set(), ["root", *["block"] * 4]),
     (lambda: like_t5(tied=True), set(), ["root", *["block"] * 4]),
-    (lambda: like_t5(tied=False), {units.HEAD}, ["root", *["block"] * 4, "tail"]),
-    (Vision, {units.EMBEDDING}, ["root", "embedding", *["block"] * 2]),
+    (lambda: like_t5(tied=False), {wrap_units.HEAD}, ["root", *["block"] * 4, "tail"]),
+    (Vision, {wrap_units.EMBEDDING}, ["root", "embedding", *["block"] * 2]),
     (NoEnds, set(), ["root", *["block"] * 4]),
 ]
 """A model, which of its ends are groups by themselves, and all its groups."""
@@ -131,10 +135,10 @@ def test_ends_are_groups_unless_the_rest_of_the_model_has_a_part_of_them(
     build: Callable[[], nn.Module], own: set[str], roles: list[str]
 ) -> None:
     model = build()
-    assert units.own_ends(model).keys() == own
-    found = groups.groups(model)
+    assert wrap_units.own_ends(model).keys() == own
+    found = fsdp_groups.groups(model)
     assert [group.role for group in found] == roles
-    assert groups.is_tied(model) == (units.are_tied(model) and "tail" in roles)
+    assert fsdp_groups.is_tied(model) == (wrap_units.are_tied(model) and "tail" in roles)
     held = [parameter for group in found for parameter in group.owned]
     assert set(held) == set(model.parameters())
     assert len(held) == len(set(held))
@@ -145,12 +149,12 @@ def test_accelerate_sees_the_ends_that_are_groups_and_the_user_sees_all(
     build: Callable[[], nn.Module], own: set[str]
 ) -> None:
     model = build()
-    before, attributes = units.ends(model), set(vars(model))
+    before, attributes = wrap_units.ends(model), set(vars(model))
     with fsdp.shared_ends_in_root(model):
-        assert units.ends(model) == {name: before[name] for name in own}
-        for name in {units.EMBEDDING, units.HEAD} - own:
+        assert wrap_units.ends(model) == {name: before[name] for name in own}
+        for name in {wrap_units.EMBEDDING, wrap_units.HEAD} - own:
             assert getattr(model, name)() is None
-    assert units.ends(model) == before
+    assert wrap_units.ends(model) == before
     assert set(vars(model)) == attributes
 
 
@@ -169,26 +173,26 @@ def test_a_method_that_the_model_itself_carries_comes_back_after_an_error() -> N
 
 def test_a_block_around_the_input_embedding_is_no_unit() -> None:
     model = Vision()
-    assert units.block_names(model) == {"Patches", "Block"}
-    assert units.units(model) == list(model.blocks)
+    assert wrap_units.block_names(model) == {"Patches", "Block"}
+    assert wrap_units.units(model) == list(model.blocks)
 
 
 def test_an_end_is_a_unit_where_the_user_names_it_and_nothing_else_has_it() -> None:
     names = ["Embedding", "Block"]
-    assert units.units(untied(), names=names)[0].weight.shape == (500, 48)
+    assert wrap_units.units(untied(), names=names)[0].weight.shape == (500, 48)
     model = like_t5(tied=False)
-    assert model.embedding not in units.units(model, names=names)
+    assert model.embedding not in wrap_units.units(model, names=names)
 
 
 def test_blocks_are_those_the_model_names_and_has() -> None:
-    assert units.block_names(Outer()) == {"Block"}
+    assert wrap_units.block_names(Outer()) == {"Block"}
     model = Outer()
-    assert units.units(model) == list(model.base.blocks)
+    assert wrap_units.units(model) == list(model.base.blocks)
 
 
 def test_a_plain_model_is_cut_by_size_without_lists_and_shared_parameters() -> None:
     model = Net()
-    chosen = units.units(model)
+    chosen = wrap_units.units(model)
     assert chosen
     shared = model.embedding.weight
     for unit in chosen:
@@ -200,13 +204,13 @@ def test_a_plain_model_is_cut_by_size_without_lists_and_shared_parameters() -> N
 
 def test_names_can_be_given_and_must_exist() -> None:
     model = Net()
-    assert units.units(model, names=["Block"]) == list(model.blocks)
+    assert wrap_units.units(model, names=["Block"]) == list(model.blocks)
     with pytest.raises(OptionError, match="has no module of class Layer; it has Block"):
-        units.units(model, names=["Layer"])
+        wrap_units.units(model, names=["Layer"])
 
 
 def test_a_small_model_is_one_unit() -> None:
-    assert units.units(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
+    assert wrap_units.units(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
 
 
 def test_checkpointed_units_give_the_same_gradients() -> None:
@@ -216,9 +220,9 @@ def test_checkpointed_units_give_the_same_gradients() -> None:
     model(x).sum().backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    chosen = units.units(model)
-    assert wrap.checkpoint_activations(model, chosen)
-    wrappers = wrap.with_checkpoint_wrappers(model, chosen)
+    chosen = wrap_units.units(model)
+    assert wrap_policy.checkpoint_activations(model, chosen)
+    wrappers = wrap_policy.with_checkpoint_wrappers(model, chosen)
     assert not set(wrappers) & set(chosen)
     model(x).sum().backward()
     after = [parameter.grad for parameter in model.parameters()]

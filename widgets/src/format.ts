@@ -1,4 +1,4 @@
-// How numbers read, here as in nbdist/panel/html.py.
+// How numbers read, here as in nbdist/display/panel_html.py.
 
 const MIB = 2 ** 20;
 const GIB = 2 ** 30;

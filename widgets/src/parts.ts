@@ -1,4 +1,4 @@
-// What memory is used for: one order and one colour each, here and in nbdist/panel/html.py.
+// What memory is used for: one order and one colour each, here and in nbdist/display/panel_html.py.
 
 import type { Part } from "./protocol.ts";
 

@@ -52,7 +52,7 @@ export interface Odd {
   sign: "×" | "▲" | "▼";
 }
 
-/** As words.ODD in nbdist/panel/words.py; a finite value is one without a logarithm. */
+/** As words.ODD in nbdist/display/panel_units.py; a finite value is one without a logarithm. */
 export function oddity(value: number): Odd {
   if (Number.isNaN(value)) return { name: "NaN", sign: "×" };
   if (value === Infinity) return { name: "inf", sign: "▲" };

@@ -40,7 +40,7 @@ export const STALE_S = 7;
 export const PATIENCE_MS = 1000;
 const SAMPLES = 300;
 const MOST_SERIES = 2000;
-/** The kernel sends the points of so many names (MAX_NAMES in nbdist/panel/series.py). */
+/** The kernel sends the points of so many names (MAX_NAMES in nbdist/panel/curves.py). */
 export const SENT_SERIES = 200;
 
 /** As much of a search as the kernel takes. */

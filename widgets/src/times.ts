@@ -5,7 +5,7 @@ import { attribute, h, Keyed, style } from "./dom.ts";
 import { seconds } from "./format.ts";
 import type { ProfiledRank, Span } from "./protocol.ts";
 
-/** As in nbdist/profile/show.py; of middle luminance, as those of memory are. */
+/** As in nbdist/display/profile.py; of middle luminance, as those of memory are. */
 export const COLOURS: Readonly<Record<string, string>> = {
   data: "#986f00",
   copies: "#9b6c41",

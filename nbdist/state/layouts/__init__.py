@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from nbdist.errors import SwitchError
+from nbdist.state.layouts.base import Layout, inside_compiled, is_engine
 from nbdist.state.layouts.ddp import Ddp
+from nbdist.state.layouts.free import free
 from nbdist.state.layouts.fsdp1 import Fsdp1
 from nbdist.state.layouts.fsdp2 import Fsdp2
-from nbdist.state.layouts.gut import free
-from nbdist.state.layouts.layout import Layout, inside_compiled, is_engine
-from nbdist.state.layouts.zero import Zero
 from nbdist.state.layouts.zero3 import Zero3
+from nbdist.state.layouts.zero12 import Zero
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.state.layouts.layout import Layout, Place
+from nbdist.state.layouts.base import Layout, Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

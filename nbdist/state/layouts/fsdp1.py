@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
 from nbdist.errors import SwitchError
-from nbdist.state import wires
-from nbdist.state.layouts.layout import Counts, Layout, Place, bare, check_world, plain
+from nbdist.state import collectives
+from nbdist.state.layouts.base import Counts, Layout, Place, bare, check_world, plain
 from nbdist.state.shards import Shard
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Fsdp1(Layout):
             name: {state: (shard.shape, shard.dtype) for state, shard in tensors.items()}
             for name, tensors in found.items()
         }
-        for others in wires.everyones(kinds):
+        for others in collectives.everyones(kinds):
             for name, states in others.items():
                 for state, (shape, dtype) in states.items():
                     nothing = Shard(shape=shape, dtype=dtype)
@@ -71,7 +71,7 @@ class Fsdp1(Layout):
     def counts(self) -> Counts:
         """As everywhere, with those of what only other ranks have. A collective."""
         found: Counts = {}
-        for others in wires.everyones(super().counts()):
+        for others in collectives.everyones(super().counts()):
             for name, scalars in others.items():
                 found.setdefault(name, scalars)
         return found

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nbdist.errors import SwitchError
-from nbdist.state.layouts.layout import Layout, Place, bare, check_world
+from nbdist.state.layouts.base import Layout, Place, bare, check_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

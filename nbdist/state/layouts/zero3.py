@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import SwitchError
-from nbdist.state import wires
-from nbdist.state.layouts.layout import Place, check_world, is_engine
-from nbdist.state.layouts.zero import OfDeepSpeed
+from nbdist.state import collectives
+from nbdist.state.layouts.base import Place, check_world, is_engine
+from nbdist.state.layouts.zero12 import OfDeepSpeed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -148,9 +148,9 @@ class Zero3(OfDeepSpeed):
 def _part(name: str, parameter: Any, master: tuple[torch.Tensor, int] | None) -> Place:
     """Find this rank's part of a parameter."""
     group = parameter.ds_process_group
-    check_world(wires.size(group), "ZeRO-3")
+    check_world(collectives.size(group), "ZeRO-3")
     size = parameter.ds_tensor.ds_numel
-    start = min(wires.rank(group) * size, parameter.ds_numel)
+    start = min(collectives.rank(group) * size, parameter.ds_numel)
     stop = min(start + size, parameter.ds_numel)
     flat, offset = (parameter.ds_tensor, 0) if master is None else master
     if hasattr(flat, "ds_quant_scale"):

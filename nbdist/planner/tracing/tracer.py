@@ -1,0 +1,311 @@
+"""One micro-batch of a fake module, and the bytes it holds at every moment.
+
+Forward, loss and backward run on fake tensors under a `Footprint`; no value is computed and
+no memory is taken. Hooks at the groups cut the time into parts: a group's forward lasts until
+the next group begins, its backward from the moment that the gradient of its output exists
+until that of its input does. What lies before the first group is the root's. What each part
+of the forward has allocated and still holds at its end is what that group saves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nbdist.planner.tracing.memory_tracker import OTHER, Footprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+    from nbdist.planner.tracing.fsdp_groups import Group
+
+PARAMETERS = "parameters"
+
+
+class Moment(NamedTuple):
+    """What is held after one allocation."""
+
+    held: int
+    """Bytes but for parameters and for the gradients of groups whose backward has begun."""
+    grads: int
+    """Elements of the gradients of the group at work."""
+
+
+Kind = Literal["forward", "exit", "returned", "backward", "end"]
+"""A group's forward begins, ends; the model returns; a group's backward begins; all is over."""
+
+
+class Mark(NamedTuple):
+    """A point of time."""
+
+    kind: Kind
+    place: int
+    """Of the group, among the groups."""
+    moment: int
+    """Index of the first moment from then on."""
+    flops: float
+    """Operations until then."""
+
+
+class Recording(NamedTuple):
+    """One micro-batch."""
+
+    moments: list[Moment]
+    marks: list[Mark]
+    saved: dict[int, int]
+    """Bytes that are left of each group's forward when the backward begins, by place; the
+    model's output is not among them."""
+    passing: dict[int, int]
+    """Bytes that are left of it when the last group has ended, and gone when the model returns:
+    autocast's copies of weights that no operation has saved."""
+    outputs: int
+    """Bytes of the model's output."""
+
+
+def record(
+    model: nn.Module,
+    groups: Sequence[Group],
+    batch: Any,
+    step: Callable[[Any], tuple[torch.Tensor, Any]],
+) -> Recording:
+    """Run one micro-batch.
+
+    Args:
+        model: with fake parameters, its mode and its checkpointing set; it gets gradients.
+        groups: its groups, the root first.
+        batch: nested inputs, for `step`.
+        step: runs the forward; returns the loss, and what the cell's variable would keep.
+    """
+    trace = _Trace(model, batch)
+    removable = [*trace.watch_groups(groups), *trace.watch_gradients(groups)]
+    removable.append(model.register_forward_hook(lambda *_: trace.mark("returned", 0)))
+    try:
+        with trace:
+            trace.mark("forward", 0)
+            loss, outputs = step(batch)
+            saved, passing = trace.forward_is_over(outputs)
+            loss.backward()
+            trace.mark("end", 0)
+    finally:
+        for handle in removable:
+            handle.remove()
+    return Recording(trace.moments, trace.marks, saved, passing, sum(_sizes(outputs).values()))
+
+
+class _Trace(Footprint):
+    """A footprint that writes its history."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        """Know the model's own tensors."""
+        super().__init__(on_change=self._note)
+        self.moments: list[Moment] = []
+        self.marks: list[Mark] = []
+        self.in_forward = True
+        self.flops = 0.0
+        self._formulas = _table()
+        self._at = _saved(0)
+        self._at_exit: Counter[str] = Counter()
+        self._place = 0
+        self._apart = [PARAMETERS]
+        self._grads: dict[int, int] = {}
+        self._hooked = WeakIdKeyDictionary()
+        self.know(PARAMETERS, model.parameters())
+        self.know(_saved(0), [*model.buffers(), *tree_leaves(batch)])
+
+    def mark(self, kind: Kind, place: int) -> None:
+        """Remember a point of time; what is held then is its first moment."""
+        self.marks.append(Mark(kind, place, len(self.moments), self.flops))
+        self._note()
+
+    def forward_is_over(self, outputs: Any) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the bytes that each group has saved, and that it had until the end, by place."""
+        self.in_forward = False
+        left = self.current.copy()
+        for key, size in _sizes(outputs).items():
+            if key in self._known:
+                left[self._known[key].part] -= size
+        self._at = "backward"
+        saved, before = self._by_place(left), self._by_place(self._at_exit)
+        return saved, {place: before[place] - size for place, size in saved.items()}
+
+    def _by_place(self, parts: Counter[str]) -> dict[int, int]:
+        """Bytes of each group that has begun; what came after the last one is the loss's."""
+        places = [mark.place for mark in self.marks if mark.kind == "forward"]
+        last = next((mark.place for mark in reversed(self.marks) if mark.kind == "exit"), None)
+        after = {place: parts[_after(place)] for place in places if place != last}
+        return {place: parts[_saved(place)] + after.get(place, 0) for place in places}
+
+    def watch_groups(self, groups: Sequence[Group]) -> Iterator[Any]:
+        """Hook the modules that begin and end a group's forward."""
+        for place, group in enumerate(groups):
+            for module in group.starts:
+                yield module.register_forward_pre_hook(self._entering(place), with_kwargs=True)
+                yield module.register_forward_hook(self._leaving(place))
+
+    def watch_gradients(self, groups: Sequence[Group]) -> Iterator[Any]:
+        """Hook the parameters, to tell their gradients from what else is held."""
+        for place, group in enumerate(groups):
+            for parameter in group.owned:
+                if parameter.requires_grad:
+                    yield parameter.register_post_accumulate_grad_hook(self._accumulated(place))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Count an operation's bytes and its floating point operations."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if (formula := self._formulas.get(func._overloadpacket)) is not None:  # noqa: SLF001
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, part: str) -> None:
+        """Count a new storage where it came up."""
+        super()._add(storage, self._at if part == OTHER else part)
+
+    def _note(self) -> None:
+        """Write down what is held now."""
+        apart = sum(self.current[part] for part in self._apart)
+        self.moments.append(Moment(self.total - apart, self._grads.get(self._place, 0)))
+
+    def _entering(self, place: int) -> Callable[..., None]:
+        """A hook for the begin of a group's forward; recomputation is not one."""
+
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.in_forward and not self._begun("forward", place):
+                # Gradients of the inputs end this group's backward: its predecessor's begins.
+                self._hook((args, kwargs), self._last_begun())
+                self._at = _saved(place)
+                self.mark("forward", place)
+
+        return hook
+
+    def _leaving(self, place: int) -> Callable[..., None]:
+        """A hook for the end of a group's forward."""
+
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if self.in_forward:
+                self._hook(output, place)
+                self._at = _after(place)
+                self._at_exit = self.current.copy()
+                self.mark("exit", place)
+
+        return hook
+
+    def _accumulated(self, place: int) -> Callable[[torch.Tensor], None]:
+        """A hook for a gradient that is complete."""
+
+        def hook(parameter: torch.Tensor) -> None:
+            self._count_as_made(place, parameter.numel() * parameter.element_size())
+            self.know(_gradients(place), [parameter.grad])
+            self._grads[place] = self._grads.get(place, 0) + parameter.numel()
+
+        return hook
+
+    def _count_as_made(self, place: int, size: int) -> None:
+        """Count a gradient as made when its group's backward was over, as engines do.
+
+        The gradient of a tied weight waits for that of its second use; until then autograd
+        holds it, not the parameter.
+        """
+        begun = [mark for mark in self.marks if mark.kind == "backward"]
+        places = [mark.place for mark in begun]
+        if self._place == place or place not in places:
+            return
+        over = begun[places.index(place) + 1].moment
+        for index in range(over, len(self.moments)):
+            moment = self.moments[index]
+            self.moments[index] = moment._replace(held=moment.held - size)
+
+    def _hook(self, values: Any, place: int) -> None:
+        """Let a group's backward begin when one of these tensors has its gradient."""
+        for tensor in tree_leaves(values):
+            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+                continue
+            if tensor not in self._hooked:
+                self._hooked[tensor] = True
+                tensor.register_hook(lambda _: self._begin_backward(place))
+
+    def _begin_backward(self, place: int) -> None:
+        """Begin a group's backward, once."""
+        if not self.in_forward and not self._begun("backward", place):
+            self._place = place
+            self._apart.append(_gradients(place))
+            self.mark("backward", place)
+
+    def _begun(self, kind: str, place: int) -> bool:
+        """Whether a group's part has begun."""
+        return any(mark.kind == kind and mark.place == place for mark in self.marks)
+
+    def _last_begun(self) -> int:
+        """The group whose forward began last."""
+        return [mark.place for mark in self.marks if mark.kind == "forward"][-1]
+
+
+def _gradients(place: int) -> str:
+    """Name of the part of a group's gradients."""
+    return f"gradients {place}"
+
+
+def _saved(place: int) -> str:
+    """Name of the part of what a group's forward has made."""
+    return f"saved {place}"
+
+
+def _after(place: int) -> str:
+    """Name of the part of what was made after it, before the next group."""
+    return f"after {place}"
+
+
+def _sizes(values: Any) -> dict[int, int]:
+    """Bytes of the storages of the tensors among some values."""
+    tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+    storages = [one.untyped_storage() for one in tensors]
+    return {one._cdata: one.nbytes() for one in storages}  # noqa: SLF001
+
+
+def _attention_flops(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    """Operations of a fused attention's forward."""
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_flops(
+    _: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any
+) -> float:
+    """Operations of its backward: five products for the forward's two."""
+    return 2.5 * _attention_flops(query, key, value)
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Operations of a product in groups: each row of one side meets one group."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _grouped_backward_flops(
+    _: Any, right: torch.Tensor, __: Any, grad: torch.Tensor, **___: Any
+) -> int:
+    """Operations of the two products of its backward."""
+    return 4 * grad.numel() * right.shape[-2]
+
+
+def _table() -> dict[Any, Callable[..., float]]:
+    """Operations by kind; torch's table lacks the CPU's attention and the grouped product."""
+    aten, own = torch.ops.aten, torch.ops.transformers
+    table: dict[Any, Callable[..., float]] = {
+        **flop_registry,
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,  # noqa: SLF001
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,  # noqa: SLF001
+        aten._grouped_mm: _grouped_flops,  # noqa: SLF001
+    }
+    if hasattr(own, "grouped_mm_fallback"):  # transformers with experts is loaded
+        table[own.grouped_mm_fallback] = _grouped_flops
+        table[own.grouped_mm_fallback_backward] = _grouped_backward_flops
+    return table
