@@ -62,7 +62,7 @@ class Cluster(Protocol):
         """
 
     def start(self, tickets: Sequence[str]) -> None:
-        """Run `nbdist.cluster.agent.serve.serve(ticket)` on each place, in a process that ends with it.
+        """Run `nbdist.cluster.agent.serve.serve(ticket)` on each place, in a process of its own.
 
         A ticket is a secret: it goes over stdin or the cluster's own authenticated channel, never
         into a command line, an environment or a log.

@@ -193,7 +193,8 @@ def _spoken(device: DeviceView) -> str:
     """The bar in words."""
     return (
         f"{device['name']}: {panel_units.size(device['used_bytes'])} used, predicted"
-        f" {panel_units.size(device['predicted_bytes'])}, of {panel_units.size(device['capacity_bytes'])}"
+        f" {panel_units.size(device['predicted_bytes'])}, of"
+        f" {panel_units.size(device['capacity_bytes'])}"
     )
 
 

@@ -141,7 +141,8 @@ def _device(device: DeviceView) -> str:
     )
     return (
         f"  {device['name']:<22} {bar} {panel_units.size(device['used_bytes'])} of"
-        f" {panel_units.size(device['capacity_bytes'])}, peak {panel_units.size(device['peak_bytes'])}"
+        f" {panel_units.size(device['capacity_bytes'])}, peak"
+        f" {panel_units.size(device['peak_bytes'])}"
         f"{predicted}{others}{', ' if doing else ''}{doing}"
     )
 

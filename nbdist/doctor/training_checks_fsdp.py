@@ -79,7 +79,8 @@ def small_units(case: Case) -> Finding | None:
     waits = case.exposed(GATHERS)
     if count < MANY or num_bytes >= SMALL_BYTES or waits < WAITS:
         return None
-    # nbdist/planner/tracing/wrap_units.py cuts by size as accelerate/utils/fsdp_utils.py's policy does.
+    # nbdist/planner/tracing/wrap_units.py cuts by size as accelerate/utils/fsdp_utils.py's policy
+    # does.
     changed = _eighths(case)
     now = int(case.fsdp("min_num_params") or 0)
     return note(

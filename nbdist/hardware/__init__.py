@@ -1,1 +1,1 @@
-"""TODO."""
+"""GPUs, memory and processes of this machine, through NVML and /proc."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""`%%distribute` and `%nbdist`: parse a line, call the session, print the result."""

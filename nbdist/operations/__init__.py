@@ -1,1 +1,4 @@
-"""TODO."""
+"""Requests that all ranks carry out together: switch, resize, export, import, calibrate.
+
+The notebook's side; `nbdist.worker.operations` has the ranks' side under the same names.
+"""

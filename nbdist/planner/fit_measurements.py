@@ -1,6 +1,7 @@
 """What the planner takes from a calibration and from profiles of the user's own loop.
 
-A calibration (`worker.benchmarks.communication`) replaces what was known of these ranks. A profile says what
+A calibration (`worker.benchmarks.communication`) replaces what was known of these ranks. A profile
+says what
 collectives took beside real work, and how fast a training loop really computes: the speeds are
 found at which the model of `cost` takes the measured time.
 """

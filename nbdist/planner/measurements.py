@@ -1,8 +1,8 @@
 """How fast this machine was measured to be: links between ranks, computing, disk; pure.
 
 The catalogue says what a link or a device reaches typically; here is what ranks measured, on
-request (`worker.benchmarks.communication`) or while the user's own loop was profiled (`learning`). `known` keeps
-it; each kind reads its entries itself, and takes none that cannot be.
+request (`worker.benchmarks.communication`) or while the user's own loop was profiled (`learning`).
+`known` keeps it; each kind reads its entries itself, and takes none that cannot be.
 
 Sizes are in bytes of the full tensor (all_gather's output, reduce_scatter's input), times in
 seconds, speeds in bytes/s and FLOP/s.

@@ -2,7 +2,8 @@
 
 Watched as a cell is: who waits for whom is told after a few seconds, ranks that wait for one that
 has failed are freed, and Stop goes from stage to stage (`session.interrupt`). On the ranks Stop is
-heard where a phase ends (`worker.interrupt.interrupt_flag`); where that takes long, the phase is cut.
+heard where a phase ends (`worker.interrupt.interrupt_flag`); where that takes long, the phase is
+cut.
 
 A second Stop returns the prompt even if the ranks go on. The request is then `detached`: it stays
 the session's `Gang.joint`, the reader thread watches it, a third Stop ends the ranks, and

@@ -85,8 +85,8 @@ _UNKNOWN = messages.HoldReply(begun=0, next_s=math.inf)
 
 Kind = Literal["cell", "request", "repair"]
 """What is stopped: a cell; a request whose ranks hear the first interrupt where a phase ends
-(`worker.interrupt.interrupt_flag`); or a repair (of groups and engines), which must not be stopped half-way: the first
-Stop does nothing, and it is given up without a Stop where no rank moves."""
+(`worker.interrupt.interrupt_flag`); or a repair (of groups and engines), which must not be stopped
+half-way: the first Stop does nothing, and it is given up without a Stop where no rank moves."""
 
 
 class Stage(enum.IntEnum):

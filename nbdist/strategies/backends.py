@@ -209,7 +209,8 @@ class Strategy:
             "train_micro_batch_size_per_gpu": "auto",
             "train_batch_size": "auto",
             "gradient_accumulation_steps": "auto",
-            # A Trainer fills "auto" with its max_grad_norm, `worker.engines.deepspeed` with 0: no clipping.
+            # A Trainer fills "auto" with its max_grad_norm, `worker.engines.deepspeed` with 0: no
+            # clipping.
             "gradient_clipping": options.clip or "auto",
             "zero_allow_untested_optimizer": True,
             "zero_optimization": zero,

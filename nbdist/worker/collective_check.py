@@ -8,7 +8,8 @@ the same: nothing has begun then, and the group stays usable. torch's own check
 takes 2 ms for each collective.
 
 A collective that is called with `async_op` does not wait, for programs may rely on it; it looks
-at those that are there. DDP calls from C++, past all of this: `worker.interrupt.abort_collectives` is for that.
+at those that are there. DDP calls from C++, past all of this: `worker.interrupt.abort_collectives`
+is for that.
 """
 
 from __future__ import annotations

@@ -228,7 +228,8 @@ def test_nccl_watchdog_ends_no_rank_whose_groups_were_aborted(session: Session) 
 def test_the_old_groups_are_aborted_before_a_new_one_is_used(session: Session) -> None:
     """NCCL would run the proof behind a collective that another rank has never begun."""
     session.run("""
-        from nbdist.worker import process_group as group; from nbdist.worker.interrupt import abort_collectives as release
+        from nbdist.worker import process_group as group
+        from nbdist.worker.interrupt import abort_collectives as release
         order, abort, prove = [], release._abort_groups, group.prove
         release._abort_groups = lambda: (order.append("abort"), abort())
         group.prove = lambda **how: (order.append("prove"), prove(**how))

@@ -59,7 +59,8 @@ PATCHED = textwrap.dedent(
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from torch._C._distributed_c10d import Work
-    from nbdist.worker import collective_check as collectives; from nbdist.worker.engines import deepspeed as zero
+    from nbdist.worker import collective_check as collectives
+    from nbdist.worker.engines import deepspeed as zero
     import accelerate.data_loader, threading
     from torch.utils.data import dataloader
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.planner import (
+    cluster_spec,
     device_parser,
     memory_calibration,
     memory_model,
@@ -103,7 +104,7 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def cluster(self) -> devices.Cluster:
+    def cluster(self) -> cluster_spec.Cluster:
         """The devices."""
         return device_parser.parse(self.devices)
 

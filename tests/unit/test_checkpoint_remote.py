@@ -277,6 +277,7 @@ def test_urls_and_folders_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_fsspec_is_imported_when_a_url_is_used() -> None:
-    code = "import sys; import nbdist.magics.magics, nbdist.session.session; print('fsspec' in sys.modules)"
+    modules = "sys, nbdist.magics.magics, nbdist.session.session"
+    code = f"import {modules}; print('fsspec' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"

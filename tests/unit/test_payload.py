@@ -15,9 +15,10 @@ import torch
 
 from nbdist.errors import PayloadError
 from nbdist.protocol import serialization
-from nbdist.protocol.serialization import format, reader
+from nbdist.protocol.serialization import format as payload_format
+from nbdist.protocol.serialization import reader
 
-TORCH_DTYPES = sorted(format.TORCH_DTYPES)
+TORCH_DTYPES = sorted(payload_format.TORCH_DTYPES)
 
 
 @pytest.fixture
@@ -392,7 +393,7 @@ def loop() -> list[object]:
 
 def deep() -> object:
     value: object = 1
-    for _ in range(format.MAX_DEPTH + 1):
+    for _ in range(payload_format.MAX_DEPTH + 1):
         value = [value]
     return value
 
@@ -494,8 +495,12 @@ def test_a_hostile_message_is_refused(node: object) -> None:
 
 def forged(tree: object, buffers: bytes = b"", *, length: int | None = None) -> bytes:
     text = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
-    head = format.MAGIC + (len(text) if length is None else length).to_bytes(8, "little") + text
-    return head.ljust(format.aligned(len(head)), b"\0") + buffers
+    head = (
+        payload_format.MAGIC
+        + (len(text) if length is None else length).to_bytes(8, "little")
+        + text
+    )
+    return head.ljust(payload_format.aligned(len(head)), b"\0") + buffers
 
 
 HUGE = 1 << 40
@@ -508,7 +513,7 @@ HUGE = 1 << 40
         b"",
         b"nbdist",
         b"\x80\x04garbage" * 20,
-        format.MAGIC,
+        payload_format.MAGIC,
         forged([[], 1], length=HUGE),
         forged([[], 1], length=2**64 - 1),
         forged([[], 1])[:-1],

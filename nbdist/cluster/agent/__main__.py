@@ -1,4 +1,4 @@
-"""Entry point of an agent: `python -m nbdist.cluster.agent`, with the ticket as a line of its input.
+"""Entry point of an agent: `python -m nbdist.cluster.agent` reads its ticket from standard input.
 
 The agent ends when that input does: whoever has started it is gone.
 """

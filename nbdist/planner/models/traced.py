@@ -1,7 +1,7 @@
 """A model by a trace of it: any `nn.Module`, any architecture of transformers.
 
-`Traced` holds plain numbers, so it needs no torch; the trace itself (`nbdist.planner.tracing`) runs in
-a child process on fake tensors: no data, no GPU, no code of a model's author.
+`Traced` holds plain numbers, so it needs no torch; the trace itself (`nbdist.planner.tracing`)
+runs in a child process on fake tensors: no data, no GPU, no code of a model's author.
 
 Every byte count is a line in the batch size, found at the batch size that was asked for and
 at twice that; the sequence length is the traced one.
@@ -51,8 +51,8 @@ class Traced:
     seq_len: int | None
     """Tokens of a sample of the trace; None for a model that does not take tokens."""
     passes: Mapping[str, Mapping[str, Any]]
-    """Figures by way of computing, as `planner.tracing.trace_runs` names and makes them; {"error": why} where
-    the model fails in it."""
+    """Figures by way of computing, as `planner.tracing.trace_runs` names and makes them;
+    {"error": why} where the model fails in it."""
     notes: tuple[str, ...] = ()
     depth: Literal["traced"] = "traced"
 

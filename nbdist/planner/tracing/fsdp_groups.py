@@ -2,8 +2,8 @@
 
 `fsdp2_prepare_model` of accelerate 1.15 shards each unit, the input embedding, a tail of
 final norm and head, and, as the root, what is left. With tied weights the embedding goes
-with the tail; `worker.engines.fsdp` leaves both in the root where the rest of the model has a part of
-them. A parameter belongs to the innermost group that holds it.
+with the tail; `worker.engines.fsdp` leaves both in the root where the rest of the model has a part
+of them. A parameter belongs to the innermost group that holds it.
 """
 
 from __future__ import annotations

@@ -56,8 +56,9 @@ def figures(
         return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         message = (
-            f"the model could not be traced ({trace_runs.reason(model, error)}); give example inputs that"
-            " its forward takes, nbdist.plan(model, inputs=...), or plan for a size such as '7b'."
+            f"the model could not be traced ({trace_runs.reason(model, error)}); give"
+            " example inputs that its forward takes, nbdist.plan(model, inputs=...), or plan"
+            " for a size such as '7b'."
         )
         return {"error": message}
 

@@ -393,7 +393,8 @@ def check_world(group_size: int, what: str) -> None:
     """Refuse a cut over fewer ranks than there are."""
     if group_size != collectives.size():
         message = (
-            f"{what} cuts this model over {group_size} of {collectives.size()} ranks and repeats it on"
+            f"{what} cuts this model over {group_size} of {collectives.size()} ranks and repeats it"
+            " on"
             " the others; nbdist moves state that is cut over all ranks: leave out that option."
         )
         raise SwitchError(message)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Short measurements: bandwidth between ranks and devices, and of a disk."""

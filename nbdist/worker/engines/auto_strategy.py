@@ -1,7 +1,7 @@
 """`--auto`: the options of the engine, decided at the first `prepare()` by all ranks together.
 
-Runs on every rank, called by `worker.engines.accelerator` before it builds the engine. The ranks gather
-what is free on each device; rank 0 looks at the real model, optimizer and loader, asks the
+Runs on every rank, called by `worker.engines.accelerator` before it builds the engine. The ranks
+gather what is free on each device; rank 0 looks at the real model, optimizer and loader, asks the
 planner and sends its decision to all, so all decide the same or fail with the same sentence.
 """
 

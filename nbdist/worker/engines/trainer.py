@@ -1,7 +1,8 @@
 """HF Trainer under the session's strategy; runs on a rank.
 
 A Trainer makes its own `Accelerator()`, which takes the session's engine as any other
-does (`worker.engines.accelerator`). Clipping, accumulation and precision are also TrainingArguments of
+does (`worker.engines.accelerator`). Clipping, accumulation and precision are also
+TrainingArguments of
 its own: what these leave at its default comes from the session, and two different values are
 refused. Under --auto the engine is decided here, before Trainer builds it.
 """

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Interrupts on a rank: stop at an optimizer step, report progress, abort collectives."""

@@ -10,7 +10,8 @@ between the ranks are closed.
 
 The order matters: NCCL's watchdog takes a connection that is closed before the abort for an error.
 The groups stay in torch's registry, because FSDP2 and DeepSpeed look them up by name and rank
-while `worker.operations.recover` takes their engines apart and makes new groups. A second release is harmless.
+while `worker.operations.recover` takes their engines apart and makes new groups. A second release
+is harmless.
 """
 
 from __future__ import annotations

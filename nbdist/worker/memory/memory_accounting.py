@@ -1,6 +1,7 @@
 """Which tensors of a rank are for what: parameters, gradients, optimizer state and so on.
 
-Runs on a rank, for `worker.memory.memory_probe` and `worker.memory.oom_advice`. Knows where each engine keeps what it
+Runs on a rank, for `worker.memory.memory_probe` and `worker.memory.oom_advice`. Knows where each
+engine keeps what it
 holds between steps: torch's modules and optimizers, FSDP1's flat parameters, DeepSpeed's
 ZeRO optimizers (attribute names of torch 2.13 and deepspeed 0.19). Parts are named as in
 `planner.memory_model`.

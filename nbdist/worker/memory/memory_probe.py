@@ -1,10 +1,10 @@
 """What this rank's training really holds, measured by itself in the third optimizer step.
 
-Runs on a rank. `worker.engines.accelerator` calls `meet` and `watch` around each `prepare()`; from then
-on two hooks count: the prepared model's forward and the prepared optimizer's step. From the
+Runs on a rank. `worker.engines.accelerator` calls `meet` and `watch` around each `prepare()`; from
+then on two hooks count: the prepared model's forward and the prepared optimizer's step. From the
 first forward after the second step to the end of the third, CPU ranks see every operation
-through `planner.tracing.memory_tracker`; a GPU's allocator counts by itself, from there on for good. Before
-and after that one step a hook costs microseconds. A new `prepare()` starts anew.
+through `planner.tracing.memory_tracker`; a GPU's allocator counts by itself, from there on for
+good. Before and after that one step a hook costs microseconds. A new `prepare()` starts anew.
 
 Optimizer state exists by then, and ZeRO-3 has its trace: `planner.memory_model` predicts that step.
 """

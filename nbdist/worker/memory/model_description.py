@@ -1,8 +1,8 @@
 """A model of this rank as the planner sees it; runs on a rank.
 
 A prepared model is in pieces or inside an engine, so what is described is its twin without
-data, which `worker.memory.memory_probe` made before `prepare()`. Looking at a model happens in a child
-process (`planner.tracing.trace_module`): neither the model nor a random state changes.
+data, which `worker.memory.memory_probe` made before `prepare()`. Looking at a model happens in a
+child process (`planner.tracing.trace_module`): neither the model nor a random state changes.
 """
 
 from __future__ import annotations

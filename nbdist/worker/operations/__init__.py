@@ -1,1 +1,1 @@
-"""TODO."""
+"""Operations that all ranks carry out together: save, load, switch, resize, export, import."""

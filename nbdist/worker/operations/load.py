@@ -251,7 +251,8 @@ class Load:
             self._check_state(carried, one)
             if one.schedules and self._manifest.world_size != collectives.size():
                 self.report.notes.append(
-                    f"Accelerate advances a schedule once a rank: {collectives.size()} at a step, and"
+                    f"Accelerate advances a schedule once a rank: {collectives.size()} at a step,"
+                    " and"
                     f" {self._manifest.world_size} then"
                 )
         self._places = self._find_places()

@@ -332,7 +332,8 @@ def left_behind(one: Trained) -> list[str]:
     if not hooked:
         return []
     note = (
-        f"gradient hooks of {len(hooked)} parameters ({meta_model.plain(hooked[0])}) are not carried;"
+        f"gradient hooks of {len(hooked)} parameters ({meta_model.plain(hooked[0])}) are not"
+        " carried;"
         " register them again"
     )
     return [note]

@@ -1,8 +1,8 @@
 """What a step's tensors are for, and which lines of the cells allocated them; runs on a rank.
 
 One step is counted, after those whose time is told: counting takes time. On CPU ranks
-`planner.tracing.memory_tracker` sees each operation; on a GPU the allocator does, and its snapshot is written
-for PyTorch's memory viewer.
+`planner.tracing.memory_tracker` sees each operation; on a GPU the allocator does, and its snapshot
+is written for PyTorch's memory viewer.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Re-running the cell that prepares a model is the normal way to work in a notebook. Accelerate
 1.15 keeps every model, optimizer, scheduler and loader that it ever prepared, and DeepSpeed
-0.19 every engine, so a GPU would be full after a few runs. `worker.engines.accelerator` calls `know`
+0.19 every engine, so a GPU would be full after a few runs. `worker.engines.accelerator` calls
+`know`
 for each Accelerator and `let_go` before a new model is prepared; `worker.engines.deepspeed` calls
 `let_engines_go`.
 """
