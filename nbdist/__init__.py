@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# The package `nbdist.plan` bears the name of its function: importing the function here, after
-# the package was bound to the name, lets the function have it.
-# So with `nbdist.doctor`.
+# The packages `nbdist.doctor` and `nbdist.session` have the names of public functions. Python binds
+# a package to its name when it is first imported: that happens here, before the functions are bound.
+import nbdist.session as _session_package  # noqa: F401
 from nbdist.doctor import doctor
 from nbdist.planner import plan
 

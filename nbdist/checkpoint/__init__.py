@@ -24,7 +24,7 @@ allow-list, nothing is a link, sizes and checksums come before content (strict, 
 from __future__ import annotations
 
 from nbdist.checkpoint.catalog import Entry, entries, find, latest, opened
-from nbdist.checkpoint.commit import abort, begin, commit
+from nbdist.checkpoint.commit_protocol import abort, begin, commit
 from nbdist.checkpoint.download import Brought
 from nbdist.checkpoint.manifest import FilePart, Group, Key, Manifest, Optimizer
 from nbdist.checkpoint.rank_reports import Told, failed, keys, parts, report, told

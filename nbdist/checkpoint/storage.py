@@ -6,8 +6,7 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Protocol
 
-from nbdist.checkpoint import catalog, rank_reports, retention
-from nbdist.checkpoint import commit as checkpoint_commit
+from nbdist.checkpoint import catalog, commit_protocol, rank_reports, retention
 from nbdist.checkpoint.url import Url
 from nbdist.checkpoint.url_storage import Remote
 from nbdist.checkpoint.writer import Writer
@@ -111,7 +110,7 @@ class Folder:
 
     def begin(self, name: str, *, overwrite: bool, size_bytes: int) -> FolderDraft:
         """Make the private folder that all ranks write into."""
-        made = checkpoint_commit.begin(self.root, name, overwrite=overwrite, size_bytes=size_bytes)
+        made = commit_protocol.begin(self.root, name, overwrite=overwrite, size_bytes=size_bytes)
         return FolderDraft(made)
 
     def draft(self, name: str, number: str) -> FolderDraft:  # noqa: ARG002 - the number is enough
@@ -164,8 +163,8 @@ class FolderDraft:
 
     def commit(self, name: str, manifest: Manifest, *, overwrite: bool) -> Path:
         """Give it its name."""
-        return checkpoint_commit.commit(self.folder, name, manifest, overwrite=overwrite)
+        return commit_protocol.commit(self.folder, name, manifest, overwrite=overwrite)
 
     def abort(self) -> None:
         """Remove it."""
-        checkpoint_commit.abort(self.folder)
+        commit_protocol.abort(self.folder)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
+from nbdist.session import session as session_module
 from tests.kept import keeper
 from tests.live_kernel import LiveKernel
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def one_launcher() -> Iterator[None]:
     """Sessions take over the launcher of those before; in tests/faults each starts its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nbdist.session.session.LocalEngine", lambda: keeper)
+        patch.setattr(session_module, "LocalEngine", lambda: keeper)
         yield
 
 

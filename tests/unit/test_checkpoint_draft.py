@@ -14,7 +14,7 @@ import pytest
 import saved
 
 from nbdist import checkpoint
-from nbdist.checkpoint import commit, durable_io, retention
+from nbdist.checkpoint import commit_protocol, durable_io, retention
 from nbdist.errors import CheckpointError
 from nbdist.hardware import process_identity
 
@@ -548,6 +548,6 @@ def test_savers_and_a_reader_at_once(root: Path) -> None:
     assert not errors
     assert len(seen) > 3
     assert set(seen) <= allowed
-    checkpoint.abort(commit.begin(root, "z"))
+    checkpoint.abort(commit_protocol.begin(root, "z"))
     assert hidden(root) == []
     assert retention.keep(root, 1, written="a") != []

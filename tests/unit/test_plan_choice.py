@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from nbdist import strategies
 from nbdist.display.plan import html
 from nbdist.errors import OptionError, PlanError
 from nbdist.magics import magics
-from nbdist.planner import optimizers, search, suggestions
+from nbdist.planner import search, suggestions
 
 if TYPE_CHECKING:
     from nbdist.planner.result import Plan
@@ -441,9 +442,9 @@ def test_no_torch_is_imported_for_a_config() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_package_keeps_its_name_beside_the_function() -> None:
-    import nbdist.plan as by_import
+def test_functions_keep_their_names_beside_packages_of_the_same_name() -> None:
+    import_module("nbdist.session.session")
+    import_module("nbdist.doctor.report")
 
-    assert callable(nbdist.plan)
-    assert by_import is nbdist.plan
-    assert optimizers.lookup("adamw").state == 8
+    assert nbdist.session() is None
+    assert callable(nbdist.doctor)

@@ -50,8 +50,8 @@ class Bomb:
     [
         pickle.dumps(Bomb()),
         pickle.dumps({"a": [Bomb()]}),
-        b"cnbdist.launcher.family\nos.system\n.",
-        b"cnbdist.launcher.family\nend_descendants\n)R.",
+        b"cnbdist.launcher.process_tree\nos.system\n.",
+        b"cnbdist.launcher.process_tree\nend_descendants\n)R.",
         b"cnbdist.state.wires\npickle.loads\n.",
         b"ctorch\nload\n.",
         b"cbuiltins\neval\n(S'1'\ntR.",

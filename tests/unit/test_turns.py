@@ -13,6 +13,7 @@ from nbdist.errors import OptionError, RankDied
 from nbdist.output import status_line
 from nbdist.output.status_line import StatusLine
 from nbdist.session import model_query, progress, rank_activity
+from nbdist.session import session as session_module
 from nbdist.session.events import KEPT, Mark, Marks
 from nbdist.session.locking import in_turn
 from nbdist.session.model_query import Peek
@@ -98,7 +99,7 @@ def startable(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session whose ranks are none."""
     session = nbdist.Session(nproc=2)
     monkeypatch.setattr(session, "_start_ranks", lambda choice, _: choice)
-    monkeypatch.setattr("nbdist.session.session._set_current", bool)
+    monkeypatch.setattr(session_module, "_set_current", bool)
     return session
 
 
@@ -212,7 +213,7 @@ def test_two_threads_start_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> No
         return choice
 
     monkeypatch.setattr(session, "_start_ranks", start_ranks)
-    monkeypatch.setattr("nbdist.session.session._set_current", bool)
+    monkeypatch.setattr(session_module, "_set_current", bool)
     with session.turn:
         other = in_thread(session.start)
         session.start()
