@@ -1,4 +1,4 @@
-"""Checkpoints on disk; pure, used by the kernel and the ranks, needs no torch.
+"""Checkpoints on disk or at a URL; pure, used by the kernel and the ranks, needs no torch.
 
     nbdist.state.shard_io              tensors of this process
          |        ^

@@ -1,4 +1,4 @@
-"""Where ranks are, and how they are reached: this machine, or the nodes of a cluster.
+"""Where launchers run: on this machine, or on the nodes of Ray or Slurm through agents.
 
 An engine gives a fleet: something that holds launchers and the channels to their ranks. To the
 rooms above all fleets are alike. Runs in the notebook's kernel (`processes`, `local` and

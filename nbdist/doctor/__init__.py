@@ -1,4 +1,4 @@
-"""`%nbdist doctor`: is this machine fit, what disturbs, and what to do about it.
+"""`%nbdist doctor`: checks of this machine, each with what to do about a problem.
 
 Runs in the kernel, with or without a session; imports no torch, starts no rank, changes
 nothing. Each module looks at one thing and gives findings; `diagnosis` puts them together.

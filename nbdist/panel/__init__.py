@@ -1,4 +1,4 @@
-"""What a session is doing, to look at: predicted memory beside live devices, curves, buttons.
+"""The live panel: predicted and actual memory, curves, ranks, and buttons that run commands.
 
 Runs in the notebook's kernel, without torch. One picture of the session (`picture`) has three
 faces: a live widget (`widget`, with its front end in widgets/), HTML without script (`html`) and

@@ -1,4 +1,4 @@
-"""The planner: what fits on which GPUs under which strategy, what is fastest, and why.
+"""Predicts which strategies fit on which devices, how fast a step is, and which one to use.
 
 Pure arithmetic on a model's shape, in any process. Read in this order: `spec` (a model as the
 planner sees it) from `closed` (formulas) or `traced`; `memory` with the stories of the engines

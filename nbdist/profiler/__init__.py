@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and what would make it faster.
+"""Finds the bottleneck of a training step and estimates what a change would gain.
 
 Pure arithmetic on what ranks have measured, in the kernel. Read in this order: `figures` (what
 a rank sends), `compared` (whom ranks wait for), `result` (all of it, the verdict first),

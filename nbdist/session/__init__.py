@@ -1,1 +1,1 @@
-"""What runs in the notebook's own process: sessions, cells, output. Never imports torch."""
+"""The notebook's side of a session: start ranks, run cells, collect metrics. Never imports torch."""

@@ -1,4 +1,4 @@
-"""Training state of a living model: where each engine keeps it, and how it moves between them.
+"""Sharded training state: where each engine keeps it, and how it is resharded between them.
 
 Runs on ranks, with torch; knows checkpoints, but neither the session nor the kernel. The one
 form that all engines share: per parameter (and per element-wise tensor of optimizer state)

@@ -1,4 +1,4 @@
-"""The backends: one table, the options of a session, the user's own config files; pure.
+"""The backends in one table, the options of a session, and users' own config files; pure.
 
 table   Options, Hardware, and a Strategy for each backend
 files   --fsdp-config and --deepspeed-config

@@ -1,1 +1,1 @@
-"""What runs on a rank. torch lives here; nothing of it is imported in the kernel."""
+"""Everything that runs on a rank."""

@@ -10,48 +10,42 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "nbdist"
-PURE = {"errors", "machine", "strategies", "wire", "payload", "ranks", "owner", "shared_memory"}
-PURE |= {"builds", "paths", "readings", "redacted", "signed", "unstopped", "wire_nodes"}
+PURE = {"errors", "hardware", "paths", "protocol", "rank_sets", "redaction", "signals"}
+PURE |= {"strategies"}
 MAY_IMPORT = {
-    "errors": {"wire"},
-    "wire": set(),
-    "wire_nodes": set(),
-    "owner": set(),
-    "shared_memory": {"owner"},
-    "machine": set(),
-    "readings": {"machine"},
+    "errors": {"protocol"},
+    "hardware": set(),
     "paths": {"errors"},
-    "redacted": set(),
-    "signed": set(),
-    "ranks": {"errors"},
-    "payload": {"errors", "unstopped"},
-    "unstopped": set(),
-    "checkpoint": {"errors", "owner", "redacted"},
+    "redaction": set(),
+    "rank_sets": {"errors"},
+    "signals": set(),
+    "protocol": {"errors", "signals"},
+    "checkpoint": {"errors", "hardware", "redaction"},
     "strategies": {"errors", "paths"},
-    "trace": {"errors"},
     "state": {"errors", "checkpoint"},
-    "plan": {"errors", "machine", "paths", "strategies", "trace"},
-    "profile": {"errors", "plan", "ranks", "strategies", "wire"},
+    "planner": {"display", "errors", "hardware", "paths", "strategies"},
+    "profiler": {"display", "errors", "planner", "rank_sets", "strategies", "protocol"},
+    # texts and pages of what these packages compute
+    "display": {"output", "panel", "planner", "profiler"},
     # "" for the version that nodes must have, and for the folder that Ray brings to them
-    "engines": {"", "machine", "errors", "owner", "redacted", "shared_memory", "signed", "wire"}
-    | {"readings", "wire_nodes"},
-    "node": {"", "engines", "errors", "machine", "readings", "wire", "wire_nodes"},
+    "cluster": {"", "errors", "hardware", "protocol", "redaction"},
+    # of "session" the settings of the notebook's own process
+    "output": {"protocol", "session"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     # "panel" where a session is displayed; test_the_kernel_shows_a_panel_only_when_asked
-    "kernel": {*PURE, "checkpoint", "engines", "plan", "profile", "state", "panel"},
-    "panel": {*PURE, "", "kernel", "plan", "profile"},
-    "launcher": {*PURE, "rank"},
-    # of "profile" the figures alone; test_a_rank_measures_and_does_not_judge
-    "rank": {*PURE, "checkpoint", "launcher", "plan", "profile", "state", "trace"},
-    "completion": {"strategies"},
-    "builds": set(),
-    "doctor": {*PURE, "", "engines", "kernel", "panel", "profile"},
-    "plan_magic": {"", "errors", "strategies", "plan", "kernel", "parsers"},
-    "parsers": {"kernel"},
-    "magics": {*PURE, "", "completion", "kernel", "engines", "parsers", "plan_magic", "profile"},
-    "": {*PURE, "doctor", "kernel", "magics", "plan", "profile", "rank"},
+    "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "panel"}
+    | {"planner", "profiler", "state"},
+    "operations": {*PURE, "checkpoint", "output", "planner", "session"},
+    "panel": {*PURE, "", "display", "operations", "output", "planner", "profiler", "session"},
+    "launcher": {*PURE, "worker"},
+    # of "profiler" the measurements alone; test_a_rank_measures_and_does_not_judge
+    "worker": {*PURE, "checkpoint", "cluster", "display", "launcher", "planner", "profiler"}
+    | {"state"},
+    "doctor": {*PURE, "", "cluster", "output", "panel", "profiler", "session"},
+    "magics": {*PURE, "", "cluster", "operations", "output", "planner", "session"},
+    "": {*PURE, "doctor", "magics", "operations", "planner", "profiler", "session", "worker"},
 }
-"""Room -> rooms it may import from; "" is the package itself."""
+"""Package -> packages it may import from; "" is the package itself."""
 UNPICKLES = {
     # A switch to new ranks: what the old ranks of the same session wrote moments before, in a
     # private folder made for it alone.
@@ -104,7 +98,7 @@ def test_arrows_point_downwards(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_heavy_libraries_stay_on_the_ranks(path: Path) -> None:
-    if room(path) in {"rank", "launcher", "state", "trace"}:
+    if room(path) in {"worker", "launcher", "state"} or "tracing" in path.parts:
         return
     top = ast.parse(path.read_text()).body
     names = {
@@ -119,7 +113,7 @@ def test_heavy_libraries_stay_on_the_ranks(path: Path) -> None:
 
 def test_a_rank_measures_and_does_not_judge() -> None:
     for path in modules():
-        if room(path) == "rank":
+        if room(path) == "worker":
             judged = {name for name in imported(path) if name.startswith("nbdist.profiler")}
             assert all(name.startswith("nbdist.profiler.measurements") for name in judged), path
 
@@ -135,7 +129,7 @@ def test_loading_brings_no_torch() -> None:
 
 def test_the_kernel_shows_a_panel_only_when_asked() -> None:
     for path in modules():
-        if room(path) == "kernel":
+        if room(path) == "session":
             top = ast.Module(
                 [n for n in ast.parse(path.read_text()).body if isinstance(n, _IMPORTS)], []
             )

@@ -40,7 +40,7 @@ def test_what_a_gpu_held_is_read_before_this_rank_has_a_context(
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda device: used[0] + device.index)
     monkeypatch.setattr(main.process_group, "join", join)
-    monkeypatch.setattr(main.store, "opened", lambda _launch: None)
+    monkeypatch.setattr(main.rendezvous_store, "opened", lambda _launch: None)
     monkeypatch.setattr(main, "share_cores", lambda _launch: None)
     monkeypatch.setattr(memory_probe.state, "device_before", 0)
     launch: Any = SimpleNamespace(devices=("0", "1"), nodes=1)

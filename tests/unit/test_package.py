@@ -61,11 +61,11 @@ def test_notebook_is_committed_clean(path: Path) -> None:
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
 
 
-def mapped() -> dict[str, str]:
-    """Modules of docs/modules.md: path and sentence."""
+def tree() -> dict[str, str]:
+    """Packages of the tree in CONTRIBUTING.md: path and sentence."""
     found, folders = {}, [""]
-    for line in (ROOT / "docs/modules.md").read_text().splitlines():
-        if match := re.fullmatch(r"((?:  )*)([a-z_0-9]+(?:/|\.py))(?: +(\S.*))?", line):
+    for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines():
+        if match := re.fullmatch(r"((?:  )*)([a-z_0-9]+/)(?: +(\S.*))?", line):
             depth = len(match[1]) // 2
             path = folders[depth] + match[2]
             folders[depth + 1 :] = [path]
@@ -73,12 +73,20 @@ def mapped() -> dict[str, str]:
     return found
 
 
-def test_every_module_is_in_the_map_with_its_first_words() -> None:
-    paths = [path for path in (ROOT / "nbdist").rglob("*.py") if path.name != "__init__.py"]
-    said = mapped()
-    for path in paths:
-        name = str(path.relative_to(ROOT))
-        words = ast.get_docstring(ast.parse(path.read_text()))
-        assert words is not None
-        assert " ".join(words.split()).startswith(said.pop(name))
-    assert not [name for name in said if name.endswith(".py") and name != "nbdist/__init__.py"]
+def test_every_package_is_in_the_tree_with_its_first_sentence() -> None:
+    packages = {
+        str(path.parent.relative_to(ROOT)): ast.get_docstring(ast.parse(path.read_text())) or ""
+        for path in (ROOT / "nbdist").rglob("__init__.py")
+        if path.parent.name != "nbdist"
+    }
+    sentences = {name: " ".join(text.split("\n\n")[0].split()) for name, text in packages.items()}
+    assert {name: text for name, text in tree().items() if name != "nbdist"} == sentences
+
+
+def test_every_module_says_what_it_holds() -> None:
+    for path in (ROOT / "nbdist").rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -1,1 +1,1 @@
-"""The engines' stories: what DDP, FSDP and DeepSpeed hold at the moments of a training step."""
+"""Memory of a training step under DDP, FSDP and DeepSpeed ZeRO, moment by moment."""

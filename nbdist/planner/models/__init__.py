@@ -1,1 +1,1 @@
-"""Models as `spec.ModelSpec`s: closed forms of known architectures, or a trace."""
+"""A model as the planner needs it: analytic formulas for known architectures, or a trace."""

@@ -1,4 +1,4 @@
-"""Python values <-> bulk files; pure, used by the kernel and the ranks.
+"""Python values to and from payload files; pure, used by the kernel and the ranks.
 
 A payload file is one header, one JSON tree and raw buffers that each begin at a multiple
 of 64 bytes. Nothing in it is code: no pickle, no class names, dtypes from a list. Reading

@@ -1,4 +1,4 @@
-"""Checkpoints that something else wrote, under our names, without running what is in them.
+"""Readers of checkpoints written by other tools; no code in them is run.
 
     safetensors     of Hugging Face and of anybody: weights
     DDP             Accelerate's save_state: weights, optimizer by position in its groups

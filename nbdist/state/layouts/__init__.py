@@ -1,4 +1,4 @@
-"""Where each engine keeps the state of a prepared model: one module an engine.
+"""Where each engine keeps the state of a prepared model: one module for each engine.
 
     layout = layouts.of(model, optimizers)
     layout.weights(owned=True), layout.states(owned=True), layout.counts()     what there is

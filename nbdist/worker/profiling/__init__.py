@@ -1,4 +1,4 @@
-"""The profile of a training loop, as one rank measures it; runs on a rank.
+"""The profile of a training loop, as one rank records it.
 
 `steps` finds the optimizer's steps, at the cost of one look at an attribute while nothing is
 profiled. `window` decides when recording begins and ends; `recording` puts in place what it
