@@ -15,7 +15,7 @@ TIMES = 7
 IMPORT = """
 import time
 begin = time.perf_counter()
-import nbdist.plan
+import nbdist.planner
 print(time.perf_counter() - begin)
 import nbdist.planner.search, nbdist.planner.load_model, nbdist.planner.local_devices
 print(time.perf_counter() - begin)
@@ -35,7 +35,7 @@ def measure() -> Iterator[Row]:
     lines = [output(IMPORT).split() for _ in range(TIMES)]
     package, whole = (middle([float(line[i]) for line in lines]) * 1000 for i in range(2))
     yield Row(
-        name="plan: import nbdist.plan",
+        name="plan: import nbdist.planner",
         value=package,
         unit="ms",
         limit=50,
