@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 # The packages `nbdist.doctor` and `nbdist.session` have the names of public functions. Python binds
-# a package to its name when it is first imported: that happens here, before the functions are bound.
+# a package to its name when it is first imported: that happens here, before the functions exist.
 import nbdist.session as _session_package  # noqa: F401
 from nbdist.doctor import doctor
 from nbdist.planner import plan

@@ -1,1 +1,1 @@
-"""The notebook's side of a session: start ranks, run cells, collect metrics. Never imports torch."""
+"""The notebook's side of a session: start ranks, run cells, collect metrics; without torch."""

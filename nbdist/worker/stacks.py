@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MOST_FRAMES = 60
 """Of a thread; a recursion has thousands."""
-_OUTSIDE = PurePath("nbdist", "rank", "main.py").parts
+_OUTSIDE = PurePath("nbdist", "worker", "main.py").parts
 """Frames outside of this file are torch elastic's and the launcher's."""
 _SERVANTS = re.compile(
     r"/(?:threading|selectors|asyncio/\w+|(?:ipykernel|zmq|tornado|nbdist)/.*)\.py$"

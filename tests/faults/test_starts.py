@@ -109,7 +109,7 @@ def test_a_start_that_never_ends_shows_where_all_processes_are(
     text = why_it_failed(Session(nproc=2, engine=engine))
     assert "The ranks gave no sign for 6 s" in text
     assert "-- launcher --" in text
-    assert "ranks.py" in text
+    assert "fork.py" in text
     assert "-- rank0 --" in text
     assert "-- rank1 --" in text
     assert text.count(str(DOUBLES / "slow_start.py")) >= 2
@@ -118,7 +118,7 @@ def test_a_start_that_never_ends_shows_where_all_processes_are(
 @pytest.mark.fault("B16")
 @pytest.mark.usefixtures("nothing_runs")
 def test_an_error_of_the_launcher_reaches_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.session.worker_group.os.getcwd", lambda: "/not/there")
+    monkeypatch.setattr("os.getcwd", lambda: "/not/there")
     text = why_it_failed(Session(nproc=2))
     assert "FileNotFoundError" in text
     assert "/not/there" in text

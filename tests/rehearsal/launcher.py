@@ -32,11 +32,14 @@ def next_launch(link: Link) -> messages.Launch:
 def in_rank() -> None:
     """Look around where a rank would begin to use CUDA."""
     from nbdist.worker import process_group
+    from nbdist.worker.memory import memory_probe
 
     usual = process_group.join
+    seen: dict[str, Any] = {}
+    # the first call of a rank that opens NVML and asks about its GPU
+    memory_probe.before_context = lambda _device: seen.update(look())
 
     def join(store: Any, *, on_gpu: bool) -> NoReturn:  # noqa: ARG001 - as the function replaced
-        seen = look()
         usual(store, on_gpu=False)
         seen["available_memory"] = available_memory()
         folder = Path(os.environ["NBDIST_TEST_SEEN"])

@@ -493,7 +493,8 @@ def _device_used(device: torch.device) -> int:
     nvml = discovery.pynvml()
     if nvml is None:
         return 0
-    with contextlib.suppress(RuntimeError, nvml.NVMLError):  # a MIG instance, a driver in trouble
+    # torch 2.13 has no NVML index for a MIG instance (TypeError); a driver may fail at any call
+    with contextlib.suppress(RuntimeError, TypeError, nvml.NVMLError):
         return int(torch.cuda.device_memory_used(device))
     return 0
 
