@@ -199,7 +199,7 @@ def test_auto_decides_the_same_on_all_ranks_and_explains_once() -> None:
         session.run(MODEL)
         with pytest.raises(CellError, match="--auto decides at the first"):
             session.run("accelerator.distributed_type")
-        with pytest.raises(CellError, match="use that one instead"):
+        with pytest.raises(CellError, match="use that instead of a new Accelerator"):
             session.run("from accelerate import Accelerator; Accelerator()")
         shown = session.run(PREPARE_ALL)
         assert shown.values[0] == shown.values[1]
