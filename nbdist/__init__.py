@@ -1,18 +1,20 @@
 """Run a notebook cell on every GPU, under any of Accelerate's backends.
 
-`%load_ext nbdist`, then `%%distribute --backend fsdp`; a script uses `nbdist.Session`.
-Importing this brings neither torch nor accelerate into the process.
+In a notebook use `%load_ext nbdist`, then `%%distribute --backend fsdp`; in a script
+`nbdist.Session`. Importing this package imports neither torch nor accelerate.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# The packages `nbdist.doctor` and `nbdist.session` have the names of public functions. Python binds
-# a package to its name when it is first imported: that happens here, before the functions exist.
+# The packages `nbdist.doctor` and `nbdist.session` share their names with public functions. The
+# import system binds a package to its name on first import, so import them before the functions.
 import nbdist.session as _session_package  # noqa: F401
+from nbdist._version import __version__ as __version__
 from nbdist.doctor import doctor
 from nbdist.planner import plan
+from nbdist.session import panel_hook
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from nbdist.session.cell import CellResult
     from nbdist.session.checkpoints import Checkpoint, LoadReport, Save
     from nbdist.session.session import Session
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CellError",
@@ -88,36 +88,36 @@ _HOMES = {
 
 
 def session() -> Session | None:
-    """The current session, or None."""
-    from nbdist.session.session import current
+    """Return the current session, or None."""
+    from nbdist.session.session import current_session
 
-    return current()
+    return current_session()
 
 
 def trainer_arguments(
     model: Any = None, *, batch_size: int | None = None, seq_len: int | None = None
 ) -> dict[str, Any]:
-    """Arguments with which Hugging Face's Trainer clips only where the session says --clip.
+    """Return arguments that make Hugging Face's Trainer clip gradients only as set by --clip.
 
-    Called in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`. A
-    Trainer takes the session's engine without them. Under --auto the engine is chosen here, for
-    `model` and `seq_len`.
+    Call it in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`. Trainer
+    uses the session's backend without it. Under --auto the backend is chosen here, for `model` and
+    `seq_len`.
 
     Args:
-        model: the one that Trainer will get; needed under --auto.
-        batch_size: samples of one rank's micro-batch, for --auto. Default: Trainer's own, 8.
-        seq_len: tokens of a sample, for --auto. Default: what the model takes, 2048 at most.
+        model: the model to be passed to Trainer; required under --auto.
+        batch_size: micro-batch size per rank, for --auto. Default: Trainer's default, 8.
+        seq_len: tokens per sample, for --auto. Default: the model's maximum, at most 2048.
 
     Raises:
-        SessionError: called anywhere else.
-        OptionError: --auto, and no model.
+        SessionError: not called on a rank.
+        OptionError: --auto without a model.
     """
     import os
 
     from nbdist.errors import SessionError
 
     if "NBDIST_RANK" not in os.environ:
-        msg = "trainer_arguments() is for the ranks: call it in a %%distribute cell."
+        msg = "trainer_arguments() works only on ranks. Call it in a %%distribute cell."
         raise SessionError(msg)
     from nbdist.worker.engines.trainer import trainer_arguments as on_rank
 
@@ -125,21 +125,30 @@ def trainer_arguments(
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Add `%%distribute` and `%nbdist`; start to warm up a launcher in the background."""
+    """Register `%%distribute` and `%nbdist`, and start to warm up a launcher in the background."""
     from nbdist.magics import magics
 
-    magics.load(ipython)
+    magics.register_magics(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Remove the magics; ranks that run are kept: `nbdist.session().stop()` ends them."""
+    """Remove the magics; running ranks are kept, `nbdist.session().stop()` ends them."""
     from nbdist.magics import magics
 
-    magics.unload(ipython)
+    magics.unregister_magics(ipython)
+
+
+def _load_panel() -> Any:
+    from nbdist import panel
+
+    return panel
+
+
+panel_hook.register(_load_panel)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use."""
+    """Import a public name on first use."""
     from importlib import import_module
 
     if name not in __all__:

@@ -1,24 +1,25 @@
-"""The error family; pure, used by every process.
+"""Exceptions of nbdist; pure, used by every process.
 
     NbdistError
     |-- OptionError          an option, name or value that is not allowed (also ValueError)
     |-- PlanError            a model or a device that cannot be planned for (also ValueError)
-    |-- SessionError         the session cannot do this now
+    |-- SessionError         not possible in the session's current state
     |   |-- SessionBusy      a cell is still running on the ranks
-    |   |-- StartError       launcher or ranks did not come up
-    |   `-- RankDied         a rank or the launcher ended; the ranks' variables are gone
-    |-- ProfileError         nothing can be profiled now
-    |-- SwitchError          a model's training state cannot be taken to another engine
+    |   |-- StartError       launcher or ranks failed to start
+    |   `-- RankDied         a rank or the launcher ended; the ranks' variables are lost
+    |-- ProfileError         profiling is not possible now
+    |-- SwitchError          the training state cannot be moved to another backend
     |-- CheckpointError      a checkpoint cannot be written, read or trusted
+    |   `-- NotEmptyError    the folder of an export is not empty
     |-- PayloadError         a value that cannot be moved between kernel and ranks (also TypeError)
-    |-- CollectiveMismatch   ranks called collectives that do not fit (also RuntimeError)
-    |-- CellSyntaxError      the cell's text is not Python; nothing was sent (magics only)
+    |-- CollectiveMismatch   ranks called different collectives (also RuntimeError)
+    |-- CellSyntaxError      the cell is not valid Python; nothing was sent (magics only)
     `-- CellError            the cell raised on at least one rank
 
-`CellInterrupted` is a KeyboardInterrupt: Stop was pressed, the ranks keep their variables.
+`CellInterrupted` is a KeyboardInterrupt: the cell was interrupted, the ranks keep their variables.
 
-Each message says what was given, what is allowed and what to do. In a notebook it is
-shown alone, without our own frames.
+Each message contains what was given, what is allowed and what to do. Notebooks show the message
+without nbdist's own frames.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
 
 
 class NbdistError(Exception):
-    """Base of all errors that nbdist raises on purpose."""
+    """Base class of all exceptions that nbdist raises deliberately."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show one sentence in IPython: our own frames say nothing to a user."""
+        """Show only the message in IPython, without nbdist's frames."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class OptionError(NbdistError, ValueError):
-    """An option, a name or a value that is not allowed."""
+    """An option, name or value that is not allowed."""
 
 
 class PlanError(NbdistError, ValueError):
@@ -46,7 +47,7 @@ class PlanError(NbdistError, ValueError):
 
 
 class SessionError(NbdistError):
-    """The session cannot do this in its present state."""
+    """Not possible in the session's current state."""
 
 
 class SessionBusy(SessionError):  # noqa: N818 - reads as the state it names
@@ -54,56 +55,55 @@ class SessionBusy(SessionError):  # noqa: N818 - reads as the state it names
 
 
 class StartError(SessionError):
-    """The launcher or the ranks did not come up."""
+    """The launcher or the ranks failed to start."""
 
 
 class RankDied(SessionError):  # noqa: N818 - reads as the event it names
-    """A rank or the launcher ended; the variables of the ranks are gone.
+    """A rank or the launcher ended; the ranks' variables are lost.
 
     Attributes:
-        headline: who ended, how, and what to do; without its stack and its last lines.
+        headline: process, exit and what to do; without stack and last output.
     """
 
     def __init__(self, headline: str, *, details: str = "") -> None:
-        """Keep the one sentence apart from the lines below it."""
         super().__init__(f"{headline}\n{details}" if details else headline)
         self.headline = headline
 
 
 class SwitchError(NbdistError):
-    """A training state that cannot be taken to another engine; the old one is in place."""
+    """The training state cannot be moved to another backend; the old one is still in place."""
 
 
 class ProfileError(NbdistError):
-    """Nothing can be profiled now; the training goes on."""
+    """Profiling is not possible now; the training continues."""
 
 
 class CheckpointError(NbdistError):
-    """A checkpoint that cannot be written, read or trusted."""
+    """A checkpoint cannot be written, read or trusted."""
 
 
 class NotEmptyError(CheckpointError):
-    """Files are where a folder is to be written; with `overwrite` it takes their place."""
+    """The target folder is not empty; `overwrite` replaces its files."""
 
 
 class PayloadError(NbdistError, TypeError):
-    """A value that cannot be moved between the kernel and the ranks."""
+    """A value cannot be moved between the kernel and the ranks."""
 
 
-class CollectiveMismatch(NbdistError, RuntimeError):  # noqa: N818 - reads as what it says
-    """Ranks called collectives that do not fit together; nothing was sent, the group is usable."""
+class CollectiveMismatch(NbdistError, RuntimeError):  # noqa: N818 - reads as the event it names
+    """Ranks called different collectives; none was started, and the process group is intact."""
 
     @property
     def _render_traceback_(self) -> list[str]:  # type: ignore[override]
-        """Let IPython show the cell's own line: to it this is no method of ours."""
+        """Hide this method from IPython, which then shows the traceback with the cell's line."""
         raise AttributeError
 
 
 class CellSyntaxError(NbdistError):
-    """The text of a `%%distribute` cell is not Python; no rank has seen it."""
+    """A `%%distribute` cell is not valid Python; nothing was sent to the ranks."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show place and caret as IPython does for a cell of its own."""
+        """Show position and caret as IPython does for its own cells."""
         return str(self).splitlines()
 
 
@@ -115,7 +115,6 @@ class CellError(NbdistError):
     """
 
     def __init__(self, message: str, *, errors: dict[int, RankError], rendered: list[str]) -> None:
-        """Keep the errors by rank and the text a notebook shows."""
         super().__init__(message)
         self.errors = errors
         self._rendered = rendered
@@ -126,7 +125,7 @@ class CellError(NbdistError):
 
 
 class CellInterrupted(KeyboardInterrupt):
-    """Stop was pressed; the cell ended on all ranks and their variables are kept."""
+    """The cell was interrupted on all ranks; their variables are kept."""
 
     def _render_traceback_(self) -> list[str]:
         """Show one line in IPython."""

@@ -1,4 +1,4 @@
-"""Paths as a user writes them; pure."""
+"""Paths as users write them; pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     import os
 
 
-def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path with its "~" or "~user" replaced.
+PACKAGE_DIR = Path(__file__).parent
+"""Folder of the installed package."""
+
+
+def expand_user(path: str | os.PathLike[str]) -> Path:
+    """Return the path with "~" or "~user" expanded.
 
     Raises:
-        OptionError: this machine has no such user.
+        OptionError: no such user on this machine.
     """
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        message = f"{str(path)!r} begins with the home of a user who is not here; write it in full."
+        message = f"Cannot expand {str(path)!r}: no such user. Use an absolute path."
         raise OptionError(message) from error

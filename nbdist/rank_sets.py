@@ -1,4 +1,4 @@
-"""Sets of ranks as a user writes and reads them: "0,2-3"; pure, used by the kernel."""
+"""Sets of ranks as users write and read them: "0,2-3"; pure, used by the kernel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PART = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _SHOWN = 40
 
 
-def chosen(
+def resolve_ranks(
     ranks: str | Sequence[int] | int | None, world_size: int, *, option: str = "--ranks"
 ) -> tuple[int, ...]:
-    """Give the ranks that were asked for, ascending, each once; None means all.
+    """Return the selected ranks, sorted and unique; None selects all.
 
     Raises:
-        OptionError: as `parse_ranks`, or something else than whole numbers.
+        OptionError: as `parse_ranks`, or values that are not integers.
     """
     if ranks is None:
         return tuple(range(world_size))
@@ -37,10 +37,10 @@ def chosen(
 
 
 def parse_ranks(text: str, world_size: int, *, option: str = "--ranks") -> tuple[int, ...]:
-    """Read "0,2-3" (spaces allowed around the numbers): (0, 2, 3), ascending, each once.
+    """Parse "0,2-3" (spaces around numbers allowed) into (0, 2, 3), sorted and unique.
 
     Raises:
-        OptionError: not of this form, or a rank outside of the session.
+        OptionError: not of this form, or a rank that is not in the session.
     """
     wanted: set[int] = set()
     for part in text.split(","):
@@ -56,14 +56,14 @@ def parse_ranks(text: str, world_size: int, *, option: str = "--ranks") -> tuple
     return tuple(sorted(wanted))
 
 
-def words(ranks: Iterable[int]) -> str:
-    """Write ranks as part of a sentence: "rank 0", "ranks 0-1"."""
+def describe_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as part of a sentence: "rank 0", "ranks 0-1"."""
     named = list(ranks)
-    return f"rank{'' if len(named) == 1 else 's'} {label(named)}"
+    return f"rank{'' if len(named) == 1 else 's'} {format_ranks(named)}"
 
 
-def label(ranks: Iterable[int]) -> str:
-    """Write ranks as short as they can be read back: "0-3", "0,2-3"; "" for none."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks in the shortest form that can be parsed: "0-3", "0,2-3"; "" for none."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -75,11 +75,11 @@ def label(ranks: Iterable[int]) -> str:
 
 def _check(rank: int, world_size: int, option: str) -> None:
     if not 0 <= rank < world_size:
-        there = label(range(world_size))
+        valid = format_ranks(range(world_size))
         ranks = "ranks" if world_size > 1 else "rank"
         message = (
-            f"rank {rank} is not in this session (world_size {world_size}: {ranks} {there})."
-            f" Use {option} {there}."
+            f"Rank {rank} is not in this session (world_size {world_size}: {ranks} {valid})."
+            f" Use {option} {valid}."
         )
         raise OptionError(message)
 
@@ -88,6 +88,6 @@ def _malformed(given: object, world_size: int, option: str) -> OptionError:
     text = repr(given)
     text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
     return OptionError(
-        f"{option} {text} is not a list of ranks; allowed are numbers and ranges of them"
-        f" from {label(range(world_size))}, such as {option} {label(range(world_size))}."
+        f"{option} must be a list of ranks or ranges within {format_ranks(range(world_size))}, got"
+        f" {text}. Example: {option} {format_ranks(range(world_size))}."
     )

@@ -1,7 +1,6 @@
-"""Text without the secrets of the environment; pure.
+"""Redacts secrets of the environment from text; pure.
 
-Logs are copied into issues and chats. What stands in a variable such as HF_TOKEN does not
-belong there, whoever has printed it.
+Logs are copied into issues and chats, so the values of variables such as HF_TOKEN are removed.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ _NAME = re.compile(rf"(?:^|_)(?:{_WORDS})(?:_|$)", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"\b((?:[A-Z0-9]+_)*(?:{_WORDS})(?:_[A-Z0-9]+)*)=[^\s'\"]+")
 _IN_URL = re.compile(r"(://[^/@:\s'\"]*):[^/@\s'\"]+@")
 MIN_CHARS = 8
-"""Of a value: shorter ones ("true", "0") stand in texts that have nothing to do with them."""
+"""Minimum length of a secret: shorter values ("true", "0") occur in unrelated text."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable of this name holds a secret: HF_TOKEN, and not TOKENIZERS_PARALLELISM."""
+    """Return whether a name indicates a secret: HF_TOKEN, but not TOKENIZERS_PARALLELISM."""
     return _NAME.search(name) is not None
 
 
-def redacted(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Put "<HF_TOKEN>" in the place of that variable's value.
+def redact_secrets(text: str, environ: Mapping[str, str] | None = None) -> str:
+    """Replace the values of secret variables by their names, such as "<HF_TOKEN>".
 
-    So too of any "SOME_TOKEN=...", and of the password in a URL.
+    Also redacts any "SOME_TOKEN=..." and passwords in URLs.
 
     Args:
-        text: of any length.
-        environ: whose secrets; by default this process's.
+        text: text of any length.
+        environ: environment with the secrets. Default: this process's.
     """
     environ = os.environ if environ is None else environ
     secrets = [(value, name) for name, value in environ.items() if is_secret(name)]
-    for value, name in sorted(secrets, key=lambda one: -len(one[0])):
+    for value, name in sorted(secrets, key=lambda pair: -len(pair[0])):
         if len(value) >= MIN_CHARS:
             text = text.replace(value, f"<{name}>")
     text = _IN_URL.sub(r"\1:<redacted>@", text)

@@ -1,4 +1,4 @@
-"""Short work that Stop must not cut in two; on a rank, and where values are read."""
+"""Defer KeyboardInterrupt during short critical sections; used on ranks and in the kernel."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def unstopped() -> Iterator[None]:
-    """Let KeyboardInterrupt come at the end of this, not within."""
+def defer_interrupt() -> Iterator[None]:
+    """Defer KeyboardInterrupt until the block has finished."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Stop does not come here
+        yield  # SIGINT handlers run only on the main thread
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came:
+    if received:
         raise KeyboardInterrupt

@@ -1,8 +1,8 @@
-"""Execute a notebook from start to finish and show it in the terminal as it goes.
+"""Execute a notebook and print its cells and outputs to the terminal.
 
     python notebooks/run.py notebooks/01_first_cell.ipynb
 
-The notebook file is left as it is. The exit status is 1 when a cell fails that is not meant to.
+The notebook file is not changed. The exit status is 1 if a cell fails unexpectedly.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 CELL_TIMEOUT_S = 900
-"""Far more than a cell of these notebooks takes on a slow machine."""
+"""Timeout of a cell, far more than any cell of these notebooks needs on a slow machine."""
 
 BOLD, DIM, PLAIN = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "", "")
 
 
 class TerminalClient(NotebookClient):
-    """A notebook client that prints outputs at the moment they arrive."""
+    """Notebook client that prints outputs as they arrive."""
 
     def process_message(
         self, msg: dict[str, Any], cell: NotebookNode, cell_index: int
     ) -> NotebookNode | None:
-        """Print one message, and keep its output as the base class does."""
+        """Print one message, and store its output as the base class does."""
         print(as_text(msg["msg_type"], msg["content"]), end="", flush=True)
         return super().process_message(msg, cell, cell_index)
 
 
 def as_text(msg_type: str, content: dict[str, Any]) -> str:
-    """Text of one message for a terminal; a picture is named, not drawn."""
+    """Return the text of one message for a terminal; images are replaced by a note."""
     match msg_type:
         case "stream":
             return str(content["text"])
@@ -52,14 +52,14 @@ def as_text(msg_type: str, content: dict[str, Any]) -> str:
 
 
 def of_bundle(bundle: dict[str, Any]) -> str:
-    """The most readable form of a rich output."""
+    """Return the most readable text form of a rich output."""
     if any(mime.startswith("image/") for mime in bundle):
-        return f"{DIM}[a picture: open the notebook to see it]{PLAIN}"
+        return f"{DIM}[image: open the notebook to see it]{PLAIN}"
     return str(bundle.get("text/markdown") or bundle.get("text/plain", ""))
 
 
 def show_cell(cell: NotebookNode, cell_index: int) -> None:  # noqa: ARG001 - nbclient's signature
-    """Print a cell's source before it runs: prose plainly, code indented."""
+    """Print a cell's source before it runs: Markdown as is, code indented."""
     if cell.cell_type == "markdown":
         print(f"\n{cell.source}\n")
         return
@@ -67,7 +67,7 @@ def show_cell(cell: NotebookNode, cell_index: int) -> None:  # noqa: ARG001 - nb
 
 
 def run(path: Path) -> bool:
-    """Execute the notebook at `path`; True when it came to its end."""
+    """Execute the notebook at `path`. Return True if all cells succeeded."""
     notebook = nbformat.read(path, as_version=4)
     client = TerminalClient(
         notebook,
@@ -77,22 +77,22 @@ def run(path: Path) -> bool:
         on_cell_start=show_cell,
     )
     try:
-        # ipykernel 7.4 warns there that a kernel on the loopback interface is not encrypted
+        # ipykernel 7.4 warns on stderr that a kernel on the loopback interface is not encrypted
         client.execute(stderr=subprocess.DEVNULL)
     except CellExecutionError:
-        return False  # its traceback has been printed as it arrived
+        return False  # the traceback has already been printed
     return True
 
 
 def main() -> int:
     """Parse the command line and run one notebook."""
-    parser = argparse.ArgumentParser(description="execute a notebook and show its output here")
+    parser = argparse.ArgumentParser(description="Execute a notebook and print its output.")
     parser.add_argument("notebook", type=Path)
     path = parser.parse_args().notebook
     begin = time.monotonic()
     print(f"{BOLD}==> {path}{PLAIN}")
     ended_well = run(path)
-    word = "from start to finish" if ended_well else "stopped at a failed cell"
+    word = "completed" if ended_well else "stopped at a failed cell"
     print(f"\n{BOLD}==> {path.name}: {word}, {time.monotonic() - begin:.0f} s{PLAIN}")
     return 0 if ended_well else 1
 

@@ -38,9 +38,11 @@ def nothing_learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     A test that sets XDG_CACHE_HOME has its own folder.
     """
-    usual, own = cache.folder, tmp_path_factory.mktemp("cache")
+    usual, own = cache.cache_dir, tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "folder", lambda: usual() if os.environ.get("XDG_CACHE_HOME") else own)
+        patch.setattr(
+            cache, "cache_dir", lambda: usual() if os.environ.get("XDG_CACHE_HOME") else own
+        )
         yield
 
 

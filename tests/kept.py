@@ -7,16 +7,16 @@ import shutil
 import threading
 from typing import TYPE_CHECKING
 
-from nbdist.cluster.local import Launcher, LocalEngine
-from nbdist.cluster.rank_environment import scrubbed
+from nbdist.cluster.local import Launcher, LocalLauncherProvider
+from nbdist.cluster.rank_environment import remove_launch_variables
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.cluster.allocation import Kind
+    from nbdist.cluster.allocation import DeviceType
 
-    Listener = Callable[[messages.LinkMessage], None]
+    Listener = Callable[[messages.LauncherMessage], None]
 
 ENDED_S = 15.0
 
@@ -24,7 +24,7 @@ ENDED_S = 15.0
 class KeptLauncher(Launcher):
     """A launcher that the next session takes over when a session has closed it."""
 
-    def __init__(self, kind: Kind, keeper: Keeper) -> None:
+    def __init__(self, kind: DeviceType, keeper: Keeper) -> None:
         """Start the process."""
         self._keeper = keeper
         self._nobody_runs = threading.Event()
@@ -42,15 +42,15 @@ class KeptLauncher(Launcher):
     def listener(self, tell: Listener) -> None:
         self._tell = tell
 
-    def _hear(self, message: messages.LinkMessage) -> None:
-        if isinstance(message, messages.Ended):
+    def _hear(self, message: messages.LauncherMessage) -> None:
+        if isinstance(message, messages.AllRanksExited):
             self._nobody_runs.set()
         if self._tell is not None:
             self._tell(message)
 
-    def send(self, message: messages.LinkMessage) -> None:
+    def send(self, message: messages.LauncherMessage) -> None:
         """Send one message."""
-        if isinstance(message, messages.Launch):
+        if isinstance(message, messages.LaunchRanks):
             self._nobody_runs.clear()
         super().send(message)
 
@@ -62,14 +62,14 @@ class KeptLauncher(Launcher):
     def emptied(self) -> bool:
         """End the ranks and remove what the session left in the folders; False: it cannot."""
         self.listener = lambda _message: None
-        if not self.alive:
+        if not self.is_alive:
             return False
         if not self._nobody_runs.is_set():
-            self.wake_up()
-            super().send(messages.Halt())
-        if not self._nobody_runs.wait(ENDED_S) or not self.alive:
+            self.resume_stopped()
+            super().send(messages.StopRanks())
+        if not self._nobody_runs.wait(ENDED_S) or not self.is_alive:
             return False
-        for path in (*self.run_dir.bulk.iterdir(), *self.run_dir.path.iterdir()):
+        for path in (*self.run_dir.payload_dir.iterdir(), *self.run_dir.path.iterdir()):
             if path.is_dir():
                 shutil.rmtree(path)
             elif not path.name.startswith("."):  # whose the folder is
@@ -79,11 +79,11 @@ class KeptLauncher(Launcher):
     @property
     def belongings(self) -> set[object]:
         """Its process, folders and threads: no session has left them behind."""
-        folders = {self.run_dir.path, self.run_dir.bulk}
+        folders = {self.run_dir.path, self.run_dir.payload_dir}
         return {self.process.pid, *folders, self._reader, self.log._thread}
 
 
-class Keeper(LocalEngine):
+class Keeper(LocalLauncherProvider):
     """Gives the launcher that an earlier session has used, where nothing has changed since."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Keeper(LocalEngine):
         self.kept: KeptLauncher | None = None
         self._ending = False
 
-    def take(self, kind: Kind, *_: object) -> Launcher:
+    def take(self, kind: DeviceType, *_: object) -> Launcher:
         """Hand over the kept launcher, or a new one."""
         kept = self.kept
         if kept is not None and (kept.kind, kept.made_under) == (kind, environment()):
@@ -125,4 +125,6 @@ keeper = Keeper()
 
 def environment() -> dict[str, str]:
     """What a launcher's process has been started with, but for pytest's own."""
-    return {k: v for k, v in scrubbed(os.environ).items() if not k.startswith("PYTEST_")}
+    return {
+        k: v for k, v in remove_launch_variables(os.environ).items() if not k.startswith("PYTEST_")
+    }

@@ -179,5 +179,5 @@ def profiled(session: Session, one: Planted) -> Profile:
 
 def is_as_planted(profile: Profile, one: Planted) -> bool:
     """Whether what was planted is told, and nothing else is blamed."""
-    kinds = [blame.kind for blame in profile.blamed]
+    kinds = [blame.kind for blame in profile.bottlenecks]
     return one.said in str(profile) and kinds == [one.blamed] * bool(one.blamed)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import psutil
 
-from nbdist.cluster.allocation import Place
+from nbdist.cluster.allocation import AllocatedNode
 from nbdist.errors import StartError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from nbdist.cluster.allocation import Wanted
+    from nbdist.cluster.allocation import AllocationRequest
 
 ENDED_S = 10.0
 
@@ -31,7 +31,7 @@ class Here:
     name = "double"
     module = "nbdist.cluster.agent"
     """Of the agents."""
-    reach = "127.0.0.1"
+    kernel_address = "127.0.0.1"
 
     def __init__(self, *names: str, ranks: int = 1) -> None:
         """Give these nodes, as many as are needed, in this order."""
@@ -41,12 +41,14 @@ class Here:
         """By name of the node."""
         self.tickets: list[str] = []
         self.told: dict[int, str] = {}
-        """What `lost` says."""
+        """What `lost_nodes` says."""
         self.unreachable: set[str] = set()
         """Nodes that cannot be told to end."""
-        self._given: list[Place] = []
+        self._given: list[AllocatedNode] = []
 
-    def allot(self, wanted: Wanted, progress: Callable[[str], None]) -> list[Place]:
+    def allocate_nodes(
+        self, wanted: AllocationRequest, progress: Callable[[str], None]
+    ) -> list[AllocatedNode]:
         """Give as many nodes as are needed; raises StartError."""
         progress("waiting in no queue")
         count = wanted.nodes or len(self.names)
@@ -56,11 +58,11 @@ class Here:
         self._given = [self.place(name) for name in self.names[:count]]
         return self._given
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> AllocatedNode:
         """Make one node."""
-        return Place(name=name, address=self.reach, ranks=self.ranks)
+        return AllocatedNode(name=name, address=self.kernel_address, ranks=self.ranks)
 
-    def start(self, tickets: Sequence[str]) -> None:
+    def start_agents(self, tickets: Sequence[str]) -> None:
         """Start the agents."""
         self.tickets = list(tickets)
         for place, ticket in zip(self._given, tickets, strict=True):
@@ -72,7 +74,7 @@ class Here:
             )
             self.agents[place.name] = agent
             assert agent.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which `lost` may tell
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which `lost_nodes` may tell
                 agent.stdin.write(f"{ticket}\n".encode())
                 agent.stdin.flush()
 
@@ -80,7 +82,7 @@ class Here:
         """Command that runs another one on a node."""
         return []
 
-    def lost(self) -> Mapping[int, str]:
+    def lost_nodes(self) -> Mapping[int, str]:
         """What the test says."""
         return self.told
 
@@ -178,16 +180,16 @@ class Hosts:
 class OnHosts(Here):
     """Nodes on these hosts; the notebook runs on alpha."""
 
-    reach = Hosts.addresses["alpha"]
+    kernel_address = Hosts.addresses["alpha"]
 
     def __init__(self, hosts: Hosts) -> None:
         """Give both hosts."""
         super().__init__(*hosts.spaces)
         self._hosts = hosts
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> AllocatedNode:
         """Make one node."""
-        return Place(name=name, address=Hosts.addresses[name], ranks=self.ranks)
+        return AllocatedNode(name=name, address=Hosts.addresses[name], ranks=self.ranks)
 
     def prefix(self, name: str) -> list[str]:
         """Enter the host."""

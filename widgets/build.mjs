@@ -1,5 +1,5 @@
-// Bundles src/main.ts into nbdist/panel/static/panel.{js,css}: one self-contained module, since
-// anywidget hands the front end one string. `--watch` rebuilds; `--dev` builds the dev page.
+// Bundles src/main.ts into nbdist/panel/static/panel.{js,css}: one self-contained module, because
+// anywidget passes a single string to the front end. `--watch` rebuilds; `--dev` builds the dev page.
 import { build, context } from "esbuild";
 
 const watch = process.argv.includes("--watch");
@@ -16,7 +16,7 @@ const page = {
   ...shared,
   entryPoints: { dev: "dev/dev.ts" },
   outdir: "dev/out",
-  format: "iife", // a plain script, so that the page opens from a file too
+  format: "iife", // a plain script, so that the page also opens from a file
 };
 
 if (process.argv.includes("--dev")) {

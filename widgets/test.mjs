@@ -1,5 +1,5 @@
-// Runs the tests with Node's own runner; esbuild turns them into JavaScript first, since the
-// oldest Node we build with does not read TypeScript.
+// Runs the tests with Node's own test runner. esbuild compiles them to JavaScript first, because the
+// oldest supported Node does not read TypeScript.
 import { spawnSync } from "node:child_process";
 import { readdirSync, rmSync } from "node:fs";
 import { build } from "esbuild";
@@ -22,6 +22,6 @@ await build({
   logLevel: "warning",
 });
 const files = readdirSync(outdir).filter((name) => name.endsWith(".mjs")).map((name) => `${outdir}/${name}`);
-// A failed test leaves its panel's clock running, and with it the process.
+// A failed test leaves its panel's timer running, which keeps the process alive.
 const ended = spawnSync(process.execPath, ["--test", ...files], { stdio: "inherit", timeout: 120_000 });
 process.exit(ended.status ?? 1);

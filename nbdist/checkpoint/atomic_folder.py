@@ -1,7 +1,7 @@
-"""A folder for others to read that appears whole: written beside its place, then renamed; pure.
+"""Atomic creation of an export folder: write to a temporary folder, then rename it.
 
-It takes the place of an older one only where that is wanted, and then files in it that are
-not its own move into the new one.
+With ``overwrite`` it replaces an existing folder. Files in the old folder that were not written
+by nbdist are moved into the new one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from nbdist.checkpoint.durable_io import sync_folder, write_all
 from nbdist.errors import CheckpointError, NotEmptyError
 from nbdist.hardware import process_identity
-from nbdist.hardware.process_identity import OWNER
+from nbdist.hardware.process_identity import OWNER_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,47 +24,51 @@ if TYPE_CHECKING:
 _OURS = re.compile(
     r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|(adapter_)?model\.safetensors\.index\.json"
 )
-"""What an export writes and the next one replaces, under whatever name."""
+"""Files written by an export. The next export replaces them even if its file names differ."""
 
 
-def check(target: Path, *, overwrite: bool) -> None:
-    """Refuse a place where no folder can appear.
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Check that a folder can be created at `target`.
 
     Raises:
-        NotEmptyError: files are there and may not be replaced.
-        CheckpointError: a file is there.
+        NotEmptyError: the folder is not empty and `overwrite` is False.
+        CheckpointError: `target` is a file.
     """
     if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file; give a folder.")
+        raise CheckpointError(f"{target} is a file. Use a folder.")
     if not overwrite and target.is_dir() and next(target.iterdir(), None) is not None:
         raise NotEmptyError(
-            f"{target} exists and is not empty; give another folder, or --overwrite to replace"
+            f"{target} exists and is not empty. Use another folder, or --overwrite to replace"
             " the model in it (other files in it are kept)."
         )
 
 
-def begin(target: Path) -> Path:
-    """Make a folder beside the target; removes those that dead processes left there.
+def create_temporary(target: Path) -> Path:
+    """Create a temporary folder next to the target.
+
+    Also removes temporary folders of processes that have exited.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for old in target.parent.glob(f".{_escaped(target.name)}.tmp-*"):
-        writer = process_identity.of(old)
-        if writer is not None and writer.gone(old):
+        writer = process_identity.read_owner(old)
+        if writer is not None and writer.has_abandoned(old):
             shutil.rmtree(old, ignore_errors=True)
     folder = target.parent / f".{target.name}.tmp-{secrets.token_hex(16)}"
     folder.mkdir()
-    process_identity.Owner.me().write(folder)
+    process_identity.ProcessIdentity.current_process().write_owner_file(folder)
     return folder
 
 
-def make_room(path: Path, head: bytes, size_bytes: int) -> None:
-    """Make a file of a size of which only the head is written; a full disk is known now.
+def preallocate(path: Path, head: bytes, size_bytes: int) -> None:
+    """Create a file, allocate its full size and write its header.
+
+    Allocating first reports a full disk before any tensor is written.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is not enough space.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -75,7 +79,7 @@ def make_room(path: Path, head: bytes, size_bytes: int) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Wait until all files of a folder are on the disk."""
+    """Call fsync on all files of a folder, recursively."""
     for path in folder.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -86,22 +90,23 @@ def sync_files(folder: Path) -> None:
 
 
 def abort(folder: Path) -> None:
-    """Remove a folder that will not be finished."""
+    """Remove the temporary folder of an export that failed."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def commit(folder: Path, target: Path, *, overwrite: bool) -> None:
-    """Give a finished folder its name; returns once that is on the disk.
+    """Rename a finished folder to its target and sync the parent folder.
 
-    Its files have been synced. A crash leaves the old folder, or the new one; in the moment
-    between the two renames the old one under a name beside it.
+    Its files must have been synced. After a crash either the old or the new folder exists; a
+    crash between the two renames leaves the old one under a temporary name next to the target.
 
     Raises:
-        CheckpointError: the place has been taken meanwhile.
-        OSError: the system refuses.
+        NotEmptyError: another process has written files to `target` and `overwrite` is False.
+        CheckpointError: another process has created a file at `target`.
+        OSError: a folder cannot be renamed or synced.
     """
-    check(target, overwrite=overwrite)
-    (folder / OWNER).unlink(missing_ok=True)
+    check_target(target, overwrite=overwrite)
+    (folder / OWNER_FILE).unlink(missing_ok=True)
     sync_folder(folder)
     aside = None
     if target.is_dir() and any(target.iterdir()):
@@ -119,13 +124,13 @@ def commit(folder: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def _keep_foreign(aside: Path, target: Path) -> None:
-    """Move what is not ours from an old folder into the new one, then remove the old one."""
+    """Move files not written by nbdist into the new folder, then remove the old one."""
     for old in aside.iterdir():
         if not _OURS.fullmatch(old.name) and not os.path.lexists(target / old.name):
             old.rename(target / old.name)
     for replaced in aside.iterdir():
         if replaced.is_dir() and not replaced.is_symlink():
-            continue  # not ours, whatever its name: the folder stays beside the new one
+            continue  # nbdist writes no subfolders, so keep it in the renamed old folder
         with suppress(OSError):
             replaced.unlink()
     with suppress(OSError):

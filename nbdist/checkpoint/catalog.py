@@ -1,10 +1,10 @@
-"""What lies in a folder of checkpoints; pure, writes nothing.
+"""Lookup of checkpoints in a folder. Read-only.
 
 checkpoints/
-    step-100/            a checkpoint: it has a manifest, so it is whole
-    .tmp-<32 hex>/       being written, or being removed; its owner is named inside
-    .old-<32 hex>-best/  gives its name to a new checkpoint; if the process died right
-                         there it is still the one that "best" means
+    step-100/            a complete checkpoint: the manifest is written last
+    .tmp-<32 hex>/       being written or removed; its owner file names the process
+    .old-<32 hex>-best/  being replaced by a new checkpoint "best"; if the process died
+                         before the second rename, "best" still refers to this folder
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import durable_io
-from nbdist.checkpoint.names import ASIDE, is_name, path_of
-from nbdist.checkpoint.reader import Opened
+from nbdist.checkpoint.names import REPLACED_PATTERN, checkpoint_path, is_checkpoint_name
+from nbdist.checkpoint.reader import CheckpointReader
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from nbdist.checkpoint.manifest import Manifest
     from nbdist.checkpoint.url import Url
 
-_TRIES = 5
-_AGAIN_S = 0.01
-_LISTED = 10
+_MAX_ATTEMPTS = 5
+_RETRY_DELAY_S = 0.01
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A checkpoint in a list."""
+class CheckpointSummary:
+    """Summary of a checkpoint, as listed to the user."""
 
     name: str
     step: int
@@ -45,106 +45,118 @@ class Entry:
     path: Path | Url
 
 
-def entries(root: Path) -> list[Entry]:
-    """List the whole checkpoints of a folder, the newest last.
+def list_checkpoints(root: Path) -> list[CheckpointSummary]:
+    """List the complete checkpoints of a folder, newest last.
 
-    What is half written, foreign or damaged in its manifest or sizes is left out; other
-    bytes than were written are only found by `verify`. Waits up to 1 s while another process
-    gives names.
+    Incomplete folders, foreign folders and checkpoints with an invalid manifest or a wrong file
+    size are skipped. Checksums are not compared; see ``verify_files``. Waits up to 1 s while
+    another process renames checkpoints.
     """
-    with durable_io.at_rest(root):
-        return listed(root)
+    with durable_io.shared_lock(root):
+        return list_checkpoints_locked(root)
 
 
-def listed(root: Path) -> list[Entry]:
-    """List as `entries` does; for who holds the lock of `root`."""
-    found = {one.name: one for one in _scan(root, aside=False)}
-    for one in _scan(root, aside=True):
-        kept = found.get(one.name)
-        if kept is None or (kept.path.name != kept.name and kept.created < one.created):
-            found[one.name] = one
-    return sorted(found.values(), key=lambda one: (one.created, one.step, one.name))
+def list_checkpoints_locked(root: Path) -> list[CheckpointSummary]:
+    """List as ``list_checkpoints`` does. The caller must hold the lock of `root`."""
+    by_name = {summary.name: summary for summary in _scan(root, aside=False)}
+    for replaced in _scan(root, aside=True):
+        kept = by_name.get(replaced.name)
+        if kept is None or (kept.path.name != kept.name and kept.created < replaced.created):
+            by_name[replaced.name] = replaced
+    return sorted(
+        by_name.values(), key=lambda summary: (summary.created, summary.step, summary.name)
+    )
 
 
-def latest(root: Path) -> Entry | None:
-    """Give the checkpoint that was made last; None where there is none."""
-    found = entries(root)
-    return found[-1] if found else None
+def latest_checkpoint(root: Path) -> CheckpointSummary | None:
+    """Return the newest checkpoint, or None if there are none."""
+    summaries = list_checkpoints(root)
+    return summaries[-1] if summaries else None
 
 
-def find(root: Path, name: str) -> Path:
-    """Give the folder of a checkpoint.
+def find_checkpoint(root: Path, name: str) -> Path:
+    """Return the folder of a checkpoint.
 
     Raises:
-        CheckpointError: not a name, or there is no checkpoint of this name; says which are.
+        CheckpointError: the name is invalid, or no checkpoint has it; lists existing names.
     """
-    path = path_of(root, name)
+    path = checkpoint_path(root, name)
     if path.is_dir():
-        return path  # opening it says what is wrong with it
-    found = entries(root)
-    for one in found:
-        if one.name == name:
-            return root / one.path.name
-    raise missing(root, name, [one.name for one in found])
+        return path  # opening an invalid folder raises an error with the reason
+    summaries = list_checkpoints(root)
+    for summary in summaries:
+        if summary.name == name:
+            return root / summary.path.name
+    raise missing_checkpoint_error(root, name, [summary.name for summary in summaries])
 
 
-def missing(root: Path | Url, name: str, there: list[str]) -> CheckpointError:
-    """Say that there is no checkpoint of this name, and which are there."""
-    names = there[::-1][:_LISTED]
-    more = ", ..." if len(there) > _LISTED else ""
-    others = f"there are {', '.join(names)}{more}" if names else "there is none"
-    return CheckpointError(f"{root} has no checkpoint {name}; {others}.")
+def missing_checkpoint_error(root: Path | Url, name: str, available: list[str]) -> CheckpointError:
+    """Build the error for a name that does not exist; it lists up to 10 names that do."""
+    names = available[::-1][:_MAX_LISTED]
+    more = ", ..." if len(available) > _MAX_LISTED else ""
+    others = f"Available: {', '.join(names)}{more}." if names else "It contains no checkpoints."
+    return CheckpointError(f"No checkpoint {name} in {root}. {others}")
 
 
-def opened(root: Path, name: str) -> Opened:
-    """Open a checkpoint by name, also while it is being replaced by a new one.
+def open_checkpoint(root: Path, name: str) -> CheckpointReader:
+    """Open a checkpoint by name. Retries while another process is replacing it.
 
     Raises:
-        CheckpointError: there is none of this name, or it cannot be trusted.
+        CheckpointError: no checkpoint has this name, or it is invalid.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         with suppress(CheckpointError):
-            return Opened.at(find(root, name))
-        time.sleep(_AGAIN_S)  # two renames of another process are between
-    return Opened.at(find(root, name))
+            return CheckpointReader.open_folder(find_checkpoint(root, name))
+        time.sleep(
+            _RETRY_DELAY_S
+        )  # another process may be between the two renames of a replacement
+    return CheckpointReader.open_folder(find_checkpoint(root, name))
 
 
-def entry(path: Path, name: str) -> Entry | None:
-    """Describe the checkpoint in a folder; None where there is no whole one."""
+def summarize_folder(path: Path, name: str) -> CheckpointSummary | None:
+    """Summarize the checkpoint in a folder, or return None if it is not complete."""
     try:
-        with Opened.at(path) as found:
-            return described(path, name, found.manifest) if found.complete() else None
+        with CheckpointReader.open_folder(path) as opened_folder:
+            return (
+                summarize_manifest(path, name, opened_folder.manifest)
+                if opened_folder.is_complete()
+                else None
+            )
     except CheckpointError:
         return None
 
 
-def aside(root: Path) -> Iterator[tuple[str, Path]]:
-    """Checkpoints that gave their names away: the name and the folder."""
+def replaced_checkpoints(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the folder of each checkpoint that was renamed for replacement."""
     for path in _folders(root):
-        if match := ASIDE.fullmatch(path.name):
+        if match := REPLACED_PATTERN.fullmatch(path.name):
             yield match["name"], path
 
 
-def _scan(root: Path, *, aside: bool) -> Iterator[Entry]:
+def _scan(root: Path, *, aside: bool) -> Iterator[CheckpointSummary]:
     for path in _folders(root):
-        match = ASIDE.fullmatch(path.name)
+        match = REPLACED_PATTERN.fullmatch(path.name)
         name = match["name"] if match else path.name
-        if bool(match) == aside and is_name(name) and (one := entry(path, name)):
-            yield one
+        if (
+            bool(match) == aside
+            and is_checkpoint_name(name)
+            and (summary := summarize_folder(path, name))
+        ):
+            yield summary
 
 
 def _folders(root: Path) -> list[Path]:
-    """Folders in `root`; links are none."""
+    """List the folders in `root`, without symbolic links."""
     try:
-        with os.scandir(root) as found:
-            return [Path(one.path) for one in found if one.is_dir(follow_symlinks=False)]
+        with os.scandir(root) as items:
+            return [Path(item.path) for item in items if item.is_dir(follow_symlinks=False)]
     except OSError:
         return []
 
 
-def described(path: Path | Url, name: str, manifest: Manifest) -> Entry:
-    """Describe a checkpoint by its manifest."""
-    return Entry(
+def summarize_manifest(path: Path | Url, name: str, manifest: Manifest) -> CheckpointSummary:
+    """Summarize a checkpoint from its manifest."""
+    return CheckpointSummary(
         name=name,
         step=manifest.step,
         size_bytes=manifest.size_bytes,

@@ -1,13 +1,13 @@
-"""A checkpoint that is being written: private until it is whole, then it gets its name; pure.
+"""Atomic commit of a checkpoint folder: a private draft that is renamed once it is complete.
 
-    begin        one process makes .tmp-<32 hex>/ and marks it as its own
-    (ranks)      each writes its files, syncs them, and reports (see `told`)
-    commit       one process: manifest.json, sync, sync of the folder, rename, sync of the root
-    abort        or removes it
+    create_draft   one process creates .tmp-<32 hex>/ and writes its owner file
+    (ranks)        each writes and syncs its files, then its report (see ``rank_reports``)
+    commit_draft   one process writes manifest.json, syncs, renames the folder, syncs the root
+    remove_draft   removes the draft after a failure
 
-A process that dies on the way leaves a folder that is never listed and that the next
-`begin` removes. A checkpoint under the same name is renamed aside, then the new one gets
-the name: at every moment one of the two is found (see `root`).
+If a process dies before the commit, the draft is never listed and the next ``create_draft``
+removes it. A checkpoint with the same name is renamed first, then the draft gets the name;
+``catalog`` finds one of the two at any time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ import shutil
 from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import durable_io, retention
-from nbdist.checkpoint.names import DRAFT, MANIFEST, checked, is_part, path_of, shown
-from nbdist.checkpoint.reader import Opened
+from nbdist.checkpoint.names import (
+    DRAFT_PATTERN,
+    MANIFEST_NAME,
+    check_name,
+    checkpoint_path,
+    is_rank_report_name,
+    printable,
+)
+from nbdist.checkpoint.reader import CheckpointReader
 from nbdist.errors import CheckpointError
-from nbdist.hardware.process_identity import OWNER, Owner
+from nbdist.hardware.process_identity import OWNER_FILE, ProcessIdentity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,37 +35,37 @@ if TYPE_CHECKING:
     from nbdist.checkpoint.manifest import Manifest
 
 
-def begin(root: Path, name: str, *, overwrite: bool = False, size_bytes: int = 0) -> Path:
-    """Make the private folder that all ranks write into; `root` too.
+def create_draft(root: Path, name: str, *, overwrite: bool = False, size_bytes: int = 0) -> Path:
+    """Create the draft folder that all ranks write into, and `root` if needed.
 
-    Removes what dead processes of this user left in `root`. Blocks up to 30 s while
-    another process begins or commits there.
+    Removes drafts that processes of this user left in `root` before they died. Blocks up to
+    30 s while another process creates or commits a draft there.
 
     Args:
-        root: of the checkpoints.
-        name: that it shall get; looked at now, so that nobody trains on for nothing.
-        overwrite: whether a checkpoint may be there that it replaces.
-        size_bytes: what all ranks will write.
+        root: folder of the checkpoints.
+        name: name of the checkpoint. Checked here so that an invalid one fails early.
+        overwrite: whether an existing checkpoint of this name may be replaced.
+        size_bytes: bytes that all ranks together will write.
 
     Raises:
-        CheckpointError: the name is not allowed or taken, the folder cannot be written, or
-            has too little room.
+        CheckpointError: the name is invalid or taken, the folder is not writable, or there is
+            not enough free space.
     """
-    checked(name)
+    check_name(name)
     garbage: list[Path] = []
     try:
         _make(root)
         _check_room(root, size_bytes)
-        with durable_io.locked(root):
-            garbage += retention.sort_out(root)
+        with durable_io.exclusive_lock(root):
+            garbage += retention.repair_names(root)
             _check_free(root, name, overwrite=overwrite)
             tmp = root / f".tmp-{secrets.token_hex(16)}"
             tmp.mkdir(mode=0o700)
-            Owner.me().write(tmp)
+            ProcessIdentity.current_process().write_owner_file(tmp)
     except OSError as error:
         raise CheckpointError(
-            f"{root} cannot take checkpoints ({error.strerror}); give a folder that this process"
-            " may write."
+            f"Cannot write checkpoints to {root} ({error.strerror}). Use a folder that this"
+            " process can write to."
         ) from error
     finally:
         for path in garbage:
@@ -66,41 +73,41 @@ def begin(root: Path, name: str, *, overwrite: bool = False, size_bytes: int = 0
     return tmp
 
 
-def commit(tmp: Path, name: str, manifest: Manifest, *, overwrite: bool = False) -> Path:
-    """Give the folder its name, once all that the manifest says is on the disk.
+def commit_draft(tmp: Path, name: str, manifest: Manifest, *, overwrite: bool = False) -> Path:
+    """Write the manifest and rename the draft to the name of the checkpoint.
 
     Call it in one process, after every rank has reported. Blocks up to 30 s while another
-    process changes names there. If it raises, `abort` is to be called: what had the name
-    before has it still (only a disk that fails at the very last sync may have the new one).
+    process renames checkpoints there. If it raises, call ``remove_draft``: the name still
+    refers to the previous checkpoint (unless only the last sync failed).
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: the name is taken, files are missing, or the disk refuses.
+        CheckpointError: the name is taken, files are missing, or the folder cannot be written.
     """
-    root, path = tmp.parent, path_of(tmp.parent, name)
+    root, path = tmp.parent, checkpoint_path(tmp.parent, name)
     _check_draft(tmp)
     try:
         _seal(tmp, manifest)
-        with durable_io.locked(root):
+        with durable_io.exclusive_lock(root):
             _check_free(root, name, overwrite=overwrite)
             replaced = _take_name(tmp, path)
-            (path / OWNER).unlink(missing_ok=True)
+            (path / OWNER_FILE).unlink(missing_ok=True)
             durable_io.sync_folder(root)
-            garbage = replaced and retention.discard(replaced)
+            garbage = replaced and retention.retire(replaced)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written ({error.strerror}); free room, or give another folder."
+            f"Cannot write {path} ({error.strerror}). Free space, or use another folder."
         ) from error
     if garbage:
         durable_io.remove_folder(garbage)
     return path
 
 
-def abort(tmp: Path) -> None:
-    """Remove the folder; a second call, or one after `commit`, finds nothing to do."""
-    if DRAFT.fullmatch(tmp.name):
+def remove_draft(tmp: Path) -> None:
+    """Remove the draft. Does nothing if it was already removed or committed."""
+    if DRAFT_PATTERN.fullmatch(tmp.name):
         durable_io.remove_folder(tmp)
 
 
@@ -114,63 +121,71 @@ def _check_room(root: Path, size_bytes: int) -> None:
     free = shutil.disk_usage(root).free
     if size_bytes > free:
         raise CheckpointError(
-            f"the checkpoint needs {size_bytes >> 20} MiB and {root} has {free >> 20} MiB; free"
-            " room, or give another folder."
+            f"The checkpoint needs {size_bytes >> 20} MiB, but {root} has {free >> 20} MiB free."
+            " Free space, or use another folder."
         )
 
 
 def _check_free(root: Path, name: str, *, overwrite: bool) -> None:
-    """Refuse a name that is taken, always where it is not by a checkpoint alone."""
-    path = path_of(root, name)
+    """Check that the name is free, or with `overwrite`, that it refers to a checkpoint.
+
+    Raises:
+        CheckpointError: the name is taken; or the folder is not a checkpoint or holds other
+            files, which are never overwritten.
+    """
+    path = checkpoint_path(root, name)
     if not path.exists():
         return
     if not overwrite:
         raise CheckpointError(
-            f"{path} exists; save under another name, or with --overwrite (overwrite=True) to"
+            f"{path} exists. Save under another name, or use --overwrite (overwrite=True) to"
             " replace it."
         )
     try:
-        with Opened.at(path) as there:
-            strange = there.strange()
+        with CheckpointReader.open_folder(path) as existing:
+            strange = existing.unknown_files()
     except CheckpointError as error:
         raise CheckpointError(
-            f"{path} is no whole checkpoint of nbdist and is not replaced; save under another"
-            " name, or remove it."
+            f"{path} is not a complete nbdist checkpoint and is not overwritten. Save under"
+            " another name, or remove it."
         ) from error
     if strange:
         raise CheckpointError(
-            f"{path} also holds {shown(strange[0])}, which no save of nbdist put there; move it"
-            " away, or save under another name."
+            f"{path} contains {printable(strange[0])}, which was not written by nbdist. Move it"
+            " elsewhere, or save under another name."
         )
 
 
 def _check_draft(tmp: Path) -> None:
-    if not DRAFT.fullmatch(tmp.name) or not tmp.is_dir():
-        raise CheckpointError(f"{tmp} is no checkpoint that is being written; save again.")
+    if not DRAFT_PATTERN.fullmatch(tmp.name) or not tmp.is_dir():
+        raise CheckpointError(f"{tmp} is not a checkpoint draft. Save again.")
 
 
 def _seal(tmp: Path, manifest: Manifest) -> None:
-    """Write the manifest, after the files that it names are seen to be there, and sync.
+    """Compare the files with the manifest, then write the manifest and sync the folder.
 
     Raises:
-        CheckpointError: a file is missing, has another size, or is not in the manifest.
+        CheckpointError: a file is missing, has the wrong size, or is not in the manifest.
     """
     text = manifest.to_json()
     for path in list(tmp.iterdir()):
-        if is_part(path.name):
+        if is_rank_report_name(path.name):
             path.unlink()
-    there = {path.name: path.stat().st_size for path in tmp.iterdir() if path.name != OWNER}
+    sizes = {path.name: path.stat().st_size for path in tmp.iterdir() if path.name != OWNER_FILE}
     named = {file.name: file.size_bytes for file in manifest.files}
-    if there != named:
-        odd = sorted(name for name in {*there, *named} if there.get(name) != named.get(name))
-        raise CheckpointError(f"{shown(odd[0])} in {tmp} is not as its rank said; save again.")
-    durable_io.write_new(tmp / MANIFEST, text)
-    tmp.chmod(tmp.parent.stat().st_mode & 0o777)  # private until now; then as its surroundings
+    if sizes != named:
+        wrong = sorted(name for name in {*sizes, *named} if sizes.get(name) != named.get(name))
+        raise CheckpointError(
+            f"Size of {printable(wrong[0])} in {tmp} differs from what its rank reported."
+            " Save again."
+        )
+    durable_io.write_new(tmp / MANIFEST_NAME, text)
+    tmp.chmod(tmp.parent.stat().st_mode & 0o777)  # the draft was private (0o700)
     durable_io.sync_folder(tmp)
 
 
 def _take_name(tmp: Path, path: Path) -> Path | None:
-    """Rename the folder to its name, and aside what has it; give where that is now."""
+    """Rename the draft to `path`. Return the new path of the replaced checkpoint, if any."""
     aside = None
     if path.exists():
         aside = path.with_name(f".old-{secrets.token_hex(16)}-{path.name}")

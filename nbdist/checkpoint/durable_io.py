@@ -1,8 +1,7 @@
-"""What survives a power cut, and who may write now; pure.
+"""Durable file I/O with fsync, and the file lock on a folder of checkpoints.
 
-A file is there for certain once it and its folder have been synced. One process at a time
-changes the names in a folder of checkpoints: it holds a lock that the system takes back
-when the process dies.
+A new file survives a power failure once both it and its folder are synced. Only the process
+that holds the lock renames checkpoints in a folder; the kernel releases it when the process dies.
 """
 
 from __future__ import annotations
@@ -15,23 +14,26 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint.names import LOCK
+from nbdist.checkpoint.names import LOCK_NAME
 from nbdist.errors import CheckpointError
-from nbdist.hardware.process_identity import OWNER
+from nbdist.hardware.process_identity import OWNER_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-LOCK_WITHIN_S = 30.0
-LOOK_WITHIN_S = 1.0
+LOCK_TIMEOUT_S = 30.0
+SHARED_LOCK_TIMEOUT_S = 1.0
 _POLL_S = 0.01
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
-"""Lustre without the mount option `flock` has none: then one notebook at a time, please."""
+"""Errors of file systems without locks, such as Lustre without the mount option `flock`.
+
+Locking is skipped there, so only one notebook at a time may save to such a folder.
+"""
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Call fsync on a folder, so that created and renamed entries are durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -40,7 +42,12 @@ def sync_folder(path: Path) -> None:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a file that must not exist, and wait until it is on the disk."""
+    """Create a file, write its content and call fsync.
+
+    Raises:
+        FileExistsError: the file exists.
+        OSError: it cannot be written.
+    """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         write_all(fd, memoryview(content))
@@ -50,16 +57,16 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def write_all(fd: int, content: memoryview) -> None:
-    """Write all of it; one call of the system may take less."""
+    """Write the whole buffer; ``os.write`` may write only a part of it."""
     while content:
         content = content[os.write(fd, content) :]
 
 
 def open_regular(name: str, *, folder: int, flags: int = os.O_RDONLY) -> int:
-    """Open a file of an open folder; never a link, and never waits on a pipe.
+    """Open a regular file in an open folder. Links are not followed, pipes do not block.
 
     Raises:
-        OSError: it is not there, or is not a regular file.
+        OSError: the file does not exist or is not a regular file.
     """
     fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -68,8 +75,8 @@ def open_regular(name: str, *, folder: int, flags: int = os.O_RDONLY) -> int:
     return fd
 
 
-def read_at(fd: int, buffer: memoryview, offset: int) -> None:
-    """Fill a buffer with what a file has at `offset`.
+def read_into(fd: int, buffer: memoryview, offset: int) -> None:
+    """Fill a buffer from a file, starting at `offset`.
 
     Raises:
         OSError: the file ends before the buffer is full.
@@ -77,15 +84,15 @@ def read_at(fd: int, buffer: memoryview, offset: int) -> None:
     while buffer:
         count = os.preadv(fd, [buffer], offset)
         if not count:
-            raise OSError(errno.EIO, "the file was cut short")
+            raise OSError(errno.EIO, "the file is truncated")
         buffer, offset = buffer[count:], offset + count
 
 
 def read_small(name: str, *, folder: int, limit: int) -> bytes:
-    """Read a file of an open folder.
+    """Read a whole file in an open folder.
 
     Raises:
-        OSError: it is not there, is not a regular file, or is larger than `limit` bytes.
+        OSError: it does not exist, is not a regular file, or is larger than `limit` bytes.
     """
     fd = open_regular(name, folder=folder)
     try:
@@ -93,14 +100,14 @@ def read_small(name: str, *, folder: int, limit: int) -> bytes:
         if size_bytes > limit:
             raise OSError(errno.EFBIG, f"larger than {limit} bytes", name)
         content = bytearray(size_bytes)
-        read_at(fd, memoryview(content), 0)
+        read_into(fd, memoryview(content), 0)
     finally:
         os.close(fd)
     return bytes(content)
 
 
 def try_lock(fd: int, *, alone: bool) -> bool:
-    """Lock an open file, alone or beside other readers; False where somebody is in the way."""
+    """Lock an open file, exclusive or shared. Return False if another process holds the lock."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -112,25 +119,26 @@ def try_lock(fd: int, *, alone: bool) -> bool:
 
 
 def unlock_and_close(fd: int) -> None:
-    """Close a locked file; its lock ends even if a process forked meanwhile has it open too."""
+    """Unlock and close a file."""
+    # A forked process may hold the same open file, and then closing alone keeps the lock.
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 @contextmanager
-def locked(root: Path, *, within_s: float = LOCK_WITHIN_S) -> Iterator[None]:
-    """Be the only process that changes names in `root`; waits for its turn.
+def exclusive_lock(root: Path, *, within_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold the exclusive lock of `root`, which is required to rename checkpoints.
 
     Raises:
-        CheckpointError: another process has held the lock for `within_s`.
+        CheckpointError: the lock was not acquired within `within_s`.
     """
-    fd = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         if not _wait_for_lock(fd, within_s, alone=True):
             raise CheckpointError(
-                f"another process has been changing {root} for {within_s:g} s; wait for its save,"
-                " or give another folder."
+                f"Timed out after {within_s:g} s: another process is writing to {root}. Wait for"
+                " its save, or use another folder."
             )
         yield
     finally:
@@ -138,11 +146,11 @@ def locked(root: Path, *, within_s: float = LOCK_WITHIN_S) -> Iterator[None]:
 
 
 @contextmanager
-def at_rest(root: Path, *, within_s: float = LOOK_WITHIN_S) -> Iterator[None]:
-    """Let nobody change names in `root`; goes on without that where it cannot be had in time."""
+def shared_lock(root: Path, *, within_s: float = SHARED_LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold the shared lock of `root`. Continues without it after `within_s`."""
     try:
-        fd = os.open(root / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # no name was ever changed here, or the folder is another user's
+        fd = os.open(root / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # nothing was saved here yet, or the folder belongs to another user
         yield
         return
     try:
@@ -162,12 +170,10 @@ def _wait_for_lock(fd: int, within_s: float, *, alone: bool) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of files; what is gone already, or cannot go, is left to the next save.
-
-    Who removes it is said in it to the end, so that the next save knows.
-    """
+    """Remove a folder of files. Errors are ignored; the next save removes what remains."""
     with suppress(OSError):
-        files = sorted(os.scandir(path), key=lambda entry: entry.name == OWNER)
+        # The owner file goes last: by it the next save identifies an unfinished removal.
+        files = sorted(os.scandir(path), key=lambda entry: entry.name == OWNER_FILE)
         for entry in files:
             with suppress(OSError):
                 os.unlink(entry.path)  # noqa: PTH108 - never follows a link

@@ -1,7 +1,7 @@
-"""JSON from a stranger: every value is checked before it is used; pure.
+"""Validation of untrusted JSON.
 
-A check takes a value and the place it has, and gives back the value or raises `Refused`.
-Nothing here allocates more than a small multiple of the text's own size.
+A check takes a value and its path in the document, and returns the value or raises
+``ValidationError``. Memory use is a small multiple of the size of the text.
 """
 
 from __future__ import annotations
@@ -11,114 +11,125 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from nbdist.checkpoint.names import shown
+from nbdist.checkpoint.names import printable
 
 T = TypeVar("T")
 Check = Callable[[object, str], T]
-Plain = None | bool | int | float | str | list["Plain"] | tuple["Plain", ...] | dict[str, "Plain"]
-"""What a manifest keeps of values that only their owner understands; tuples come back as lists."""
+JsonValue = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | list["JsonValue"]
+    | tuple["JsonValue", ...]
+    | dict[str, "JsonValue"]
+)
+"""A JSON value that nbdist stores but does not interpret. Tuples are read back as lists."""
 
 MAX_DEPTH = 32
-MAX_TEXT = 1024
+MAX_TEXT_CHARS = 1024
 MAX_COUNT = 1 << 62
-_MAX_INT = 1 << 64  # seeds of torch are unsigned
+_MAX_INT = 1 << 64  # torch seeds are unsigned 64-bit integers
 _FLOAT = "$float"
-"""JSON has no infinity: {"$float": "inf"}."""
+"""Key that encodes inf and nan, which JSON lacks: {"$float": "inf"}."""
 
 
-class Refused(ValueError):  # noqa: N818 - reads as what happened
-    """A value is not what its place asks for: "keys.model.weight has ..."."""
+class ValidationError(ValueError):
+    """A value is not allowed at its path. The message is a fragment for a larger message."""
 
 
 def loads(text: bytes) -> object:
-    """Read JSON in which no key stands twice.
+    """Parse JSON without duplicate keys.
 
     Raises:
-        Refused: not JSON, nested too deeply, or a key stands twice.
+        ValidationError: not JSON, nested too deeply, or a duplicate key.
     """
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, Refused) else Refused("is no readable JSON") from error
+        raise (
+            error if isinstance(error, ValidationError) else ValidationError("not valid JSON")
+        ) from error
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    merged = dict(pairs)
+    if len(merged) != len(pairs):
         names = [key for key, _ in pairs]
         twice = next(key for key in names if names.count(key) > 1)
-        raise Refused(f"has the key {shown(twice)} twice")
-    return made
+        raise ValidationError(f"duplicate key {printable(twice)}")
+    return merged
 
 
 def _no_constant(name: str) -> object:
-    raise Refused(f"has {name}, which is no JSON")
+    raise ValidationError(f"{name} is not valid JSON")
 
 
 def fields(checks: Mapping[str, Check[Any]]) -> Check[dict[str, Any]]:
-    """Check an object of exactly these fields."""
+    """Return a check for an object with exactly these fields."""
 
     def check(value: object, where: str) -> dict[str, Any]:
-        found = _object(value, where)
-        if found.keys() != checks.keys():
-            strange = min(found.keys() ^ checks.keys())
-            problem = "is unknown" if strange in found else "is missing"
-            raise Refused(f"{_join(where, strange)} {problem}")
-        return {name: one(found[name], _join(where, name)) for name, one in checks.items()}
+        given = _object(value, where)
+        if given.keys() != checks.keys():
+            name = min(given.keys() ^ checks.keys())
+            problem = "is unknown" if name in given else "is missing"
+            raise ValidationError(f"{_join(where, name)} {problem}")
+        return {name: item(given[name], _join(where, name)) for name, item in checks.items()}
 
     return check
 
 
 def mapping(key: Check[str], item: Check[T]) -> Check[dict[str, T]]:
-    """Check an object whose keys are data."""
+    """Return a check for an object with arbitrary keys."""
 
     def check(value: object, where: str) -> dict[str, T]:
         pairs = _object(value, where).items()
-        return {key(name, where): item(one, _join(where, name)) for name, one in pairs}
+        return {key(name, where): item(entry, _join(where, name)) for name, entry in pairs}
 
     return check
 
 
 def sequence(item: Check[T], *, at_most: int | None = None) -> Check[tuple[T, ...]]:
-    """Check a list."""
+    """Return a check for a list."""
 
     def check(value: object, where: str) -> tuple[T, ...]:
         if type(value) is not list or (at_most is not None and len(value) > at_most):
-            bound = "" if at_most is None else f" of at most {at_most}"
+            bound = "" if at_most is None else f" of at most {at_most} items"
             raise _not(value, where, f"a list{bound}")
-        return tuple(item(one, f"{where}[{number}]") for number, one in enumerate(value))
+        return tuple(item(entry, f"{where}[{index}]") for index, entry in enumerate(value))
 
     return check
 
 
 def text(value: object, where: str) -> str:
-    """Check a short printable text."""
-    if type(value) is not str or len(value) > MAX_TEXT or not value.isprintable():
-        raise _not(value, where, f"printable text of at most {MAX_TEXT} characters")
+    """Check a printable string of at most 1024 characters."""
+    if type(value) is not str or len(value) > MAX_TEXT_CHARS or not value.isprintable():
+        raise _not(value, where, f"printable text of at most {MAX_TEXT_CHARS} characters")
     return value
 
 
 def count(value: object, where: str) -> int:
-    """Check a size or a number of things."""
+    """Check a non-negative integer below 2 ** 62."""
     if type(value) is not int or not 0 <= value < MAX_COUNT:
-        raise _not(value, where, "a count")
+        raise _not(value, where, "a non-negative integer")
     return value
 
 
 def number(value: object, where: str) -> float:
-    """Check a number."""
-    found = plain(value, where)
-    if type(found) is int or type(found) is float:
-        return found
+    """Check an integer or a float."""
+    checked = json_value(value, where)
+    if type(checked) is int or type(checked) is float:
+        return checked
     raise _not(value, where, "a number")
 
 
-def bits(digits: int) -> Check[int]:
-    """Check an unsigned number, written in this many hexadecimal digits."""
+def hex_digits(digits: int) -> Check[int]:
+    """Return a check for an unsigned integer written with this many hexadecimal digits."""
 
     def check(value: object, where: str) -> int:
-        good = type(value) is str and len(value) == digits
-        if not good or set(str(value)) - set("0123456789abcdef"):
+        is_right_length = type(value) is str and len(value) == digits
+        if not is_right_length or set(str(value)) - set("0123456789abcdef"):
             raise _not(value, where, f"{digits} hexadecimal digits")
         return int(str(value), 16)
 
@@ -126,7 +137,7 @@ def bits(digits: int) -> Check[int]:
 
 
 def one_of(allowed: frozenset[str]) -> Check[str]:
-    """Check a word from a list."""
+    """Return a check for one of the allowed strings."""
 
     def check(value: object, where: str) -> str:
         if type(value) is not str or value not in allowed:
@@ -136,45 +147,51 @@ def one_of(allowed: frozenset[str]) -> Check[str]:
     return check
 
 
-def plain(value: object, where: str, depth: int = 0) -> Plain:
-    """Check a value that only its owner understands."""
+def json_value(value: object, where: str, depth: int = 0) -> JsonValue:
+    """Check a value that nbdist does not interpret, and decode inf and nan."""
     if depth > MAX_DEPTH:
-        raise Refused(f"{where} is nested deeper than {MAX_DEPTH}")
+        raise ValidationError(f"{where} is nested deeper than {MAX_DEPTH}")
     if type(value) is list:
-        return [plain(one, f"{where}[{at}]", depth + 1) for at, one in enumerate(value)]
+        return [json_value(item, f"{where}[{at}]", depth + 1) for at, item in enumerate(value)]
     if type(value) is dict:
         if value.keys() == {_FLOAT}:
             return _special(value[_FLOAT], where)
-        return {name: plain(one, _join(where, name), depth + 1) for name, one in value.items()}
+        return {
+            name: json_value(item, _join(where, name), depth + 1) for name, item in value.items()
+        }
     return _scalar(value, where)
 
 
-def to_plain(value: object, where: str, depth: int = 0) -> Plain:
-    """Give a value the form in which `plain` takes it back.
+def to_json_value(value: object, where: str, depth: int = 0) -> JsonValue:
+    """Encode a value for JSON. ``json_value`` decodes it.
 
     Raises:
-        Refused: it holds something else than None, bool, int, float, str, list, tuple and
-            dicts with text as keys.
+        ValidationError: a value other than None, bool, int, float, str, list, tuple and dict with
+            string keys.
     """
     if depth > MAX_DEPTH:
-        raise Refused(f"{where} is nested deeper than {MAX_DEPTH}")
+        raise ValidationError(f"{where} is nested deeper than {MAX_DEPTH}")
     if isinstance(value, (list, tuple)):
-        return [to_plain(one, f"{where}[{at}]", depth + 1) for at, one in enumerate(value)]
+        return [to_json_value(item, f"{where}[{at}]", depth + 1) for at, item in enumerate(value)]
     if isinstance(value, Mapping):
         if _FLOAT in value or not all(type(name) is str for name in value):
-            raise Refused(f"{where} has keys that a manifest cannot keep")
-        return {name: to_plain(one, _join(where, name), depth + 1) for name, one in value.items()}
+            raise ValidationError(
+                f"{where} has keys that are not strings or are reserved ({_FLOAT})"
+            )
+        return {
+            name: to_json_value(item, _join(where, name), depth + 1) for name, item in value.items()
+        }
     if type(value) is float and not math.isfinite(value):
         return {_FLOAT: repr(value)}
     return _scalar(value, where)
 
 
-def _scalar(value: object, where: str) -> Plain:
+def _scalar(value: object, where: str) -> JsonValue:
     if value is None or type(value) in {bool, str, float}:
-        return value  # type: ignore[return-value] # what the line above says
+        return value  # type: ignore[return-value] # the type is checked above
     if type(value) is int and -_MAX_INT < value < _MAX_INT:
         return value
-    raise _not(value, where, "a plain value")
+    raise _not(value, where, "a number, string, boolean or null")
 
 
 def _special(value: object, where: str) -> float:
@@ -190,11 +207,13 @@ def _object(value: object, where: str) -> dict[str, Any]:
 
 
 def _join(where: str, name: object) -> str:
-    """Name a field: "files[0].name"."""
-    spelled = str(name) if str(name).isidentifier() else shown(name)
+    """Return the path of a field, for example "files[0].name"."""
+    spelled = str(name) if str(name).isidentifier() else printable(name)
     return f"{where}.{spelled}" if where else spelled
 
 
-def _not(value: object, where: str, wanted: str) -> Refused:
-    given = shown(value) if type(value) in {str, int, float} else type(value).__name__
-    return Refused(f"{where or 'all of it'} has {given} where {wanted} belongs")
+def _not(value: object, where: str, wanted: str) -> ValidationError:
+    given = printable(value) if type(value) in {str, int, float} else type(value).__name__
+    if isinstance(value, list):
+        given = f"a list of {len(value)} items"
+    return ValidationError(f"{where or 'the document'} must be {wanted}, got {given}")

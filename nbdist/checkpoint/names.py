@@ -1,4 +1,4 @@
-"""Names of checkpoints and of the files in them: what is allowed, and where they lead; pure."""
+"""Allowed names of checkpoints and of the files in them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nbdist.errors import CheckpointError
 if TYPE_CHECKING:
     from pathlib import Path
 
-MANIFEST = "manifest.json"
-LOCK = ".lock"
-DRAFT = re.compile(r"\.tmp-[0-9a-f]{32}")
-ASIDE = re.compile(r"\.old-[0-9a-f]{32}-(?P<name>[A-Za-z0-9_-][A-Za-z0-9._-]{0,63})")
-"""A checkpoint that gives its name to a new one."""
+MANIFEST_NAME = "manifest.json"
+LOCK_NAME = ".lock"
+DRAFT_PATTERN = re.compile(r"\.tmp-[0-9a-f]{32}")
+REPLACED_PATTERN = re.compile(r"\.old-[0-9a-f]{32}-(?P<name>[A-Za-z0-9_-][A-Za-z0-9._-]{0,63})")
+"""Folder of a checkpoint that is being replaced by a new one of the same name."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -22,57 +22,57 @@ _PART = re.compile(r"part-[0-9]{5,9}\.json")
 _SHOWN = 60
 
 
-def checked(name: object) -> str:
-    """Give back the name of a checkpoint.
+def check_name(name: object) -> str:
+    """Return the name if it is a valid checkpoint name.
 
     Raises:
-        CheckpointError: not 1 to 64 of the allowed characters.
+        CheckpointError: the name is invalid.
     """
-    if is_name(name):
+    if is_checkpoint_name(name):
         return str(name)
     raise CheckpointError(
-        f"{shown(name)} is no name for a checkpoint; allowed are 1 to 64 of A-Z, a-z, 0-9, dots,"
-        " dashes and underscores, without a dot or dash in front."
+        f"Invalid checkpoint name {printable(name)}. Use 1 to 64 characters of A-Z, a-z, 0-9, dot,"
+        " dash and underscore, not starting with a dot or dash."
     )
 
 
-def is_name(name: object) -> bool:
-    """Whether a checkpoint may bear this name."""
+def is_checkpoint_name(name: object) -> bool:
+    """Return whether this is a valid checkpoint name."""
     return type(name) is str and _NAME.fullmatch(name) is not None
 
 
-def is_file(name: object) -> bool:
-    """Whether a manifest may name this file."""
-    reserved = type(name) is str and (name == MANIFEST or _PART.fullmatch(name) is not None)
+def is_data_file_name(name: object) -> bool:
+    """Return whether a manifest may list a file of this name."""
+    reserved = type(name) is str and (name == MANIFEST_NAME or _PART.fullmatch(name) is not None)
     return type(name) is str and _FILE.fullmatch(name) is not None and not reserved
 
 
-def part(rank: int) -> str:
-    """Name of the file in which a rank says what it has written."""
+def rank_report_name(rank: int) -> str:
+    """Return the file name of a rank's report."""
     return f"part-{rank:05d}.json"
 
 
-def is_part(name: str) -> bool:
-    """Whether the file is a rank's report, which no finished checkpoint has."""
+def is_rank_report_name(name: str) -> bool:
+    """Return whether this is the file name of a rank's report."""
     return _PART.fullmatch(name) is not None
 
 
-def path_of(root: Path, name: object) -> Path:
-    """Where a checkpoint of this name is, or would be.
+def checkpoint_path(root: Path, name: object) -> Path:
+    """Return the folder of a checkpoint of this name, which may not exist.
 
     Raises:
-        CheckpointError: not a name, or a link: what it points to is not in `root`.
+        CheckpointError: the name is invalid, or the folder is a symbolic link.
     """
-    path = root / checked(name)
+    path = root / check_name(name)
     if path.is_symlink():
         raise CheckpointError(
-            f"{path} is a link, and only folders are taken; give the folder that holds what it"
-            " points to, or remove it."
+            f"{path} is a symbolic link, which is not supported. Use the folder that contains its"
+            " target, or remove the link."
         )
     return path
 
 
-def shown(value: object) -> str:
-    """Show a value that a stranger chose, short and on one line."""
+def printable(value: object) -> str:
+    """Return an untrusted value as ASCII text on one line, at most 60 characters long."""
     text = ascii(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -1,7 +1,7 @@
-"""What each rank says of its part of a checkpoint when it is done, in a file beside it; pure.
+"""Reports of the ranks in a checkpoint draft: one file per rank, written when it has finished.
 
-The folder is where the ranks meet: a rank that writes in the background takes part in no
-collective, and one that fails says so here.
+A rank that saves in the background cannot join collectives, so the ranks exchange results and
+errors through files in the draft.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import json_validation
-from nbdist.checkpoint.manifest import FilePart, Key, file_tree, key_tree, read_file, read_key
-from nbdist.checkpoint.names import part
+from nbdist.checkpoint.manifest import (
+    CheckpointFile,
+    TensorMetadata,
+    file_from_json,
+    file_to_json,
+    tensor_from_json,
+    tensor_to_json,
+)
+from nbdist.checkpoint.names import rank_report_name
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,112 +32,116 @@ _WRAP = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What one rank says."""
+class RankReport:
+    """Report of one rank."""
 
-    files: tuple[FilePart, ...] = ()
-    keys: Mapping[str, Key] = field(default_factory=dict)
-    """Tensors that it has a part in; the digest is of that part."""
+    files: tuple[CheckpointFile, ...] = ()
+    keys: Mapping[str, TensorMetadata] = field(default_factory=dict)
+    """Tensors of which the rank wrote a part. The digest is of that part."""
     error: str = ""
-    """Why it wrote nothing."""
+    """Why the rank failed, or ""."""
 
 
-def report(
+def write_report(
     tmp: Path,
     rank: int,
-    parts: Sequence[FilePart],
+    parts: Sequence[CheckpointFile],
     *,
-    keys: Mapping[str, Key] | None = None,
+    keys: Mapping[str, TensorMetadata] | None = None,
 ) -> None:
-    """Say what a rank has written and synced; the last thing that it does.
+    """Write the report of a rank. Call it after all its files are written and synced.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the report cannot be written.
     """
-    _say(tmp, rank, said(parts, keys))
+    _write_report_text(tmp, rank, report_text(parts, keys))
 
 
-def failed(tmp: Path, rank: int, why: str) -> None:
-    """Say that a rank will write nothing more, as well as the disk allows."""
+def write_failure(tmp: Path, rank: int, why: str) -> None:
+    """Report that a rank has failed. Falls back to an empty marker file if the disk is full."""
     try:
-        _say(tmp, rank, said(error=why))
+        _write_report_text(tmp, rank, report_text(error=why))
     except OSError as error:
-        # A file without content needs no room.
+        # An empty file needs no disk space; its name carries the errno.
         with suppress(OSError):
-            (tmp / f"{part(rank)}.failed-{error.errno or 0}").touch()
+            (tmp / f"{rank_report_name(rank)}.failed-{error.errno or 0}").touch()
 
 
-def said(
-    parts: Sequence[FilePart] = (), keys: Mapping[str, Key] | None = None, error: str | None = None
+def report_text(
+    parts: Sequence[CheckpointFile] = (),
+    keys: Mapping[str, TensorMetadata] | None = None,
+    error: str | None = None,
 ) -> str:
-    """Give the content of a rank's file; half of it is no JSON, so nobody takes it for all."""
+    """Return the content of a report file. A partly written file is not valid JSON."""
     why = ""
     if error is not None:
         why = (
-            "".join(one if one.isprintable() else " " for one in error)[: json_validation.MAX_TEXT]
+            "".join(char if char.isprintable() else " " for char in error)[
+                : json_validation.MAX_TEXT_CHARS
+            ]
             or "?"
         )
-    tree = {"files": list(map(file_tree, parts)), "keys": _tree(keys or {}), "error": why}
+    tree = {"files": list(map(file_to_json, parts)), "keys": _tree(keys or {}), "error": why}
     return json.dumps(tree, separators=(",", ":"))
 
 
-def read(text: bytes) -> Told | None:
-    """Read what `said` gave; None where it is not all there yet."""
-    with suppress(json_validation.Refused):
-        return Told(**_TOLD(json_validation.loads(text), ""))
+def parse_report(text: bytes) -> RankReport | None:
+    """Parse a report, or return None if it is incomplete."""
+    with suppress(json_validation.ValidationError):
+        return RankReport(**_REPORT_FIELDS(json_validation.loads(text), ""))
     return None
 
 
-def told(tmp: Path, rank: int) -> Told | None:
-    """What a rank has said; None where it has not yet."""
+def read_report(tmp: Path, rank: int) -> RankReport | None:
+    """Read the report of a rank, or return None if there is none yet."""
     with suppress(OSError):
-        if (found := read((tmp / part(rank)).read_bytes())) is not None:
-            return found
-    for path in tmp.glob(f"{part(rank)}.failed-*"):
+        if (report_read := parse_report((tmp / rank_report_name(rank)).read_bytes())) is not None:
+            return report_read
+    for path in tmp.glob(f"{rank_report_name(rank)}.failed-*"):
         number = path.name.rpartition("-")[2]
-        words = os.strerror(int(number)) if number.isdecimal() else "no reason given"
-        return Told(error=f"rank {rank} can write nothing there ({words}, errno {number})")
+        reason = os.strerror(int(number)) if number.isdecimal() else "no reason given"
+        return RankReport(error=f"rank {rank} cannot write there ({reason}, errno {number})")
     return None
 
 
-def parts(tmp: Path, world_size: int) -> tuple[FilePart, ...]:
-    """Read the reports of all ranks, in their order.
+def collect_files(tmp: Path, world_size: int) -> tuple[CheckpointFile, ...]:
+    """Read the reports of all ranks and return their files, ordered by rank.
 
     Raises:
-        CheckpointError: a rank has not reported; says which.
+        CheckpointError: ranks have not reported or have failed; lists them.
     """
-    found = {rank: told(tmp, rank) for rank in range(world_size)}
-    missing = [rank for rank, one in found.items() if one is None or one.error]
+    reports = {rank: read_report(tmp, rank) for rank in range(world_size)}
+    missing = [rank for rank, entry in reports.items() if entry is None or entry.error]
     if missing:
         ranks = ", ".join(map(str, missing))
-        raise CheckpointError(f"no finished part of rank {ranks} is in {tmp}; save again.")
-    return tuple(file for one in found.values() if one is not None for file in one.files)
+        raise CheckpointError(f"No complete report of rank {ranks} in {tmp}. Save again.")
+    return tuple(file for entry in reports.values() if entry is not None for file in entry.files)
 
 
-def keys(everyone: Iterable[Told]) -> dict[str, Key]:
-    """Whole tensors: what the ranks have of them, put together."""
-    found: dict[str, Key] = {}
-    for one in everyone:
-        for name, key in one.keys.items():
-            before = found.get(name)
-            digest = key.digest + (before.digest if before is not None else 0)
-            found[name] = Key(shape=key.shape, dtype=key.dtype, digest=digest % _WRAP)
-    return found
+def merge_tensors(everyone: Iterable[RankReport]) -> dict[str, TensorMetadata]:
+    """Merge the tensors of all reports. The digest of a tensor is the sum over its parts."""
+    merged: dict[str, TensorMetadata] = {}
+    for entry in everyone:
+        for name, key in entry.keys.items():
+            previous = merged.get(name)
+            digest = key.digest + (previous.digest if previous is not None else 0)
+            merged[name] = TensorMetadata(shape=key.shape, dtype=key.dtype, digest=digest % _WRAP)
+    return merged
 
 
-def _say(tmp: Path, rank: int, text: str) -> None:
-    # Not synced: the committing process reads it now, and what it says comes into the manifest.
-    (tmp / part(rank)).write_text(text)
+def _write_report_text(tmp: Path, rank: int, text: str) -> None:
+    # No fsync: the committing process reads the report now and copies it into the manifest.
+    (tmp / rank_report_name(rank)).write_text(text)
 
 
-def _tree(found: Mapping[str, Key]) -> json_validation.Plain:
-    return {name: key_tree(key) for name, key in found.items()}
+def _tree(found: Mapping[str, TensorMetadata]) -> json_validation.JsonValue:
+    return {name: tensor_to_json(key) for name, key in found.items()}
 
 
-_TOLD = json_validation.fields(
+_REPORT_FIELDS = json_validation.fields(
     {
-        "files": json_validation.sequence(read_file),
-        "keys": json_validation.mapping(json_validation.text, read_key),
+        "files": json_validation.sequence(file_from_json),
+        "keys": json_validation.mapping(json_validation.text, tensor_from_json),
         "error": json_validation.text,
     }
 )

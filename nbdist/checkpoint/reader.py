@@ -1,7 +1,7 @@
-"""A checkpoint that is being read; pure.
+"""Reading of a checkpoint folder.
 
-It is held open as a folder: whatever name it is given meanwhile, what is read stays the
-same checkpoint, and nobody removes it.
+The folder and its manifest are kept open. If the folder is renamed meanwhile, the same
+checkpoint is read, and a shared lock on the manifest prevents its removal.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from nbdist.checkpoint import durable_io
-from nbdist.checkpoint.manifest import MAX_BYTES, FilePart, Manifest
-from nbdist.checkpoint.names import MANIFEST, shown
+from nbdist.checkpoint.manifest import MAX_BYTES, CheckpointFile, Manifest
+from nbdist.checkpoint.names import MANIFEST_NAME, printable
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """An open checkpoint; `with` closes it."""
+class CheckpointReader:
+    """Open checkpoint. A context manager that closes it."""
 
     path: Path
-    """Where it was when it was opened."""
+    """Path at the time of opening."""
     manifest: Manifest
     _folder: int
     _lock: int
-    """The open manifest: a lock on it says that the checkpoint is in use."""
+    """Descriptor of the manifest. A shared lock on it marks the checkpoint as in use."""
 
     @classmethod
-    def at(cls, path: Path) -> Opened:
+    def open_folder(cls, path: Path) -> CheckpointReader:
         """Open the checkpoint in a folder.
 
         Raises:
-            CheckpointError: there is none, or it cannot be trusted.
+            CheckpointError: the folder has no checkpoint, or its manifest is invalid.
         """
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -51,14 +51,14 @@ class Opened:
             raise
 
     @classmethod
-    def _in(cls, folder: int, path: Path) -> Opened:
+    def _in(cls, folder: int, path: Path) -> CheckpointReader:
         try:
-            lock = durable_io.open_regular(MANIFEST, folder=folder)
+            lock = durable_io.open_regular(MANIFEST_NAME, folder=folder)
         except OSError as error:
             raise CheckpointError(_no_checkpoint(path, error)) from error
         try:
             _check_stays(lock, path)
-            text = durable_io.read_small(MANIFEST, folder=folder, limit=MAX_BYTES)
+            text = durable_io.read_small(MANIFEST_NAME, folder=folder, limit=MAX_BYTES)
             return cls(path=path, manifest=Manifest.from_json(text), _folder=folder, _lock=lock)
         except OSError as error:
             durable_io.unlock_and_close(lock)
@@ -67,52 +67,52 @@ class Opened:
             durable_io.unlock_and_close(lock)
             raise
 
-    def open(self, file: FilePart) -> int:
-        """Open one of its files, which has the size that the manifest says.
+    def open_file(self, file: CheckpointFile) -> int:
+        """Open a file of the checkpoint and return its descriptor.
 
         Raises:
-            CheckpointError: it is missing, or of another size.
+            CheckpointError: the file is missing, or its size differs from the manifest.
         """
         try:
             fd = durable_io.open_regular(file.name, folder=self._folder)
         except OSError as error:
             raise CheckpointError(
-                f"{file.name} of {self.path} cannot be opened ({error.strerror}); take another"
-                " checkpoint."
+                f"Cannot open {self.path / file.name} ({error.strerror}). Load another checkpoint."
             ) from error
-        found = os.fstat(fd).st_size
-        if found != file.size_bytes:
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes != file.size_bytes:
             os.close(fd)
             raise CheckpointError(
-                f"{file.name} of {self.path} has {found} bytes where {file.size_bytes} were"
-                " written; take another checkpoint."
+                f"{self.path / file.name} has {size_bytes} bytes, but"
+                f" {file.size_bytes} were written."
+                " Load another checkpoint."
             )
         return fd
 
-    def strange(self) -> list[str]:
-        """Names of files that the manifest does not know; hidden ones do not count."""
-        known = {MANIFEST, *(file.name for file in self.manifest.files)}
-        found = sorted(os.listdir(self._folder))  # noqa: PTH208 - an open folder has no path
-        return [name for name in found if name not in known and not name.startswith(".")]
+    def unknown_files(self) -> list[str]:
+        """Return the names of files that the manifest does not list, without hidden files."""
+        known = {MANIFEST_NAME, *(file.name for file in self.manifest.files)}
+        names = sorted(os.listdir(self._folder))  # noqa: PTH208 - lists an open descriptor
+        return [name for name in names if name not in known and not name.startswith(".")]
 
-    def complete(self) -> bool:
-        """Whether every file is there and has its size."""
+    def is_complete(self) -> bool:
+        """Return whether all files exist and have the size in the manifest."""
         return all(map(self._is_there, self.manifest.files))
 
-    def _is_there(self, file: FilePart) -> bool:
+    def _is_there(self, file: CheckpointFile) -> bool:
         try:
-            found = os.stat(file.name, dir_fd=self._folder, follow_symlinks=False)
+            status = os.stat(file.name, dir_fd=self._folder, follow_symlinks=False)
         except OSError:
             return False
-        return stat.S_ISREG(found.st_mode) and found.st_size == file.size_bytes
+        return stat.S_ISREG(status.st_mode) and status.st_size == file.size_bytes
 
     def close(self) -> None:
-        """Let others remove it."""
+        """Release the lock and close the folder."""
         durable_io.unlock_and_close(self._lock)
         os.close(self._folder)
 
     def __enter__(self) -> Self:
-        """Give the open checkpoint."""
+        """Return the open checkpoint."""
         return self
 
     def __exit__(
@@ -121,19 +121,23 @@ class Opened:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close it."""
+        """Close the checkpoint."""
         self.close()
 
 
 def _check_stays(lock: int, path: Path) -> None:
-    """Keep others from removing the checkpoint; refuse one that is being removed."""
+    """Lock the checkpoint against removal.
+
+    Raises:
+        CheckpointError: the checkpoint is being removed.
+    """
     if not durable_io.try_lock(lock, alone=False) or not os.fstat(lock).st_nlink:
-        raise CheckpointError(f"{path} is being removed; take another checkpoint.")
+        raise CheckpointError(f"{path} is being removed. Load another checkpoint.")
 
 
 def _no_checkpoint(path: Path, error: OSError) -> str:
     if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}:
-        why = "there is no finished checkpoint of nbdist"
+        why = "not a complete nbdist checkpoint"
     else:
         why = f"it cannot be read ({error.strerror})"
-    return f"{shown(str(path))} cannot be loaded: {why}; nbdist lists those that can."
+    return f"Cannot load {printable(str(path))}: {why}. Use a checkpoint that nbdist lists."

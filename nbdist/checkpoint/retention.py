@@ -1,8 +1,8 @@
-"""What may be removed from a folder of checkpoints, and what never; pure.
+"""Removal of old, replaced and abandoned checkpoints from a folder.
 
-Removed are drafts of dead processes, checkpoints that were replaced, and old ones that
-`keep` does not count; never what is foreign, in use, or the newest. Removing first takes
-the name away, then the manifest: nobody sees half a checkpoint.
+Never removed are foreign folders, checkpoints in use, and the newest checkpoint. A removal
+first renames the folder and then deletes the manifest, so that no partly removed checkpoint is
+ever listed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import catalog as roots
 from nbdist.checkpoint import durable_io
-from nbdist.checkpoint.names import DRAFT, MANIFEST
-from nbdist.checkpoint.reader import Opened
+from nbdist.checkpoint.names import DRAFT_PATTERN, MANIFEST_NAME
+from nbdist.checkpoint.reader import CheckpointReader
 from nbdist.errors import CheckpointError
 from nbdist.hardware import process_identity
 
@@ -24,94 +24,105 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def keep(root: Path, count: int, *, written: str | None = None) -> list[str]:
-    """Remove the oldest checkpoints beyond `count`; give the names of those removed.
+def remove_oldest(root: Path, count: int, *, written: str | None = None) -> list[str]:
+    """Remove the oldest checkpoints except for the newest `count`; return the removed names.
 
-    Not counted and never removed: folders without a manifest of ours, damaged ones, and
-    those that hold other files too. Not removed: the newest, `written`, and those in use.
+    Folders without an nbdist manifest and damaged checkpoints are neither counted nor removed.
+    Checkpoints in use, or with files that nbdist did not write, are not removed.
 
     Args:
-        root: of the checkpoints.
-        count: how many stay, 1 or more.
-        written: the name just saved; the clock may say that it is old.
+        root: folder of the checkpoints.
+        count: number of checkpoints to keep, at least 1.
+        written: name of the checkpoint just saved. It is kept even if clocks differ and its
+            creation time is not the newest.
 
     Raises:
-        CheckpointError: `count` is not 1 or more, or the folder cannot be written.
+        CheckpointError: `count` is less than 1, or the folder cannot be written.
     """
     if type(count) is not int or count < 1:
-        raise CheckpointError(f"keep={count!r} is not allowed; give 1 or more, or leave it out.")
+        raise CheckpointError(f"keep must be an integer >= 1, got {count!r}. Or omit it.")
     removed, garbage = [], []
     try:
-        with durable_io.locked(root):
-            found = [one for one in roots.listed(root) if one.path.name == one.name]
-            found.sort(key=lambda one: one.name == written)  # stable: the written one last
-            for one in found[:-count]:
-                if path := discard(root / one.name):
-                    removed.append(one.name)
+        with durable_io.exclusive_lock(root):
+            summaries = [
+                item for item in roots.list_checkpoints_locked(root) if item.path.name == item.name
+            ]
+            summaries.sort(key=lambda item: item.name == written)  # stable: `written` goes last
+            for summary in summaries[:-count]:
+                if path := retire(root / summary.name):
+                    removed.append(summary.name)
                     garbage.append(path)
     except OSError as error:
         raise CheckpointError(
-            f"old checkpoints in {root} cannot be removed ({error.strerror}); remove them yourself."
+            f"Cannot remove old checkpoints in {root} ({error.strerror}). Remove them manually."
         ) from error
     for path in garbage:
         durable_io.remove_folder(path)
     return removed
 
 
-def tidy(root: Path) -> None:
-    """Remove what dead processes of this user left in `root`; what cannot go now goes later."""
+def remove_abandoned(root: Path) -> None:
+    """Remove leftovers of this user's dead processes in `root`. Errors are ignored."""
     garbage: list[Path] = []
-    with suppress(OSError, CheckpointError), durable_io.locked(root):
-        garbage += sort_out(root)
+    with suppress(OSError, CheckpointError), durable_io.exclusive_lock(root):
+        garbage += repair_names(root)
     for path in garbage:
         durable_io.remove_folder(path)
 
 
-def sort_out(root: Path) -> list[Path]:
-    """Put back what lost its name in a crash; give the folders that can be removed.
+def repair_names(root: Path) -> list[Path]:
+    """Restore the names of checkpoints after a crash, and return the folders to remove.
 
-    The lock of `root` is held by the caller.
+    The caller must hold the lock of `root`.
     """
-    for name, path in sorted(roots.aside(root), key=_newest_first):
+    for name, path in sorted(roots.replaced_checkpoints(root), key=_newest_first):
         taken = (root / name).exists() or (root / name).is_symlink()
-        if not taken and roots.entry(path, name):
+        if not taken and roots.summarize_folder(path, name):
             path.rename(root / name)
             durable_io.sync_folder(root)
-    replaced = [discard(path) for name, path in roots.aside(root) if _is_replaced(root, name, path)]
+    replaced = [
+        retire(path)
+        for name, path in roots.replaced_checkpoints(root)
+        if _is_replaced(root, name, path)
+    ]
     drafts = [path for path in root.iterdir() if _is_dead_draft(path)]
     return [path for path in replaced if path] + drafts
 
 
-def discard(path: Path) -> Path | None:
-    """Take a checkpoint's name away; give the folder to remove, None where it has to stay.
+def retire(path: Path) -> Path | None:
+    """Rename a checkpoint for removal and delete its manifest.
 
-    The lock of the root is held by the caller.
+    The caller must hold the lock of the root.
+
+    Returns:
+        The renamed folder, which the caller removes. None if the checkpoint is in use, has
+        files that nbdist did not write, or cannot be renamed.
     """
     if not _is_ours_alone(path):
         return None
     with suppress(OSError), _unused(path) as unused:
         if unused:
-            gone = path.with_name(f".tmp-{secrets.token_hex(16)}")
-            process_identity.Owner.me().write(path)
-            path.rename(gone)
-            (gone / MANIFEST).unlink()
-            return gone
+            renamed = path.with_name(f".tmp-{secrets.token_hex(16)}")
+            process_identity.ProcessIdentity.current_process().write_owner_file(path)
+            path.rename(renamed)
+            (renamed / MANIFEST_NAME).unlink()
+            return renamed
     return None
 
 
 def _is_ours_alone(path: Path) -> bool:
     try:
-        with Opened.at(path) as opened:
-            return not opened.strange()
+        with CheckpointReader.open_folder(path) as opened:
+            return not opened.unknown_files()
     except CheckpointError:
         return False
 
 
 @contextmanager
 def _unused(path: Path) -> Iterator[bool]:
-    """Whether nobody reads the checkpoint; nobody can begin to before the end of `with`."""
-    # For writing: locks on NFS ask for it.
-    fd = os.open(path / MANIFEST, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """Try to lock the checkpoint against readers. Yields False if a process is reading it."""
+    # O_RDWR: an exclusive lock on NFS requires a descriptor open for writing.
+    fd = os.open(path / MANIFEST_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield durable_io.try_lock(fd, alone=True)
     finally:
@@ -119,22 +130,24 @@ def _unused(path: Path) -> Iterator[bool]:
 
 
 def _newest_first(found: tuple[str, Path]) -> float:
-    one = roots.entry(found[1], found[0])
-    return -one.created.timestamp() if one else 0.0
+    summary = roots.summarize_folder(found[1], found[0])
+    return -summary.created.timestamp() if summary else 0.0
 
 
 def _is_replaced(root: Path, name: str, path: Path) -> bool:
-    return path.stat().st_uid == os.getuid() and roots.entry(root / name, name) is not None
+    return (
+        path.stat().st_uid == os.getuid() and roots.summarize_folder(root / name, name) is not None
+    )
 
 
 def _is_dead_draft(path: Path) -> bool:
-    """Whether it is one of ours, and nobody is at work on it."""
-    if not DRAFT.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+    """Return whether it is a draft of this user whose process has exited."""
+    if not DRAFT_PATTERN.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     if path.stat().st_uid != os.getuid():
         return False
-    of = process_identity.of(path)
-    if of is None:
-        # Its process died before it could sign, or signed with the disk full.
-        return not any(name.name != process_identity.OWNER for name in path.iterdir())
-    return of.gone(path)
+    owner = process_identity.read_owner(path)
+    if owner is None:
+        # The process died before it wrote the owner file, or the disk was full.
+        return not any(item.name != process_identity.OWNER_FILE for item in path.iterdir())
+    return owner.has_abandoned(path)

@@ -1,10 +1,10 @@
-"""The head of a safetensors file: what lies where; pure, and strict with files of strangers.
+"""Reading and writing of safetensors headers. Headers of untrusted files are validated.
 
-    length (8 bytes, little endian) | JSON | data of the tensors, one right after the other
+    length (8 bytes, little endian) | JSON | tensor data without gaps
 
-The metadata carries what torch 2.13's HuggingFaceStorageWriter adds (DCP_SHARDING_INFO:
-where each tensor of the file begins in the whole one), so that
-`dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))` reads the folder.
+The metadata includes DCP_SHARDING_INFO (the offsets of each tensor in the full tensor) as
+HuggingFaceStorageWriter of torch 2.13 writes it, so that
+`dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))` can read the folder.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.checkpoint import json_validation
-from nbdist.checkpoint.durable_io import read_at
-from nbdist.checkpoint.names import shown
+from nbdist.checkpoint.durable_io import read_into
+from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MAX_HEADER_BYTES = 100_000_000
-"""safetensors' own limit."""
+"""Limit of the safetensors library."""
 ALIGNMENT = 64
-"""The data begins at a multiple of this, so that maps of it are aligned."""
+"""The data begins at a multiple of this, so that memory-mapped tensors are aligned."""
 LENGTH_BYTES = 8
 DTYPES: dict[str, tuple[str, int]] = {
     "BOOL": ("bool", 1),
@@ -49,53 +49,55 @@ DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "C64": ("complex64", 8),
 }
-"""Dtype in a file -> torch's name and bytes of an element (safetensors 0.8)."""
-IN_FILES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
-TORCH_NAMES = frozenset(IN_FILES)
+"""Dtype in a file -> torch dtype name and bytes per element (safetensors 0.8)."""
+SAFETENSORS_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+TORCH_NAMES = frozenset(SAFETENSORS_NAMES)
 _METADATA = "__metadata__"
 _SHARDING = "DCP_SHARDING_INFO"
 MAX_NDIM = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A tensor in a file: all of one, or a box of it."""
+class StoredTensor:
+    """A tensor in a file: a full tensor or a chunk of it."""
 
     name: str
     dtype: str
-    """As the file names it: "F32"."""
+    """safetensors dtype, such as "F32"."""
     shape: tuple[int, ...]
-    """Of what is in the file."""
+    """Shape of the tensor in the file."""
     offsets: tuple[int, ...] | None = None
-    """Where it begins in the whole tensor; None of a file that does not say."""
+    """First index in the full tensor; None if the file has no such metadata."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its data."""
+        """Size of its data in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a file holds."""
+    """Parsed header of a safetensors file."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     starts: Mapping[str, int]
-    """Name -> first byte of its data, from the beginning of the file."""
+    """Name -> byte offset of its data from the beginning of the file."""
     metadata: Mapping[str, str]
 
 
-def header(tensors: Sequence[Stored], *, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Give the head of a file in which these tensors follow each other.
+def build_header(
+    tensors: Sequence[StoredTensor], *, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Build the header of a file that contains these tensors in order.
 
     Args:
-        tensors: in order.
-        metadata: what is said of them. Default: what torch's reader wants of a checkpoint.
+        tensors: the tensors in the order of the file.
+        metadata: metadata of the file. Default: the metadata that the torch reader requires.
 
     Raises:
-        ValueError: two of one name, or one that would lie at a place that its dtype cannot
-            have: order them by the size of their elements, the largest first.
-        CheckpointError: there are too many for one file.
+        ValueError: a duplicate name, or a tensor that is not aligned to its element size. Order
+            the tensors by element size, largest first.
+        CheckpointError: the header exceeds the limit of safetensors.
     """
     tree: dict[str, object] = {
         _METADATA: _metadata(tensors) if metadata is None else dict(metadata)
@@ -104,7 +106,7 @@ def header(tensors: Sequence[Stored], *, metadata: Mapping[str, str] | None = No
     for tensor in tensors:
         stop = start + tensor.size_bytes
         if tensor.name in tree or start % DTYPES[tensor.dtype][1]:
-            raise ValueError(f"{tensor.name} stands twice or at a place it cannot have ({start})")
+            raise ValueError(f"{tensor.name} is a duplicate or misaligned at byte {start}.")
         tree[tensor.name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
@@ -114,71 +116,76 @@ def header(tensors: Sequence[Stored], *, metadata: Mapping[str, str] | None = No
     text = json.dumps(tree, separators=(",", ":")).encode()
     text = text.ljust(-(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES)
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{len(tensors)} tensors are too many for one file; save fewer.")
+        raise CheckpointError(f"{len(tensors)} tensors are too many for one file. Save fewer.")
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _metadata(tensors: Sequence[Stored]) -> dict[str, str]:
-    """As torch 2.13's filesystem.py writes it (`_write_files_from_queue`)."""
-    offsets = {one.name: {"saved_offsets": list(_begin(one))} for one in tensors}
+def _metadata(tensors: Sequence[StoredTensor]) -> dict[str, str]:
+    """Build the metadata as torch 2.13 does (filesystem.py, `_write_files_from_queue`)."""
+    offsets = {tensor.name: {"saved_offsets": list(_begin(tensor))} for tensor in tensors}
     sharding = json.dumps(offsets, separators=(",", ":"))
     return {_SHARDING: sharding, "DCP_VERSION": "1.0", "format": "pt"}
 
 
-def _begin(tensor: Stored) -> tuple[int, ...]:
+def _begin(tensor: StoredTensor) -> tuple[int, ...]:
     return (0,) * len(tensor.shape) if tensor.offsets is None else tensor.offsets
 
 
-def parse(fd: int, name: str) -> Header:
-    """Read the head of an open file.
+def read_header(fd: int, name: str) -> Header:
+    """Read and validate the header of an open file.
 
     Args:
-        fd: a regular file.
-        name: for messages.
+        fd: descriptor of a regular file.
+        name: file name for error messages.
 
     Raises:
-        CheckpointError: not safetensors, or its head says something that cannot be.
-        OSError: it cannot be read.
+        CheckpointError: not a safetensors file, or the header is invalid.
+        OSError: the file cannot be read.
     """
     size_bytes = os.fstat(fd).st_size
     try:
         text = _text(fd, size_bytes)
         return _parsed(text, size_bytes - LENGTH_BYTES - len(text))
-    except json_validation.Refused as error:
+    except json_validation.ValidationError as error:
         raise CheckpointError(
-            f"{shown(name)} is no safetensors file to trust: {error}; take another checkpoint."
+            f"Invalid safetensors file {printable(name)}: {error}. Load another checkpoint."
         ) from error
 
 
 def _text(fd: int, size_bytes: int) -> bytes:
     if size_bytes < LENGTH_BYTES:
-        raise json_validation.Refused("it is too short")
+        raise json_validation.ValidationError("the file is too short")
     head = bytearray(LENGTH_BYTES)
-    read_at(fd, memoryview(head), 0)
+    read_into(fd, memoryview(head), 0)
     length = int.from_bytes(head, "little")
     if length > min(MAX_HEADER_BYTES, size_bytes - LENGTH_BYTES):
-        raise json_validation.Refused(f"its header has {length} bytes")
+        raise json_validation.ValidationError(
+            f"the header length is {length} bytes, which exceeds the file or the limit"
+        )
     text = bytearray(length)
-    read_at(fd, memoryview(text), LENGTH_BYTES)
+    read_into(fd, memoryview(text), LENGTH_BYTES)
     return bytes(text)
 
 
 def _parsed(text: bytes, data_bytes: int) -> Header:
     tree = json_validation.loads(text)
     if type(tree) is not dict:
-        raise json_validation.Refused("its header is no object")
+        raise json_validation.ValidationError("the header is not a JSON object")
     metadata = _TEXTS(tree.pop(_METADATA, {}), _METADATA)
-    found = {
-        json_validation.text(name, ""): _TENSOR(one, shown(name)) for name, one in tree.items()
+    entries = {
+        json_validation.text(name, "tensor name"): _TENSOR(entry, printable(name))
+        for name, entry in tree.items()
     }
     begins = _offsets(metadata)
-    if begins is not None and begins.keys() != found.keys():
-        raise json_validation.Refused(f"{_SHARDING} speaks of other tensors")
+    if begins is not None and begins.keys() != entries.keys():
+        raise json_validation.ValidationError(
+            f"{_SHARDING} does not list the same tensors as the header"
+        )
     tensors = {
-        name: _stored(name, one, None if begins is None else begins[name])
-        for name, one in found.items()
+        name: _stored(name, entry, None if begins is None else begins[name])
+        for name, entry in entries.items()
     }
-    spans = {name: one["data_offsets"] for name, one in found.items()}
+    spans = {name: entry["data_offsets"] for name, entry in entries.items()}
     _check_spans(tensors, spans, data_bytes)
     data = LENGTH_BYTES + len(text)
     starts = {name: data + start for name, (start, _) in spans.items()}
@@ -186,38 +193,45 @@ def _parsed(text: bytes, data_bytes: int) -> Header:
 
 
 def _offsets(metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]] | None:
-    """Where each tensor begins in the whole one, as the metadata says."""
+    """Return the offsets of each tensor in its full tensor, from the metadata."""
     if _SHARDING not in metadata:
         return None
     tree = json_validation.loads(metadata[_SHARDING].encode(errors="replace"))
-    found = _SHARDS(tree, _SHARDING)
-    return {name: one["saved_offsets"] for name, one in found.items()}
+    shards = _SHARDS(tree, _SHARDING)
+    return {name: shard["saved_offsets"] for name, shard in shards.items()}
 
 
-def _stored(name: str, found: Mapping[str, Any], offsets: tuple[int, ...] | None) -> Stored:
+def _stored(name: str, found: Mapping[str, Any], offsets: tuple[int, ...] | None) -> StoredTensor:
     if offsets is not None and len(offsets) != len(found["shape"]):
-        raise json_validation.Refused(f"{_SHARDING} has {shown(name)} with other dimensions")
-    return Stored(name=name, dtype=found["dtype"], shape=found["shape"], offsets=offsets)
+        raise json_validation.ValidationError(
+            f"{_SHARDING} has another number of dimensions for {printable(name)}"
+        )
+    return StoredTensor(name=name, dtype=found["dtype"], shape=found["shape"], offsets=offsets)
 
 
 def _check_spans(
-    tensors: Mapping[str, Stored], spans: Mapping[str, tuple[int, ...]], data_bytes: int
+    tensors: Mapping[str, StoredTensor], spans: Mapping[str, tuple[int, ...]], data_bytes: int
 ) -> None:
-    """The tensors follow each other without gaps and fill the file."""
-    at = 0
+    """Check that the tensors fill the file without gaps or overlaps."""
+    offset = 0
     for name, (start, stop) in sorted(spans.items(), key=lambda item: item[1]):
-        if start != at or stop - start != tensors[name].size_bytes:
-            raise json_validation.Refused(f"{shown(name)} lies at [{start}, {stop})")
-        at = stop
-    if at != data_bytes:
-        raise json_validation.Refused(f"its tensors have {at} bytes and the file {data_bytes}")
+        if start != offset or stop - start != tensors[name].size_bytes:
+            raise json_validation.ValidationError(
+                f"data_offsets [{start}, {stop}) of {printable(name)} do not match its size or"
+                " leave a gap"
+            )
+        offset = stop
+    if offset != data_bytes:
+        raise json_validation.ValidationError(
+            f"the tensors have {offset} bytes, but the file has {data_bytes}"
+        )
 
 
 def _pair(value: object, where: str) -> tuple[int, ...]:
-    found = json_validation.sequence(json_validation.count, at_most=2)(value, where)
-    if len(found) != 2:  # noqa: PLR2004 - start and stop
-        raise json_validation.Refused(f"{where} has {len(found)} numbers where two belong")
-    return found
+    pair = json_validation.sequence(json_validation.count, at_most=2)(value, where)
+    if len(pair) != 2:  # noqa: PLR2004 - start and stop
+        raise json_validation.ValidationError(f"{where} must have 2 numbers, got {len(pair)}")
+    return pair
 
 
 _SHAPE = json_validation.sequence(json_validation.count, at_most=MAX_NDIM)
@@ -230,9 +244,11 @@ _SHARDS = json_validation.mapping(
 
 
 def _long_text(value: object, where: str) -> str:
-    """Metadata of others may be long and have line breaks."""
+    """Check a string of any length. Metadata of other writers may contain line breaks."""
     if type(value) is not str:
-        raise json_validation.Refused(f"{where} has {type(value).__name__} where text belongs")
+        raise json_validation.ValidationError(
+            f"{where} must be a string, got {type(value).__name__}"
+        )
     return value
 
 

@@ -1,4 +1,4 @@
-"""Where checkpoints are: a folder or a URL, the same to who saves and who looks; pure."""
+"""Common interface of checkpoint storage in a folder and at a URL."""
 
 from __future__ import annotations
 
@@ -8,163 +8,169 @@ from typing import TYPE_CHECKING, Protocol
 
 from nbdist.checkpoint import catalog, commit_protocol, rank_reports, retention
 from nbdist.checkpoint.url import Url
-from nbdist.checkpoint.url_storage import Remote
-from nbdist.checkpoint.writer import Writer
+from nbdist.checkpoint.url_storage import UrlStorage
+from nbdist.checkpoint.writer import SafetensorsWriter
 from nbdist.errors import CheckpointError
-from nbdist.hardware.process_identity import OWNER
+from nbdist.hardware.process_identity import OWNER_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path, PurePath
 
-    from nbdist.checkpoint.catalog import Entry
-    from nbdist.checkpoint.manifest import FilePart, Key, Manifest
-    from nbdist.checkpoint.rank_reports import Told
-    from nbdist.checkpoint.safetensors_header import Stored
+    from nbdist.checkpoint.catalog import CheckpointSummary
+    from nbdist.checkpoint.manifest import CheckpointFile, Manifest, TensorMetadata
+    from nbdist.checkpoint.rank_reports import RankReport
+    from nbdist.checkpoint.safetensors_header import StoredTensor
 
 
-class Draft(Protocol):
-    """A checkpoint that is being written by all ranks; what fails raises CheckpointError."""
+class PendingCheckpoint(Protocol):
+    """Checkpoint that all ranks are writing. Failures raise CheckpointError."""
 
     id: str
-    """By which all ranks find it."""
+    """ID with which the other ranks attach to it."""
     poll_s: float
-    """How often it is worth looking whether other ranks are done."""
+    """Interval at which to poll for reports of other ranks."""
 
     @property
     def folder(self) -> PurePath:
-        """Of its files."""
+        """Folder of its files."""
 
     @property
-    def new(self) -> Callable[[PurePath, Sequence[Stored]], Writer]:
-        """Begins a file."""
+    def create_file(self) -> Callable[[PurePath, Sequence[StoredTensor]], SafetensorsWriter]:
+        """Function that creates a file for the given tensors."""
 
-    def seen(self) -> bool:
-        """Whether it is there for this rank too."""
+    def is_visible(self) -> bool:
+        """Return whether this rank can see the draft."""
 
-    def report(self, rank: int, parts: Sequence[FilePart], keys: Mapping[str, Key]) -> None:
-        """Say what a rank has written; the last thing that it does."""
+    def write_report(
+        self, rank: int, parts: Sequence[CheckpointFile], keys: Mapping[str, TensorMetadata]
+    ) -> None:
+        """Write the report of a rank. Call it after all its files are written."""
 
-    def failed(self, rank: int, why: str) -> None:
-        """Say that a rank will write nothing more."""
+    def write_failure(self, rank: int, why: str) -> None:
+        """Report that a rank has failed."""
 
-    def heard(self, ranks: Collection[int]) -> dict[int, Told]:
-        """What those of these ranks say who have said something."""
+    def read_reports(self, ranks: Collection[int]) -> dict[int, RankReport]:
+        """Return the reports written so far by these ranks."""
 
-    def size_bytes(self) -> int | None:
-        """Bytes there now; None where that is not told before files are whole."""
+    def written_bytes(self) -> int | None:
+        """Return the bytes written so far; None if the storage does not show partial files."""
 
     def commit(self, name: str, manifest: Manifest, *, overwrite: bool) -> Path | Url:
-        """Make it a whole checkpoint; returns where it is."""
+        """Commit the checkpoint and return its location."""
 
     def abort(self) -> None:
-        """Remove it, if it is not whole."""
+        """Remove the draft unless it is committed."""
 
 
-class Place(Protocol):
-    """Where checkpoints are; what fails raises CheckpointError."""
+class Storage(Protocol):
+    """Location of checkpoints: a folder or a URL. Failures raise CheckpointError."""
 
     @property
     def root(self) -> Path | Url:
-        """Of all checkpoints."""
+        """Folder or URL of all checkpoints."""
 
-    def entries(self) -> list[Entry]:
-        """List the whole checkpoints, the newest last."""
+    def list_checkpoints(self) -> list[CheckpointSummary]:
+        """List the complete checkpoints, newest last."""
 
-    def opened(self, name: str) -> AbstractContextManager[tuple[Path | Url, Manifest]]:
-        """Find a checkpoint."""
+    def open_checkpoint(self, name: str) -> AbstractContextManager[tuple[Path | Url, Manifest]]:
+        """Open a checkpoint: a context manager of its location and manifest."""
 
-    def begin(self, name: str, *, overwrite: bool, size_bytes: int) -> Draft:
-        """Begin a save, in one process."""
+    def begin(self, name: str, *, overwrite: bool, size_bytes: int) -> PendingCheckpoint:
+        """Create a draft. Called in one process."""
 
-    def draft(self, name: str, number: str) -> Draft:
-        """A save that another process has begun."""
+    def attach(self, name: str, number: str) -> PendingCheckpoint:
+        """Attach to a draft that another process has created."""
 
-    def keep(self, count: int, *, written: str) -> list[str]:
-        """Remove the oldest checkpoints beyond `count`; give the names of those removed."""
+    def remove_oldest(self, count: int, *, written: str) -> list[str]:
+        """Remove the oldest checkpoints except for `count`; return the removed names."""
 
 
 @functools.lru_cache(maxsize=8)
-def place(where: Path | Url) -> Place:
-    """What knows how checkpoints are kept there."""
-    return Remote(where) if isinstance(where, Url) else Folder(where)
+def storage_for(where: Path | Url) -> Storage:
+    """Return the storage for a folder or URL (cached)."""
+    return UrlStorage(where) if isinstance(where, Url) else FolderStorage(where)
 
 
-class Folder:
-    """A folder that all ranks see."""
+class FolderStorage:
+    """Checkpoint storage in a folder shared by all ranks."""
 
     def __init__(self, root: Path) -> None:
-        """Look at nothing yet."""
         self.root = root
 
-    def entries(self) -> list[Entry]:
-        """List the whole checkpoints, the newest last."""
-        return catalog.entries(self.root)
+    def list_checkpoints(self) -> list[CheckpointSummary]:
+        """List the complete checkpoints, newest last."""
+        return catalog.list_checkpoints(self.root)
 
     @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[tuple[Path, Manifest]]:
-        """Find a checkpoint; nobody removes it meanwhile."""
-        with catalog.opened(self.root, name) as found:
-            yield found.path, found.manifest
+    def open_checkpoint(self, name: str) -> Iterator[tuple[Path, Manifest]]:
+        """Open a checkpoint and lock it against removal."""
+        with catalog.open_checkpoint(self.root, name) as reader:
+            yield reader.path, reader.manifest
 
-    def begin(self, name: str, *, overwrite: bool, size_bytes: int) -> FolderDraft:
-        """Make the private folder that all ranks write into."""
-        made = commit_protocol.begin(self.root, name, overwrite=overwrite, size_bytes=size_bytes)
-        return FolderDraft(made)
+    def begin(self, name: str, *, overwrite: bool, size_bytes: int) -> PendingFolderCheckpoint:
+        """Create the draft folder that all ranks write into."""
+        folder = commit_protocol.create_draft(
+            self.root, name, overwrite=overwrite, size_bytes=size_bytes
+        )
+        return PendingFolderCheckpoint(folder)
 
-    def draft(self, name: str, number: str) -> FolderDraft:  # noqa: ARG002 - the number is enough
-        """The private folder of a save."""
-        return FolderDraft(self.root / number)
+    def attach(self, name: str, number: str) -> PendingFolderCheckpoint:  # noqa: ARG002 - the number is unique
+        """Attach to the draft folder of a save."""
+        return PendingFolderCheckpoint(self.root / number)
 
-    def keep(self, count: int, *, written: str) -> list[str]:
-        """Remove the oldest checkpoints beyond `count`."""
-        return retention.keep(self.root, count, written=written)
+    def remove_oldest(self, count: int, *, written: str) -> list[str]:
+        """Remove the oldest checkpoints except for `count`; return the removed names."""
+        return retention.remove_oldest(self.root, count, written=written)
 
 
-class FolderDraft:
-    """A private folder beside the checkpoints."""
+class PendingFolderCheckpoint:
+    """Draft of a checkpoint: a private folder next to the checkpoints."""
 
     poll_s = 0.01
-    new = Writer
+    create_file = SafetensorsWriter
 
     def __init__(self, folder: Path) -> None:
-        """Know where it is."""
         self.folder, self.id = folder, folder.name
 
-    def seen(self) -> bool:
-        """Whether this rank sees it; a network's file system tells it late."""
-        return (self.folder / OWNER).exists()
+    def is_visible(self) -> bool:
+        """Return whether this rank sees the draft. Network file systems show it with a delay."""
+        return (self.folder / OWNER_FILE).exists()
 
-    def report(self, rank: int, parts: Sequence[FilePart], keys: Mapping[str, Key]) -> None:
-        """Say what a rank has written."""
-        rank_reports.report(self.folder, rank, parts, keys=keys)
+    def write_report(
+        self, rank: int, parts: Sequence[CheckpointFile], keys: Mapping[str, TensorMetadata]
+    ) -> None:
+        """Write the report of a rank."""
+        rank_reports.write_report(self.folder, rank, parts, keys=keys)
 
-    def failed(self, rank: int, why: str) -> None:
-        """Say that a rank will write nothing more."""
-        rank_reports.failed(self.folder, rank, why)
+    def write_failure(self, rank: int, why: str) -> None:
+        """Report that a rank has failed."""
+        rank_reports.write_failure(self.folder, rank, why)
 
-    def heard(self, ranks: Collection[int]) -> dict[int, Told]:
-        """What those of these ranks say who have said something."""
+    def read_reports(self, ranks: Collection[int]) -> dict[int, RankReport]:
+        """Return the reports written so far by these ranks."""
         return {
-            rank: one for rank in ranks if (one := rank_reports.told(self.folder, rank)) is not None
+            rank: report
+            for rank in ranks
+            if (report := rank_reports.read_report(self.folder, rank)) is not None
         }
 
-    def size_bytes(self) -> int:
-        """Bytes there now."""
+    def written_bytes(self) -> int:
+        """Return the bytes written so far; -2 if files changed while they were counted."""
         try:
             return sum(path.stat().st_size for path in self.folder.iterdir())
         except FileNotFoundError:
             if self.folder.is_dir():
-                return -2  # a file went while it was looked at
+                return -2  # a file was removed while the folder was listed
             raise CheckpointError(
-                f"{self.folder} was removed while it was written; save again."
+                f"{self.folder} was removed while it was being written. Save again."
             ) from None
 
     def commit(self, name: str, manifest: Manifest, *, overwrite: bool) -> Path:
-        """Give it its name."""
-        return commit_protocol.commit(self.folder, name, manifest, overwrite=overwrite)
+        """Commit the draft under this name and return the folder."""
+        return commit_protocol.commit_draft(self.folder, name, manifest, overwrite=overwrite)
 
     def abort(self) -> None:
-        """Remove it."""
-        commit_protocol.abort(self.folder)
+        """Remove the draft."""
+        commit_protocol.remove_draft(self.folder)

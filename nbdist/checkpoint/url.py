@@ -1,7 +1,7 @@
-"""A URL that fsspec knows, and the file system behind it; pure, imports fsspec when it is used.
+"""URLs of checkpoints, accessed with fsspec, which is imported on first use.
 
-Who may read and write there is known to each file system itself: from the environment, from its
-own files, or from the URL. What is said of a URL has no password.
+Each fsspec file system takes credentials from the environment, its own configuration files, or
+the URL. Passwords in a URL are redacted in all messages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from nbdist.errors import CheckpointError
-from nbdist.redaction import redacted
+from nbdist.redaction import redact_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,102 +21,105 @@ if TYPE_CHECKING:
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _MAX_WORDS = 200
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "tos"}
-"""Where a path needs no folders, and making one could make a bucket."""
+"""Object stores: they need no folders, and creating one could create a bucket."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Url:
-    """A URL, as `pathlib.Path` is a path; shown without its password."""
+    """URL with an interface like `pathlib.Path`. Its password is redacted when printed."""
 
-    full: str
+    unredacted: str
 
     def __truediv__(self, name: str) -> Url:
-        """What lies below it."""
-        return Url(f"{self.full.rstrip('/')}/{name}")
+        """Return the URL of a child."""
+        return Url(f"{self.unredacted.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
-        """For messages."""
-        return redacted(self.full)
+        """Return the URL without its password."""
+        return redact_secrets(self.unredacted)
 
     def __repr__(self) -> str:
-        """For messages of others."""
+        """Return the representation without the password."""
         return f"Url({str(self)!r})"
 
     @property
     def name(self) -> str:
-        """The last part."""
-        return self.full.rstrip("/").rpartition("/")[2]
+        """Last component of the path."""
+        return self.unredacted.rstrip("/").rpartition("/")[2]
 
     @property
     def parent(self) -> Url:
-        """All but the last part."""
-        return Url(self.full.rstrip("/").rpartition("/")[0])
+        """URL without the last component of the path."""
+        return Url(self.unredacted.rstrip("/").rpartition("/")[0])
 
-    def opened(self) -> tuple[Any, str]:
-        """Give the file system, and the path that it has there.
+    def open_filesystem(self) -> tuple[Any, str]:
+        """Return the fsspec file system and the path in it.
 
         Raises:
-            CheckpointError: fsspec does not know it, or a package is missing.
+            CheckpointError: the URL is not supported or reachable, or a package is missing.
         """
         from fsspec.core import url_to_fs
 
-        if _SCHEME.fullmatch(self.full):
+        if _SCHEME.fullmatch(self.unredacted):
             raise CheckpointError(
-                f"{self} names no folder; use a URL such as s3://bucket/path, or a folder."
+                f"{self} does not name a folder. Use a URL such as s3://bucket/path, or a folder."
             )
         try:
-            system, path = url_to_fs(self.full)
+            system, path = url_to_fs(self.unredacted)
         except ImportError as error:
             raise CheckpointError(
-                f"{self} needs a package that is not installed here: {error}. Install it wherever"
-                " ranks run."
+                f"{self} needs a package that is not installed: {error}. Install it on all"
+                " machines with ranks."
             ) from error
         except ValueError as error:
             raise CheckpointError(
-                f"{self} is no URL that fsspec knows ({words(error)}); use one such as"
-                " s3://bucket/path, or a folder."
+                f"fsspec does not support the URL {self} ({describe_error(error)}). Use a URL such"
+                " as s3://bucket/path, or a folder."
             ) from error
         except Exception as error:
             raise CheckpointError(
-                f"{self} cannot be reached ({words(error)}); look at the URL and at the network."
+                f"Cannot reach {self} ({describe_error(error)}). Check the URL and the network."
             ) from error
         if "memory" in _protocols(system):
             raise CheckpointError(
-                f"{self} is the memory of one process, which no other sees; use a URL such as"
-                " s3://bucket/path, or a folder."
+                f"{self} is the memory of a single process, which other processes cannot read. Use"
+                " a URL such as s3://bucket/path, or a folder."
             )
         return system, path
 
-    def make(self) -> None:
-        """Make it where it has to be a folder."""
-        system, path = self.opened()
+    def make_folder(self) -> None:
+        """Create the folder, except in object stores, which need none."""
+        system, path = self.open_filesystem()
         if not _BUCKETS & _protocols(system):
             system.makedirs(path, exist_ok=True)
 
 
 def is_url(text: object) -> TypeGuard[str]:
-    """Whether a user means a URL and no path."""
+    """Return whether the text is a URL rather than a path."""
     return isinstance(text, str) and _SCHEME.match(text) is not None
 
 
-def located(text: object, within: Path = Path()) -> Path | Url:
-    """Give a URL, or the path of a folder."""
+def parse_location(text: object, within: Path = Path()) -> Path | Url:
+    """Parse a URL or a path. A relative path is joined to `within`."""
     if isinstance(text, Url):
         return text
     return Url(text) if is_url(text) else within / str(text)
 
 
-def full(where: Path | Url) -> str:
-    """Give what `located` takes; of a URL it may have a password."""
-    return where.full if isinstance(where, Url) else str(where)
+def location_with_password(where: Path | Url) -> str:
+    """Return the text that ``parse_location`` accepts. A URL includes its password."""
+    return where.unredacted if isinstance(where, Url) else str(where)
 
 
 @contextmanager
-def in_words(problem: str) -> Iterator[None]:
-    """Say in one sentence what a file system raises, whatever class that is of.
+def translate_errors(problem: str) -> Iterator[None]:
+    """Convert any exception of a file system to a CheckpointError.
+
+    Args:
+        problem: beginning of the message; the exception is appended in parentheses.
 
     Raises:
-        CheckpointError: the problem, and what the file system said.
+        CheckpointError: the block raised an exception.
     """
     try:
         yield
@@ -124,13 +127,14 @@ def in_words(problem: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{problem} ({words(error)}); look at the URL and at what this machine may do there."
+            f"{problem} ({describe_error(error)}). Check the URL and the permissions of this"
+            " machine."
         ) from error
 
 
-def words(error: Exception) -> str:
-    """An error of a file system on one line, without secrets."""
-    text = redacted(" ".join(str(error).split()))
+def describe_error(error: Exception) -> str:
+    """Describe an exception on one line, at most 200 characters long, with secrets redacted."""
+    text = redact_secrets(" ".join(str(error).split()))
     text = text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -1,15 +1,15 @@
-"""Checkpoints at a URL: listed, written, removed; pure.
+"""Checkpoint storage at a URL.
 
 <url>/
     step-1000/
-        <32 hex>/             one save, with the files that a checkpoint in a folder has
-            manifest.json     comes last: a save without it is listed by nobody
-            .owner.json       whose it is, while it is written
-            part-00000.json   what a rank has written, until all have
+        <32 hex>/             one save, with the same files as a checkpoint in a folder
+            manifest.json     written last; a save without it is not listed
+            .owner.json       process that writes the save; removed on commit
+            part-00000.json   report of a rank; removed on commit
 
-What lies at a URL has neither locks nor renames. So no save touches files of another: one that
-takes a name lies beside the one that had it, the newest whole one counts, and the other is
-removed after that. What dead processes left goes with the next save.
+Object stores have neither locks nor renames, so a save never changes the files of another one.
+Saving under an existing name creates a second save next to the first; the newest complete one
+is used and the older one is removed. The next save removes leftovers of dead processes.
 """
 
 from __future__ import annotations
@@ -23,369 +23,432 @@ from pathlib import PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from nbdist.checkpoint import json_validation, rank_reports
-from nbdist.checkpoint.catalog import Entry, described, missing
+from nbdist.checkpoint.catalog import (
+    CheckpointSummary,
+    missing_checkpoint_error,
+    summarize_manifest,
+)
 from nbdist.checkpoint.manifest import MAX_BYTES, Manifest
-from nbdist.checkpoint.names import MANIFEST, checked, is_name, is_part, part, shown
-from nbdist.checkpoint.url import Url, in_words
-from nbdist.checkpoint.writer import Writer
+from nbdist.checkpoint.names import (
+    MANIFEST_NAME,
+    check_name,
+    is_checkpoint_name,
+    is_rank_report_name,
+    printable,
+    rank_report_name,
+)
+from nbdist.checkpoint.url import Url, translate_errors
+from nbdist.checkpoint.writer import SafetensorsWriter
 from nbdist.errors import CheckpointError
-from nbdist.hardware.process_identity import ABANDONED_S, OWNER, Owner
+from nbdist.hardware.process_identity import ABANDONED_AFTER_S, OWNER_FILE, ProcessIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from nbdist.checkpoint.manifest import FilePart, Key
-    from nbdist.checkpoint.rank_reports import Told
-    from nbdist.checkpoint.safetensors_header import Stored
+    from nbdist.checkpoint.manifest import CheckpointFile, TensorMetadata
+    from nbdist.checkpoint.rank_reports import RankReport
+    from nbdist.checkpoint.safetensors_header import StoredTensor
 
 _DEPTH = 3
-"""Parts of a file's path below the URL."""
-_ID = json_validation.bits(32)
+"""Components of a file's path below the URL."""
+_ID = json_validation.hex_digits(32)
 _OURS = re.compile(r"[a-z]+-[0-9]{5,9}-[0-9]+\.safetensors|\.trial-[0-9a-f]{16}")
 _tried: set[Url] = set()
-"""URLs to which this process has written."""
+"""URLs that this process has tested for write access."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Save:
-    """What lies there of one save."""
+class _SavedFiles:
+    """Files of one save, complete or not."""
 
     url: Url
     name: str
     files: dict[str, int] = field(default_factory=dict)
-    """Name -> bytes."""
+    """Name -> size in bytes."""
 
 
-class Remote:
-    """All checkpoints below a URL."""
+class UrlStorage:
+    """Checkpoint storage at a URL."""
 
     def __init__(self, root: Url) -> None:
-        """Ask nothing yet."""
         self.root = root
         self._manifests: dict[Url, Manifest] = {}
-        """Those read before: nobody changes one."""
+        """Cache of manifests. A manifest never changes after it is written."""
 
-    def entries(self) -> list[Entry]:
-        """List the whole checkpoints, the newest last; raises CheckpointError."""
-        whole = self._whole(self._saves())
-        return [described(one.url, one.name, manifest) for one, manifest in whole]
+    def list_checkpoints(self) -> list[CheckpointSummary]:
+        """List the complete checkpoints, newest last.
+
+        Raises:
+            CheckpointError: the URL cannot be listed.
+        """
+        complete = self._whole(self._saves())
+        return [summarize_manifest(save.url, save.name, manifest) for save, manifest in complete]
 
     @contextlib.contextmanager
-    def opened(self, name: str) -> Iterator[tuple[Url, Manifest]]:
-        """Find a checkpoint; raises CheckpointError. Nothing keeps others from removing it."""
-        checked(name)
-        saves = self._saves()
-        found = self._whole([one for one in saves if one.name == name])
-        if not found:
-            raise missing(self.root, name, [one.name for one, _ in self._whole(saves)])
-        ((one, manifest),) = found
-        yield one.url, manifest
-
-    def begin(self, name: str, *, overwrite: bool, size_bytes: int) -> RemoteDraft:  # noqa: ARG002 - nobody tells how much room there is
-        """Begin a save; remove what dead processes left.
+    def open_checkpoint(self, name: str) -> Iterator[tuple[Url, Manifest]]:
+        """Open a checkpoint. Without locks, another process may remove it meanwhile.
 
         Raises:
-            CheckpointError: a name that is not allowed or taken, or nothing can be written.
+            CheckpointError: the name is invalid, or no checkpoint has it.
         """
-        checked(name)
+        check_name(name)
         saves = self._saves()
-        self.check_free(name, saves, overwrite=overwrite)
-        for one in saves:
-            with contextlib.suppress(CheckpointError), in_words("it stays"):
-                if self._is_dead(one):
-                    _remove(one)
-        draft = self.draft(name, secrets.token_hex(16))
-        draft.begin()
+        matches = self._whole([save for save in saves if save.name == name])
+        if not matches:
+            raise missing_checkpoint_error(
+                self.root, name, [save.name for save, _ in self._whole(saves)]
+            )
+        ((match, manifest),) = matches
+        yield match.url, manifest
+
+    def begin(self, name: str, *, overwrite: bool, size_bytes: int) -> PendingUrlCheckpoint:  # noqa: ARG002 - the free space is unknown
+        """Create a draft, and remove leftovers of dead processes.
+
+        Raises:
+            CheckpointError: the name is invalid or taken, or the URL is not writable.
+        """
+        check_name(name)
+        saves = self._saves()
+        self.check_name_free(name, saves, overwrite=overwrite)
+        for save in saves:
+            with contextlib.suppress(CheckpointError), translate_errors("not removed"):
+                if self._is_dead(save):
+                    _remove(save)
+        draft = self.attach(name, secrets.token_hex(16))
+        draft.write_owner()
         return draft
 
-    def prove(self) -> None:
-        """Make sure that checkpoints can be written there, from here; raises CheckpointError."""
-        draft = self.draft("trial", secrets.token_hex(16))
-        draft.begin()
-        draft.abort()
-
-    def draft(self, name: str, number: str) -> RemoteDraft:
-        """A save that a rank has begun."""
-        return RemoteDraft(self, name, number)
-
-    def keep(self, count: int, *, written: str) -> list[str]:
-        """Remove the oldest checkpoints beyond `count`; give the names of those removed.
-
-        Raises:
-            CheckpointError: they cannot be.
-        """
-        found = [one for one, _ in self._whole(self._saves())]
-        found.sort(key=lambda one: one.name == written)  # stable: the written one last
-        with in_words(f"old checkpoints at {self.root} cannot be removed"):
-            for one in found[:-count]:
-                _remove(one)
-        return [one.name for one in found[:-count]]
-
-    def check_free(
-        self, name: str, saves: Sequence[_Save] | None = None, *, overwrite: bool
-    ) -> None:
-        """Refuse a name that a whole checkpoint has; raises CheckpointError."""
-        if overwrite:
-            return
-        there = self._saves() if saves is None else saves
-        if self._whole([one for one in there if one.name == name]):
-            raise CheckpointError(
-                f"{self.root / name} exists; save under another name, or with --overwrite"
-                " (overwrite=True) to replace it."
-            )
-
-    def remove_older(self, name: str, manifest: Manifest) -> None:
-        """Remove what had this name before."""
-        for one in self._saves():
-            before = self._manifest(one) if one.name == name else None
-            if before is not None and before.created < manifest.created:
-                _remove(one)
-
-    def _whole(self, saves: Sequence[_Save]) -> list[tuple[_Save, Manifest]]:
-        """Of each name the newest whole save, the newest last."""
-        found: dict[str, tuple[_Save, Manifest]] = {}
-        for one in saves:
-            manifest = self._manifest(one)
-            if manifest is None or not _complete(one, manifest.files):
-                continue
-            if one.name not in found or found[one.name][1].created < manifest.created:
-                found[one.name] = one, manifest
-        return sorted(found.values(), key=lambda one: (one[1].created, one[1].step, one[0].name))
-
-    def _saves(self) -> list[_Save]:
-        """All saves, whole or not."""
-        found: dict[tuple[str, str], _Save] = {}
-        for path, size_bytes in _listed(self.root).items():
-            parts = path.split("/")
-            if len(parts) != _DEPTH or not is_name(parts[0]) or not _is_id(parts[1]):
-                continue
-            name, number, file = parts
-            url = self.root / name / number
-            found.setdefault((name, number), _Save(url, name)).files[file] = size_bytes
-        saves = list(found.values())
-        there = {one.url for one in saves}
-        self._manifests = {url: one for url, one in self._manifests.items() if url in there}
-        return saves
-
-    def _manifest(self, save: _Save) -> Manifest | None:
-        """Read what a save says of itself; None where it does not, or not yet in full."""
-        if not 0 < save.files.get(MANIFEST, 0) <= MAX_BYTES:
-            return None
-        if save.url not in self._manifests:
-            with contextlib.suppress(CheckpointError):
-                self._manifests[save.url] = Manifest.from_json(content(save.url / MANIFEST))
-        return self._manifests.get(save.url)
-
-    def _is_dead(self, save: _Save) -> bool:
-        """Whether it will never be whole: its process is gone, or it has long been left alone.
-
-        Without its signature, which comes first and goes last, it is what is left of one.
-        """
-        if MANIFEST in save.files or OWNER not in save.files:
-            return MANIFEST not in save.files
-        with contextlib.suppress(CheckpointError):
-            owner = Owner.from_json(content(save.url / OWNER))
-            if owner is not None and owner.can_be_asked:
-                return owner.ended
-            return _age_s(save) > ABANDONED_S
-        return False
-
-
-class RemoteDraft:
-    """A save that is being written to a URL by all ranks."""
-
-    poll_s = 0.5
-    """How often it is worth looking whether other ranks are done."""
-
-    def __init__(self, place: Remote, name: str, number: str) -> None:
-        """Know where it is."""
-        self.id = number
-        self.folder = PurePosixPath(number)
-        """Of its files, in names."""
-        self._place, self._name = place, name
-        self._url = place.root / name / number
-
-    def begin(self) -> None:
-        """Sign it; raises CheckpointError."""
-        self._place.root.opened()
-        with in_words(f"{self._place.root} cannot take checkpoints"):
-            self._url.make()
-        self._put(OWNER, Owner.me().to_json())
-
-    def seen(self) -> bool:
-        """Yes, since this process can write there: it tries that once for each URL.
+    def check_writable(self) -> None:
+        """Check that this process can write checkpoints to the URL.
 
         Raises:
             CheckpointError: it cannot.
         """
+        draft = self.attach("trial", secrets.token_hex(16))
+        draft.write_owner()
+        draft.abort()
+
+    def attach(self, name: str, number: str) -> PendingUrlCheckpoint:
+        """Attach to a draft that another process has created."""
+        return PendingUrlCheckpoint(self, name, number)
+
+    def remove_oldest(self, count: int, *, written: str) -> list[str]:
+        """Remove the oldest checkpoints except for `count`; return the removed names.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be removed.
+        """
+        saves = [save for save, _ in self._whole(self._saves())]
+        saves.sort(key=lambda save: save.name == written)  # stable: `written` goes last
+        with translate_errors(f"Cannot remove old checkpoints at {self.root}"):
+            for save in saves[:-count]:
+                _remove(save)
+        return [save.name for save in saves[:-count]]
+
+    def check_name_free(
+        self, name: str, saves: Sequence[_SavedFiles] | None = None, *, overwrite: bool
+    ) -> None:
+        """Check that no complete checkpoint has this name, unless `overwrite`.
+
+        Raises:
+            CheckpointError: the name is taken.
+        """
+        if overwrite:
+            return
+        existing = self._saves() if saves is None else saves
+        if self._whole([save for save in existing if save.name == name]):
+            raise CheckpointError(
+                f"{self.root / name} exists. Save under another name, or use --overwrite"
+                " (overwrite=True) to replace it."
+            )
+
+    def remove_older(self, name: str, manifest: Manifest) -> None:
+        """Remove older saves of the same name."""
+        for save in self._saves():
+            other = self._manifest(save) if save.name == name else None
+            if other is not None and other.created < manifest.created:
+                _remove(save)
+
+    def _whole(self, saves: Sequence[_SavedFiles]) -> list[tuple[_SavedFiles, Manifest]]:
+        """Return the newest complete save of each name, newest last."""
+        newest: dict[str, tuple[_SavedFiles, Manifest]] = {}
+        for save in saves:
+            manifest = self._manifest(save)
+            if manifest is None or not _complete(save, manifest.files):
+                continue
+            if save.name not in newest or newest[save.name][1].created < manifest.created:
+                newest[save.name] = save, manifest
+        return sorted(
+            newest.values(), key=lambda item: (item[1].created, item[1].step, item[0].name)
+        )
+
+    def _saves(self) -> list[_SavedFiles]:
+        """List all saves, complete or not."""
+        by_id: dict[tuple[str, str], _SavedFiles] = {}
+        for path, size_bytes in _listed(self.root).items():
+            parts = path.split("/")
+            if len(parts) != _DEPTH or not is_checkpoint_name(parts[0]) or not _is_id(parts[1]):
+                continue
+            name, number, file = parts
+            url = self.root / name / number
+            by_id.setdefault((name, number), _SavedFiles(url, name)).files[file] = size_bytes
+        saves = list(by_id.values())
+        urls = {save.url for save in saves}
+        self._manifests = {url: item for url, item in self._manifests.items() if url in urls}
+        return saves
+
+    def _manifest(self, save: _SavedFiles) -> Manifest | None:
+        """Read the manifest of a save, or return None if it is missing, partial or invalid."""
+        if not 0 < save.files.get(MANIFEST_NAME, 0) <= MAX_BYTES:
+            return None
+        if save.url not in self._manifests:
+            with contextlib.suppress(CheckpointError):
+                self._manifests[save.url] = Manifest.from_json(
+                    read_small_file(save.url / MANIFEST_NAME)
+                )
+        return self._manifests.get(save.url)
+
+    def _is_dead(self, save: _SavedFiles) -> bool:
+        """Return whether an incomplete save is abandoned.
+
+        Its process has exited, or, if that cannot be determined, its files are old.
+        """
+        # The owner file is written first and removed last, so a save without it is a leftover.
+        if MANIFEST_NAME in save.files or OWNER_FILE not in save.files:
+            return MANIFEST_NAME not in save.files
+        with contextlib.suppress(CheckpointError):
+            owner = ProcessIdentity.from_json(read_small_file(save.url / OWNER_FILE))
+            if owner is not None and owner.is_checkable:
+                return owner.has_ended
+            return _age_s(save) > ABANDONED_AFTER_S
+        return False
+
+
+class PendingUrlCheckpoint:
+    """Draft of a checkpoint at a URL, written by all ranks."""
+
+    poll_s = 0.5
+    """Interval at which to poll for reports of other ranks."""
+
+    def __init__(self, place: UrlStorage, name: str, number: str) -> None:
+        self.id = number
+        self.folder = PurePosixPath(number)
+        """Folder of its files, relative to the URL of the checkpoint name."""
+        self._place, self._name = place, name
+        self._url = place.root / name / number
+
+    def write_owner(self) -> None:
+        """Write the owner file.
+
+        Raises:
+            CheckpointError: the URL is not writable.
+        """
+        self._place.root.open_filesystem()
+        with translate_errors(f"Cannot write checkpoints to {self._place.root}"):
+            self._url.make_folder()
+        self._put(OWNER_FILE, ProcessIdentity.current_process().to_json())
+
+    def is_visible(self) -> bool:
+        """Return True if this process can write to the URL, which it tests once per URL.
+
+        Raises:
+            CheckpointError: it cannot write or remove a test file.
+        """
         if self._place.root not in _tried:
             trial = f".trial-{secrets.token_hex(8)}"
             self._put(trial, "")
-            with in_words(f"{self._place.root} does not let files be removed"):
+            with translate_errors(f"Cannot remove files at {self._place.root}"):
                 _remove_files(self._url, [trial])
             _tried.add(self._place.root)
         return True
 
-    def new(self, path: PurePath, tensors: Sequence[Stored]) -> Writer:
-        """Begin a file."""
+    def create_file(self, path: PurePath, tensors: Sequence[StoredTensor]) -> SafetensorsWriter:
+        """Create a file for the given tensors."""
         return UrlWriter(self._url / path.name, tensors)
 
-    def report(self, rank: int, parts: Sequence[FilePart], keys: Mapping[str, Key]) -> None:
-        """Say what a rank has written; the last thing that it does."""
-        self._put(part(rank), rank_reports.said(parts, keys))
+    def write_report(
+        self, rank: int, parts: Sequence[CheckpointFile], keys: Mapping[str, TensorMetadata]
+    ) -> None:
+        """Write the report of a rank. Call it after all its files are written."""
+        self._put(rank_report_name(rank), rank_reports.report_text(parts, keys))
 
-    def failed(self, rank: int, why: str) -> None:
-        """Say that a rank will write nothing more, if that can be said."""
+    def write_failure(self, rank: int, why: str) -> None:
+        """Report that a rank has failed. Errors are ignored."""
         with contextlib.suppress(CheckpointError):
-            self._put(part(rank), rank_reports.said(error=why))
+            self._put(rank_report_name(rank), rank_reports.report_text(error=why))
 
-    def heard(self, ranks: Collection[int]) -> dict[int, Told]:
-        """What those of these ranks say who have said something."""
-        there, found = self._files(), {}
+    def read_reports(self, ranks: Collection[int]) -> dict[int, RankReport]:
+        """Return the reports written so far by these ranks."""
+        files, reports = self._files(), {}
         for rank in ranks:
-            if part(rank) in there and (one := rank_reports.read(content(self._url / part(rank)))):
-                found[rank] = one
-        return found
+            if rank_report_name(rank) in files and (
+                report := rank_reports.parse_report(
+                    read_small_file(self._url / rank_report_name(rank))
+                )
+            ):
+                reports[rank] = report
+        return reports
 
-    def size_bytes(self) -> int | None:
-        """Not told: most stores show a file when it is whole."""
+    def written_bytes(self) -> int | None:
+        """Return None: most object stores do not show partly written files."""
         return None
 
     def commit(self, name: str, manifest: Manifest, *, overwrite: bool) -> Url:
-        """Make it a whole checkpoint; returns where it is.
+        """Write the manifest, remove older saves of the same name and return the URL.
 
         Raises:
-            CheckpointError: the name was taken meanwhile, files are missing, or nothing can be
-                written.
+            CheckpointError: the name was taken meanwhile, files are missing, or the URL is not
+                writable.
         """
-        there = self._files()
-        odd = [file.name for file in manifest.files if there.get(file.name) != file.size_bytes]
-        if odd:
+        sizes = self._files()
+        wrong = [file.name for file in manifest.files if sizes.get(file.name) != file.size_bytes]
+        if wrong:
             raise CheckpointError(
-                f"{shown(odd[0])} at {self._url} is not as its rank said; save again."
+                f"Size of {printable(wrong[0])} at {self._url} differs from what its rank reported."
+                " Save again."
             )
-        self._place.check_free(name, overwrite=overwrite)
-        self._put(MANIFEST, manifest.to_json().decode())
-        with contextlib.suppress(CheckpointError), in_words("the rest stays"):
+        self._place.check_name_free(name, overwrite=overwrite)
+        self._put(MANIFEST_NAME, manifest.to_json().decode())
+        with contextlib.suppress(CheckpointError), translate_errors("not removed"):
             self._place.remove_older(name, manifest)
-            _remove_files(self._url, [one for one in there if is_part(one) or one == OWNER])
+            _remove_files(
+                self._url,
+                [file for file in sizes if is_rank_report_name(file) or file == OWNER_FILE],
+            )
         return self._url
 
     def abort(self) -> None:
-        """Remove it, unless it is whole; what cannot go is not listed, and goes later."""
-        with contextlib.suppress(CheckpointError), in_words("the rest stays"):
+        """Remove the draft unless it is committed. Errors are ignored; the next save retries."""
+        with contextlib.suppress(CheckpointError), translate_errors("not removed"):
             files = self._files()
-            if MANIFEST not in files:
-                _remove(_Save(self._url, self._name, files))
+            if MANIFEST_NAME not in files:
+                _remove(_SavedFiles(self._url, self._name, files))
 
     def _files(self) -> dict[str, int]:
-        """Its files by name."""
+        """Return the size of each file by name."""
         return {path.rpartition("/")[2]: size for path, size in _listed(self._url).items()}
 
     def _put(self, name: str, text: str) -> None:
-        system, path = (self._url / name).opened()
-        with in_words(f"{self._place.root} cannot take checkpoints"):
+        system, path = (self._url / name).open_filesystem()
+        with translate_errors(f"Cannot write checkpoints to {self._place.root}"):
             system.pipe_file(path, text.encode())
 
 
-class UrlWriter(Writer):
-    """A file that is written to a URL as it comes; nothing of it lies on this machine."""
+class UrlWriter(SafetensorsWriter):
+    """Writer that streams a safetensors file to a URL without a local copy."""
 
-    def __init__(self, url: Url, tensors: Sequence[Stored]) -> None:
-        """Begin it; raises CheckpointError."""
+    def __init__(self, url: Url, tensors: Sequence[StoredTensor]) -> None:
+        """Create the file.
+
+        Raises:
+            CheckpointError: the URL is not writable.
+        """
         self._url = url
         self._file: Any = None
         super().__init__(PurePosixPath(url.name), tensors)
 
     def abort(self) -> None:
-        """Leave it: a file that no manifest names."""
+        """Stop writing. The partial file is removed together with its draft."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(Exception):  # what cannot be given up is removed with all
+            with contextlib.suppress(Exception):  # not all file systems can discard an upload
                 file.discard()
             with contextlib.suppress(Exception):
                 file.close()
         super().abort()
 
     def _open(self) -> None:
-        system, path = self._url.opened()
-        with in_words(f"{self._url} cannot be written"):
+        system, path = self._url.open_filesystem()
+        with translate_errors(f"Cannot write {self._url}"):
             self._file = system.open(path, "wb")
 
     def _take(self, content: memoryview) -> None:
-        with in_words(f"{self._url} cannot be written"):
+        with translate_errors(f"Cannot write {self._url}"):
             while content:
                 content = content[self._file.write(content) :]
 
     _send = _take
 
     def _settle(self) -> None:
-        with in_words(f"{self._url} cannot be written"):
+        with translate_errors(f"Cannot write {self._url}"):
             self._file.close()
         self._file = None
 
     def _remove(self) -> None:
-        """Its save is removed as a whole."""
+        """Do nothing: the file is removed together with its draft."""
 
 
 def _listed(url: Url) -> dict[str, int]:
-    """Bytes of each file below a URL, by its path from there; raises CheckpointError."""
-    system, root = url.opened()
-    with in_words(f"{url} cannot be listed"):
+    """Return the size in bytes of each file below a URL, by relative path.
+
+    Raises:
+        CheckpointError: the URL cannot be listed.
+    """
+    system, root = url.open_filesystem()
+    with translate_errors(f"Cannot list {url}"):
         system.invalidate_cache()
         try:
-            found = system.find(root, detail=True)
+            files = system.find(root, detail=True)
         except FileNotFoundError:
             return {}
-    return {path.removeprefix(root).strip("/"): about["size"] or 0 for path, about in found.items()}
+    return {path.removeprefix(root).strip("/"): info["size"] or 0 for path, info in files.items()}
 
 
-def content(url: Url) -> bytes:
-    """Read a small file; raises CheckpointError."""
-    system, path = url.opened()
-    with in_words(f"{url} cannot be read"):
-        found: bytes = system.cat_file(path)
-    return found
+def read_small_file(url: Url) -> bytes:
+    """Read a small file.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    system, path = url.open_filesystem()
+    with translate_errors(f"Cannot read {url}"):
+        data: bytes = system.cat_file(path)
+    return data
 
 
-def _complete(save: _Save, files: Sequence[FilePart]) -> bool:
+def _complete(save: _SavedFiles, files: Sequence[CheckpointFile]) -> bool:
     return all(save.files.get(file.name) == file.size_bytes for file in files)
 
 
-def _age_s(save: _Save) -> float:
-    """Seconds since something was last written there; 0.0 where that is not told."""
-    system, path = save.url.opened()
+def _age_s(save: _SavedFiles) -> float:
+    """Return the seconds since the last write, or 0.0 if the file system does not report it."""
+    system, path = save.url.open_filesystem()
     try:
         newest = max(system.modified(f"{path}/{name}") for name in save.files)
         return time.time() - float(newest.timestamp())
-    except Exception:  # noqa: BLE001 - not all file systems tell it, each in its own way
+    except Exception:  # noqa: BLE001 - unsupported in some file systems; each raises its own error
         return 0.0
 
 
-def _remove(save: _Save) -> None:
-    """Remove our files of a save, its manifest first: nobody sees half a checkpoint."""
-    order = {MANIFEST: -1, OWNER: 1}
+def _remove(save: _SavedFiles) -> None:
+    """Remove the files that nbdist wrote for a save."""
+    # The manifest goes first: a partly removed save is never listed.
+    order = {MANIFEST_NAME: -1, OWNER_FILE: 1}
     ours = filter(_is_ours, save.files)
     _remove_files(save.url, sorted(ours, key=lambda name: order.get(name, 0)))
     for folder in (save.url, save.url.parent):
-        system, path = folder.opened()
-        with contextlib.suppress(Exception):  # a folder with other files, or of a store without
+        system, path = folder.open_filesystem()
+        with contextlib.suppress(Exception):  # the folder is not empty, or the store has none
             system.rmdir(path)
 
 
 def _remove_files(url: Url, names: Sequence[str]) -> None:
-    system, path = url.opened()
+    system, path = url.open_filesystem()
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             system.rm_file(f"{path}/{name}")
 
 
 def _is_ours(name: str) -> bool:
-    return name in {MANIFEST, OWNER} or is_part(name) or _OURS.fullmatch(name) is not None
+    return (
+        name in {MANIFEST_NAME, OWNER_FILE}
+        or is_rank_report_name(name)
+        or _OURS.fullmatch(name) is not None
+    )
 
 
 def _is_id(text: str) -> bool:
     try:
         return _ID(text, "") >= 0
-    except json_validation.Refused:
+    except json_validation.ValidationError:
         return False

@@ -1,8 +1,8 @@
-"""The kernel's end of the connections to the nodes: one encrypted socket, one port, one thread.
+"""The kernel's server for node agents: one encrypted socket, one port, one thread.
 
-Runs in the kernel. Every node's agent connects to this port with a key pair of its own that was
-made for this session; whoever has none is refused before a byte of a message is read. Nothing
-else of a session listens on the network.
+Runs in the kernel. Each agent connects to this port with its own key pair, created for this
+session; connections without a valid key are rejected during the handshake. It is the only network
+port of a session.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import zmq
 from zmq.utils import z85
 
 from nbdist.cluster import protocol
-from nbdist.cluster.protocol import AT_ONCE, BEAT_S, CUT_OFF_S
-from nbdist.cluster.rank_channels import Alarm
+from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL, NODE_TIMEOUT_S
+from nbdist.cluster.rank_channels import PollWaker
 from nbdist.errors import StartError
 
 if TYPE_CHECKING:
@@ -31,40 +31,41 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-COPIED_BYTES = 1 << 16
-"""Longer frames are sent from where they are."""
+ZERO_COPY_MIN_BYTES = 1 << 16
+"""Longer frames are sent without a copy."""
 _ZAP = "inproc://zeromq.zap.01"
 _SILENT_S = 3.0
-"""A connection that ends after so long a silence was cut; else the agent has ended."""
+"""A connection that closes after a longer silence was cut off; otherwise the agent has ended."""
 
 
-class Hub:
-    """The connections of one session to its nodes.
+class AgentServer:
+    """Connections of one session to its nodes.
 
     Args:
         reach: address of this machine to listen on.
-        take: gets each message with the number of its node; on the hub's thread, may not wait.
-        gone: called once for each node whose connection has ended, with the cause; likewise.
+        take: called with each message and the index of its node, on the server's thread; must
+            not block.
+        on_gone: called once per node with the reason when its connection ends; the same applies.
 
     Raises:
-        StartError: this machine has no such address.
+        StartError: this machine does not have the address.
     """
 
-    def __init__(self, reach: str, *, take: Take, gone: Gone) -> None:
-        """Listen; nobody is let in yet."""
-        self._take, self._gone = take, gone
-        self.public, self._secret = (key.decode() for key in zmq.curve_keypair())
+    def __init__(self, reach: str, *, take: Take, on_gone: Gone) -> None:
+        """Start to listen; no keys are accepted yet."""
+        self._on_message, self._on_lost = take, on_gone
+        self.public_key, self._secret = (key.decode() for key in zmq.curve_keypair())
         self._nodes: dict[bytes, int] = {}
-        """Public keys of the nodes, as bytes, with their numbers."""
+        """Node indices by public key as bytes."""
         self._routes: dict[bytes, int] = {}
-        """Connections that have said hello."""
-        self._heard: dict[int, float] = {}
+        """Node indices by routing id of the connection."""
+        self._last_message_at: dict[int, float] = {}
         self._outbox: deque[tuple[int, list[bytes]]] = deque()
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._socket = self._listening(reach)
-        self._alarm = Alarm(self._context)
+        self._alarm = PollWaker(self._context)
         self._closing = False
         self._beat_due = 0.0
         self._thread = threading.Thread(target=self._serve, name="nbdist-hub", daemon=True)
@@ -79,46 +80,46 @@ class Hub:
         socket.curve_secretkey = self._secret.encode()
         socket.zap_domain = b"nbdist"
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        socket.router_mandatory = True  # a node that is gone is an error, not silence
-        # answered by ZMQ's own threads, also while the notebook computes
-        socket.heartbeat_ivl = int(BEAT_S * 1000)
-        socket.heartbeat_timeout = int(CUT_OFF_S * 1000)
+        socket.router_mandatory = True  # sending to a lost node raises
+        # ZMQ's own threads answer heartbeats, also while the notebook computes
+        socket.heartbeat_ivl = int(HEARTBEAT_S * 1000)
+        socket.heartbeat_timeout = int(NODE_TIMEOUT_S * 1000)
         try:
             socket.bind(f"tcp://[{reach}]:*" if socket.ipv6 else f"tcp://{reach}:*")
         except zmq.ZMQError as error:
             self._context.destroy(0)
-            msg = f"This machine cannot listen on {reach}: {error}. Name an address of its own."
+            msg = f"Cannot listen on {reach}: {error}. Use an address of this machine."
             raise StartError(msg) from error
         self.address: str = str(socket.get_string(zmq.LAST_ENDPOINT))
         return socket
 
-    def let_in(self, index: int) -> tuple[str, str]:
-        """Make the key pair of a node: public and secret, in Z85."""
+    def create_node_keys(self, index: int) -> tuple[str, str]:
+        """Create the key pair of a node: public and secret key, in Z85."""
         public, secret = zmq.curve_keypair()
         self._nodes[z85.decode(public)] = index
         return public.decode(), secret.decode()
 
-    def silent_s(self, index: int) -> float:
-        """Since when nothing was heard of a node."""
-        return time.monotonic() - self._heard.get(index, time.monotonic())
+    def seconds_since_message(self, index: int) -> float:
+        """Return the seconds since the last message of a node."""
+        return time.monotonic() - self._last_message_at.get(index, time.monotonic())
 
-    def post(self, index: int, message: protocol.Message, *frames: bytes) -> None:
-        """Queue a message to a node, from any thread; `wake()` sends what is queued."""
-        self._outbox.append((index, protocol.pack(message, *frames)))
+    def queue_message(self, index: int, message: protocol.Message, *frames: bytes) -> None:
+        """Queue a message to a node, from any thread; `wake()` sends queued messages."""
+        self._outbox.append((index, protocol.pack_message(message, *frames)))
 
     def send(self, index: int, message: protocol.Message, *frames: bytes) -> None:
         """Send a message to a node, from any thread."""
-        self.post(index, message, *frames)
+        self.queue_message(index, message, *frames)
         self.wake()
 
     def wake(self) -> None:
-        """Have what is queued sent."""
+        """Send queued messages."""
         if threading.current_thread() is self._thread:
-            return  # it looks before it waits again
-        self._alarm.ring()
+            return  # it sends queued messages before it polls again
+        self._alarm.wake()
 
     def close(self) -> None:
-        """Send what is queued, then end all connections."""
+        """Send queued messages, then close all connections."""
         self._closing = True
         self.wake()
         if threading.current_thread() is not self._thread:
@@ -132,22 +133,22 @@ class Hub:
             poller.register(socket, zmq.POLLIN)
         while not self._closing:
             self._send_queued()
-            ready = dict(poller.poll(0 if self._outbox else int(BEAT_S * 500)))
+            ready = dict(poller.poll(0 if self._outbox else int(HEARTBEAT_S * 500)))
             if self._zap in ready:
-                self._judge()
+                self._authenticate()
             if self._alarm.socket in ready:
-                self._alarm.silence()
+                self._alarm.clear()
             if self._socket in ready:
                 self._read()
-            self._beat()
+            self._send_heartbeats()
         self._send_queued()
-        self._socket.close(int(CLOSE_S * 100))  # what was said last gets half a second
+        self._socket.close(int(CLOSE_S * 100))  # linger half a second for the last messages
         self._zap.close(0)
         self._alarm.close()
         self._context.term()
 
-    def _judge(self) -> None:
-        """Say whether the key of somebody who connects is one of a node (ZMQ's RFC 27)."""
+    def _authenticate(self) -> None:
+        """Accept or reject the public key of a new connection (ZMQ RFC 27)."""
         version, request, _domain, _address, _routing, mechanism, *keys = self._zap.recv_multipart()
         index = self._nodes.get(keys[0]) if mechanism == b"CURVE" and keys else None
         code, text = (b"400", b"not let in") if index is None else (b"200", b"OK")
@@ -155,9 +156,9 @@ class Hub:
         self._zap.send_multipart([version, request, code, text, user, b""])
 
     def _read(self) -> None:
-        with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
-            for _ in range(AT_ONCE):
-                sender = self._socket.recv(zmq.DONTWAIT, copy=False)  # it says whose key it was
+        with contextlib.suppress(zmq.Again):  # nothing more to read
+            for _ in range(MAX_MESSAGES_PER_POLL):
+                sender = self._socket.recv(zmq.DONTWAIT, copy=False)  # the frame has the User-Id
                 self._receive(sender, self._socket.recv_multipart(zmq.DONTWAIT))
 
     def _receive(self, sender: zmq.Frame, frames: list[bytes]) -> None:
@@ -166,26 +167,26 @@ class Hub:
         if index is None:
             index = int(sender.get("User-Id"))
             if index in self._routes.values():
-                return  # a second one with the same key
+                return  # a second connection with the same key
             self._routes[route] = index
-        self._heard[index] = time.monotonic()
+        self._last_message_at[index] = time.monotonic()
         try:
-            message, rest = protocol.unpack(frames)
-            if isinstance(message, protocol.Bye):
+            message, rest = protocol.unpack_message(frames)
+            if isinstance(message, protocol.AgentExited):
                 del self._routes[route]
-                self._gone(index, message.why)
-            elif not isinstance(message, protocol.Beat):
-                self._take(index, message, rest)
+                self._on_lost(index, message.why)
+            elif not isinstance(message, protocol.Heartbeat):
+                self._on_message(index, message, rest)
         except Exception:
-            # whatever one node sends, the others' messages are read after it
-            log.exception("node %d: a message that nobody can read", index)
+            # continue with the other nodes' messages
+            log.exception("node %d: cannot process a message", index)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         now = time.monotonic()
         if now < self._beat_due:
             return
-        self._beat_due = now + BEAT_S
-        beat = protocol.pack(protocol.Beat())
+        self._beat_due = now + HEARTBEAT_S
+        beat = protocol.pack_message(protocol.Heartbeat())
         for route, index in list(self._routes.items()):
             self._put(route, index, beat)
 
@@ -194,19 +195,21 @@ class Hub:
         while self._outbox:
             index, frames = self._outbox.popleft()
             if index not in routes:
-                continue  # it is gone, which was said
+                continue  # lost, which was reported
             self._put(routes[index], index, frames)
 
     def _put(self, route: bytes, index: int, frames: list[bytes]) -> None:
         try:
-            self._socket.send_multipart([route, *frames], copy=len(frames[-1]) < COPIED_BYTES)
+            self._socket.send_multipart(
+                [route, *frames], copy=len(frames[-1]) < ZERO_COPY_MIN_BYTES
+            )
         except zmq.ZMQError:
             if self._routes.pop(route, None) is not None:
-                self._gone(index, self._why(index))
+                self._on_lost(index, self._loss_reason(index))
 
-    def _why(self, index: int) -> str:
-        """Why a connection has ended."""
-        silent_s = self.silent_s(index)
+    def _loss_reason(self, index: int) -> str:
+        """Return why a connection has ended."""
+        silent_s = self.seconds_since_message(index)
         if silent_s < _SILENT_S:
             return "lost its agent, which ended"
-        return f"was cut off: nothing was heard of it for {silent_s:.0f} s"
+        return f"was cut off: no message for {silent_s:.0f} s"

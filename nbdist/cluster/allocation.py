@@ -1,7 +1,7 @@
-"""What an engine for several machines asks of a cluster: nodes, and one agent on each; pure.
+"""Interface of a cluster: allocates nodes and starts an agent on each.
 
-Ray, Slurm and the tests' double are clusters. A cluster places and ends; cells, output and
-files never go through it: the agents connect to the kernel's hub by themselves.
+Implemented for Ray, for Slurm and by a test double. A cluster only starts and ends the agents;
+cells, output and files use the agents' own connections to the kernel.
 """
 
 from __future__ import annotations
@@ -12,70 +12,72 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-Kind = Literal["cpu", "cuda"]
+DeviceType = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a session asks of a cluster; None: the cluster decides."""
+class AllocationRequest:
+    """Nodes and ranks that a session requests; for None the cluster decides."""
 
-    kind: Kind
+    kind: DeviceType
     nproc: int | None = None
-    """Ranks over all nodes."""
+    """Total number of ranks."""
     nodes: int | None = None
     gpus_per_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A node that the cluster gave, numbered from 0, the notebook's own first where it is one."""
+class AllocatedNode:
+    """A node allocated by the cluster, indexed from 0; the notebook's own node is first."""
 
     name: str
-    """For people: the node's host name."""
+    """Display name: the host name."""
     address: str
-    """Of the interface by which the nodes reach one another."""
+    """Address of its interface to the other nodes."""
     ranks: int
-    """At least 1; nodes may differ."""
+    """Number of ranks, at least 1; may differ between nodes."""
     gpus: tuple[str, ...] = ()
     """UUIDs; empty for CPU ranks."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of python, torch, nbdist, by name."""
+    """Versions of python, torch and nbdist, by name."""
 
 
 class Cluster(Protocol):
-    """Gives nodes and starts an agent on each. Called from one thread at a time, but for `lost`."""
+    """Allocates nodes and starts agents. Called from one thread at a time, except `lost_nodes`."""
 
     name: str
     """"ray", "slurm"."""
 
     @property
-    def reach(self) -> str:
-        """Address of this machine that the nodes reach: the hub listens there and nowhere else."""
+    def kernel_address(self) -> str:
+        """Address of this machine for the nodes. Only there the agent server listens."""
 
-    def allot(self, wanted: Wanted, progress: Callable[[str], None]) -> list[Place]:
-        """Reserve nodes; may wait in a queue and says so to `progress`.
+    def allocate_nodes(
+        self, wanted: AllocationRequest, progress: Callable[[str], None]
+    ) -> list[AllocatedNode]:
+        """Reserve nodes; report waiting in a queue to `progress`.
 
-        KeyboardInterrupt ends the waiting and gives back what was reserved.
-
-        Raises:
-            StartError: there is not enough, or no cluster; nothing stays reserved.
-        """
-
-    def start(self, tickets: Sequence[str]) -> None:
-        """Run `nbdist.cluster.agent.serve.serve(ticket)` on each place, in a process of its own.
-
-        A ticket is a secret: it goes over stdin or the cluster's own authenticated channel, never
-        into a command line, an environment or a log.
+        KeyboardInterrupt cancels the request and releases reserved nodes.
 
         Raises:
-            StartError: a place does not answer; what was started is ended by `close`.
+            StartError: not enough resources, or no cluster; nothing stays reserved.
         """
 
-    def lost(self) -> Mapping[int, str]:
-        """Places that the cluster knows to be gone, with the cause in words.
+    def start_agents(self, tickets: Sequence[str]) -> None:
+        """Run ``nbdist.cluster.agent.serve.run_agent(ticket)`` in a process on each node.
 
-        Called about once a second from a thread of its own; has to be cheap.
+        A ticket is a secret: pass it over stdin or the cluster's authenticated channel, never in
+        a command line, an environment variable or a log.
+
+        Raises:
+            StartError: a node does not respond; `close` ends the agents that were started.
+        """
+
+    def lost_nodes(self) -> Mapping[int, str]:
+        """Return the lost nodes that the cluster reports, with the reason as text.
+
+        Called about once a second from a separate thread, so it must be cheap.
         """
 
     def close(self) -> None:
-        """End what `start` started and give everything back; a second call finds nothing."""
+        """End the agents and release everything. A second call does nothing."""

@@ -1,7 +1,7 @@
-"""What runs on a node for its cluster: says what is there, holds the agent as a child.
+"""Bootstrap process on a cluster node: reports its resources and runs the agent as a child.
 
-Executed on the node: as a Ray actor's class, or as `python -m nbdist.cluster.bootstrap` by Slurm's
-srun. The agent ends when this process does, since only this process holds its input open.
+Runs on the node as a Ray actor, or as `python -m nbdist.cluster.bootstrap` under Slurm's srun. Only
+this process holds the agent's stdin open, so the agent ends with it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import nbdist
-from nbdist.cluster.process_log import Log
+from nbdist._version import __version__
+from nbdist.cluster.process_log import ProcessLog
 from nbdist.errors import StartError
 from nbdist.hardware import discovery
+from nbdist.paths import PACKAGE_DIR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-MARK = "nbdist-place "
-"""Begins each line that a task of srun says to the kernel; a site's own scripts may print too."""
+STDOUT_MARKER = "nbdist-place "
+"""Prefix of the lines that an srun task sends to the kernel; other scripts may print too."""
 END_S = 10.0
-"""For the agent to end launcher and ranks before it is killed."""
+"""Time for the agent to end launcher and ranks before it is killed."""
 LOG_TAIL_BYTES = 2000
-NOT_HANDED_ON = ("RAY_", "OMP_NUM_THREADS", "SLURM_", "PMI_", "PMIX_")
-"""Beginnings of variables that the cluster has set for its own process alone."""
+DROPPED_ENV_PREFIXES = ("RAY_", "OMP_NUM_THREADS", "SLURM_", "PMI_", "PMIX_")
+"""Prefixes of environment variables that the cluster sets only for its own process."""
 
 
-def versions() -> dict[str, str]:
-    """Of what kernel and ranks must have in common; imports no torch."""
+def software_versions() -> dict[str, str]:
+    """Versions that kernel and ranks must share; does not import torch."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -44,117 +45,116 @@ def versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch,
-        "nbdist": nbdist.__version__,
+        "nbdist": __version__,
     }
 
 
-def about(toward: str, interface: str, folder: str) -> dict[str, Any]:
-    """Say what this node is, or in "error" why it cannot take part.
+def describe_node(toward: str, interface: str, folder: str) -> dict[str, Any]:
+    """Return a description of this node, or in "error" why it cannot be used.
 
     Args:
         toward: an address that the nodes must reach, the notebook's or the head's.
-        interface: of the network to use, as "ib0"; "": the one that leads there.
-        folder: where the notebook works.
+        interface: network interface to use, such as "ib0"; "": the one that routes there.
+        folder: the notebook's working folder.
     """
     try:
-        address = of_interface(interface) if interface else leading(toward)
+        address = interface_address(interface) if interface else local_address_toward(toward)
     except (OSError, StartError) as error:
         return {"host": socket.gethostname(), "error": str(error)}
-    gpus = discovery.found().gpus
+    gpus = discovery.discover_machine().gpus
     return {
         "host": socket.gethostname(),
         "address": address,
         "has_folder": Path(folder).is_dir(),
         "gpus": [gpu.uuid for gpu in gpus],
         "capability": min((gpu.capability for gpu in gpus), default=None),
-        "versions": versions(),
+        "versions": software_versions(),
     }
 
 
-def check(told: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse nodes that cannot take part.
+def check_nodes(nodes: Iterable[Mapping[str, Any]]) -> None:
+    """Check that all nodes can be used.
 
     Args:
-        told: what each said `about` itself.
+        nodes: descriptions of the nodes by ``describe_node``.
 
     Raises:
-        StartError: the first one's reason.
+        StartError: the error of the first node that has one.
     """
-    for one in told:
-        if "error" in one:
-            raise StartError(f"{one['host']} cannot take part: {one['error']}")
+    for node in nodes:
+        if "error" in node:
+            raise StartError(f"Cannot use node {node['host']}: {node['error']}")
 
 
-def check_folder(told: Iterable[Mapping[str, Any]], folder: str) -> None:
-    """Refuse nodes that do not have the notebook's folder.
+def check_folder(nodes: Iterable[Mapping[str, Any]], folder: str) -> None:
+    """Check that all nodes have the notebook's folder.
 
     Raises:
-        StartError: which do not.
+        StartError: names the nodes that do not.
     """
-    without = [one["host"] for one in told if not one["has_folder"]]
+    without = [node["host"] for node in nodes if not node["has_folder"]]
     if without:
         raise StartError(
-            f"There is no folder {folder} on {', '.join(without)}, where the notebook works; open"
-            " it in a folder that all nodes share under the same path."
+            f"The notebook's folder {folder} does not exist on {', '.join(without)}. Open the"
+            " notebook in a folder that all nodes share under the same path."
         )
 
 
-def leading(toward: str) -> str:
-    """This machine's own address on the way to another."""
+def local_address_toward(toward: str) -> str:
+    """Return this machine's own address on the route to another."""
     family = socket.AF_INET6 if ":" in toward else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connect() sends nothing for UDP
         probe.connect((toward, 9))
         return str(probe.getsockname()[0])
 
 
-def of_interface(name: str) -> str:
-    """The address of an interface of this machine.
+def interface_address(name: str) -> str:
+    """Return the IPv4 address of a network interface of this machine.
 
     Raises:
-        StartError: there is none of this name with an address.
+        StartError: no such interface, or it has no address.
     """
-    import psutil  # 20 ms that a kernel need not wait for
+    import psutil  # takes 20 ms; rarely needed
 
     known = psutil.net_if_addrs()
-    for one in known.get(name, ()):
-        if one.family == socket.AF_INET:
-            return str(one.address)
+    for address in known.get(name, ()):
+        if address.family == socket.AF_INET:
+            return str(address.address)
     raise StartError(
-        f"{socket.gethostname()} has no interface {name!r} with an address; it has"
+        f"{socket.gethostname()} has no interface {name!r} with an IPv4 address. Use one of"
         f" {', '.join(known)}."
     )
 
 
-class Agent:
-    """The agent's process, held by its standard input."""
+class AgentProcess:
+    """The agent's process, which ends when its stdin is closed."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, ticket: str) -> str:
-        """Run the agent until it ends; returns why, in words, for the kernel.
+        """Run the agent until it ends; return the reason as text for the kernel.
 
         Args:
-            ticket: of the kernel's hub, a secret; nobody but the agent's input gets it.
+            ticket: ticket from the kernel, a secret; only written to the agent's stdin.
         """
-        log = Log()
+        log = ProcessLog()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "nbdist.cluster.agent.child"],  # -P: not the folder's
+                [sys.executable, "-P", "-m", "nbdist.cluster.agent.child"],  # -P: no "" in sys.path
                 stdin=subprocess.PIPE,
-                stdout=log.writing,
-                stderr=log.writing,
-                env=handed_on(os.environ),
+                stdout=log.write_fd,
+                stderr=log.write_fd,
+                env=agent_environment(os.environ),
             )
-            log.started()
-            self._tell(self._process.stdin, ticket)
+            log.close_write_end()
+            self._write_ticket(self._process.stdin, ticket)
             return self._ended(self._process.wait(), log)
         finally:
             log.close()
 
     def end(self) -> None:
-        """End the agent with all that it has started; killed if it does not."""
+        """End the agent with all that it started; kill it after a timeout."""
         if self._process is None or self._process.stdin is None:
             return
         with contextlib.suppress(OSError):
@@ -165,73 +165,73 @@ class Agent:
             self._process.kill()
 
     @staticmethod
-    def _tell(pipe: IO[bytes] | None, ticket: str) -> None:
+    def _write_ticket(pipe: IO[bytes] | None, ticket: str) -> None:
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # its end is told by its code
+            with contextlib.suppress(BrokenPipeError):  # its exit code is reported
                 pipe.write(ticket.encode() + b"\n")
                 pipe.flush()
 
     @staticmethod
-    def _ended(code: int, log: Log) -> str:
+    def _ended(code: int, log: ProcessLog) -> str:
         tail = log.tail(LOG_TAIL_BYTES).strip() if code else ""
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"its agent {how}" + (f"; it said last: {tail.splitlines()[-1]}" if tail else "")
+        how = f"its agent {how}"
+        return how + (f"; last output: {tail.splitlines()[-1]}" if tail else "")
 
 
-class Node(Agent):
-    """What the kernel calls on a node; Ray makes an actor of it."""
+class NodeBootstrap(AgentProcess):
+    """Interface of the kernel to a node; Ray makes an actor of it."""
 
-    def about(self, toward: str, interface: str, folder: str) -> dict[str, Any]:
-        """As the function of this name."""
-        return about(toward, interface, folder)
+    def describe_node(self, toward: str, interface: str, folder: str) -> dict[str, Any]:
+        """Return the description of this node; see the function of the same name."""
+        return describe_node(toward, interface, folder)
 
 
-def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    """The agent's environment: this one, without what is the cluster's, with our own path."""
-    kept = {name: v for name, v in environ.items() if not name.startswith(NOT_HANDED_ON)}
-    own = str(Path(nbdist.__file__).parents[1])  # perhaps brought here by the cluster
+def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the agent's environment: without cluster variables, with nbdist's import path."""
+    kept = {name: v for name, v in environ.items() if not name.startswith(DROPPED_ENV_PREFIXES)}
+    own = str(PACKAGE_DIR.parent)  # possibly copied here by the cluster
     before = kept.get("PYTHONPATH")
     return kept | {"PYTHONPATH": own + (os.pathsep + before if before else "")}
 
 
-class Task:
-    """One task of srun: takes lines of JSON on its input, answers with marked lines.
+class SrunTask:
+    """An srun task: reads lines of JSON from stdin, answers with marked lines on stdout.
 
-    {"about": [toward, interface, folder]}, then {"tickets": [...]} by the number of the task. The
-    end of the input is the end of everything here.
+    {"about": [toward, interface, folder]}, then {"tickets": [...]} by task number. At the end of
+    stdin everything here ends.
     """
 
     def __init__(self, index: int) -> None:
-        """Make the task of this number."""
-        self._index, self._node = index, Node()
+        self._index, self._node = index, NodeBootstrap()
 
     def run(self) -> None:
-        """Serve until the input ends."""
+        """Serve until the end of stdin."""
         for line in sys.stdin:
-            asked = json.loads(line)
-            if "about" in asked:
-                self._about(*asked["about"])
+            request = json.loads(line)
+            if "about" in request:
+                self._describe(*request["about"])
             else:
-                self._start(asked["tickets"][self._index])
+                self._start(request["tickets"][self._index])
         self._node.end()
 
-    def _about(self, toward: str, interface: str, folder: str) -> None:
+    def _describe(self, toward: str, interface: str, folder: str) -> None:
         toward = toward or os.environ.get("SLURM_SRUN_COMM_HOST", "127.0.0.1")
-        told = about(toward, interface, folder) | {"toward": toward}
-        told["host"] = os.environ.get("SLURMD_NODENAME") or told["host"]
-        self._say(about=told)
+        description = describe_node(toward, interface, folder) | {"toward": toward}
+        description["host"] = os.environ.get("SLURMD_NODENAME") or description["host"]
+        self._print_result(about=description)
 
     def _start(self, ticket: str) -> None:
         def run() -> None:
-            self._say(ended=self._node.run(ticket))
+            self._print_result(ended=self._node.run(ticket))
 
         threading.Thread(target=run, name="agent", daemon=True).start()
 
-    def _say(self, **what: Any) -> None:
+    def _print_result(self, **what: Any) -> None:
         text = json.dumps({"task": self._index, **what})
-        sys.stdout.write(f"{MARK}{text}\n")
+        sys.stdout.write(f"{STDOUT_MARKER}{text}\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    Task(int(os.environ.get("SLURM_PROCID", "0"))).run()
+    SrunTask(int(os.environ.get("SLURM_PROCID", "0"))).run()

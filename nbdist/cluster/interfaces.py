@@ -1,6 +1,7 @@
-"""What the kernel asks of whoever holds its ranks: one launcher here, or one on each of some nodes.
+"""Interfaces of the session to its launchers: one on this machine, or one on each of several nodes.
 
-Pure. `local.Launcher` and `nodes.Nodes` are fleets; everything above is the same code for both.
+``local.Launcher`` and ``node_group.NodeGroup`` implement ``LauncherGroup``, so that all code above
+is the same for both.
 """
 
 from __future__ import annotations
@@ -14,186 +15,190 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from nbdist.cluster.allocation import Kind
-    from nbdist.cluster.rank_channels import Channels, Reader
-    from nbdist.hardware.discovery import Node
-    from nbdist.hardware.telemetry import Now
+    from nbdist.cluster.allocation import DeviceType
+    from nbdist.cluster.rank_channels import MessageListener, RankChannels
+    from nbdist.hardware.discovery import SessionNode
+    from nbdist.hardware.telemetry import UsageSnapshot
     from nbdist.protocol import messages
 
-Moved = Callable[[int, int], object]
-"""Hears how many bytes of a file have come, and of how many."""
-GONE = "gone"
-"""Status of a process that has ended, or whose number is another's by now."""
+TransferCallback = Callable[[int, int], object]
+"""Called with the number of bytes transferred and the total."""
+EXITED = "gone"
+"""Status of a process that has ended, or whose id was reused."""
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """A process of a session, and how it is."""
+class ProcessStatus:
+    """A process of a session and its status."""
 
     pid: int
     status: str
-    """As psutil names it, or `GONE`."""
+    """psutil's status, or ``EXITED``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What processes that have ended left in the folder of their start."""
+class CrashArtifacts:
+    """Files that ended processes have left in the folder of their start."""
 
     crashes: dict[int, str] = field(default_factory=dict)
-    """By rank: the stack that faulthandler wrote."""
+    """Stack written by faulthandler, by rank."""
     notes: list[tuple[int, str]] = field(default_factory=list)
-    """Tracebacks of ranks that could not start, the oldest first."""
+    """Tracebacks of ranks that failed to start, oldest first."""
 
 
-class Member(Protocol):
-    """One rank's process."""
+class RankProcessInfo(Protocol):
+    """Process of one rank."""
 
     @property
     def pid(self) -> int:
-        """Its number, where it runs."""
+        """Process id on the rank's machine."""
 
     @property
     def created(self) -> float:
-        """Its start time (psutil)."""
+        """Start time (psutil)."""
 
 
-class Engine(Protocol):
-    """Where fleets come from."""
+class LauncherProvider(Protocol):
+    """Provides launcher groups."""
 
-    memory_events: Path | None
-    """The OOM killer's counter; None: that of the kernel's own cgroup."""
+    memory_events_file: Path | None
+    """File with the OOM killer's counters; None: that of the kernel's own cgroup."""
 
-    def check(self, world_size: int) -> None:
-        """Refuse what cannot start; raises StartError."""
+    def check_limits(self, world_size: int) -> None:
+        """Check the limits of this machine; raises StartError."""
 
-    def warm_up(self, kind: Kind) -> None:
+    def warm_up(self, kind: DeviceType) -> None:
         """Prepare for ranks of this kind."""
 
-    def take(self, kind: Kind, world_size: int, progress: Callable[[str], None]) -> Fleet:
-        """Hand over what can start so many ranks; the caller closes it. Raises StartError."""
+    def acquire_launchers(
+        self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
+    ) -> LauncherGroup:
+        """Return launchers for this many ranks, to be closed by the caller; raises StartError."""
 
     def close(self) -> None:
-        """End what nobody took."""
+        """End unused launchers."""
 
 
-class Fleet(Protocol):
-    """Launchers that start ranks together. `listener` gets every message of theirs."""
+class LauncherGroup(Protocol):
+    """Launchers that start ranks together. `listener` is called with all their messages."""
 
-    kind: Kind
-    listener: Callable[[messages.LinkMessage], None]
-
-    @property
-    def warm(self) -> bool:
-        """Whether ranks can be forked at once."""
+    kind: DeviceType
+    listener: Callable[[messages.LauncherMessage], None]
 
     @property
-    def alive(self) -> bool:
-        """Whether it can start ranks."""
+    def is_warm(self) -> bool:
+        """True if ranks can be forked without delay."""
 
-    def fits(self, kind: Kind, world_size: int) -> bool:
-        """Whether it can start so many ranks of this kind."""
+    @property
+    def is_alive(self) -> bool:
+        """True if it can start ranks."""
 
-    def launch(self, launch: messages.Launch, key: str, reader: Reader) -> Channels:
+    def can_start(self, kind: DeviceType, world_size: int) -> bool:
+        """Return True if it can start this many ranks of this kind."""
+
+    def launch(
+        self, launch: messages.LaunchRanks, key: str, reader: MessageListener
+    ) -> RankChannels:
         """Start ranks and open the channels to them.
 
         Args:
-            launch: without folders.
-            key: that signs messages.
-            reader: gets them.
+            launch: the launch message, without folders.
+            key: key that signs messages.
+            reader: receives the ranks' messages.
 
         Raises:
-            StartError: a launcher is gone.
+            StartError: a launcher has ended.
         """
 
-    def send(self, message: messages.LinkMessage) -> None:
+    def send(self, message: messages.LauncherMessage) -> None:
         """Send a message to the launchers.
 
         Raises:
-            StartError: one is gone.
+            StartError: a launcher has ended.
         """
 
-    def wake_up(self) -> None:
-        """Let launchers that are stopped go on."""
+    def resume_stopped(self) -> None:
+        """Resume stopped launchers."""
 
     def close(self) -> None:
-        """End everything; a second call finds nothing."""
+        """End everything. A second call does nothing."""
 
     def log_tail(self) -> str:
-        """The end of what launchers and ranks wrote outside of cells."""
+        """Return the end of the output of launchers and ranks outside of cells."""
 
     def describe(self) -> list[dict[str, Any]]:
-        """The launchers as plain values: pid, alive, name, node."""
+        """Return the launchers as JSON values: pid, alive, name, node."""
 
     def node_of(self, rank: int) -> str:
-        """The node of a rank, by name; "" on one machine."""
+        """Return the name of a rank's node; "" on one machine."""
 
-    def nodes(self, world_size: int) -> list[Node]:
-        """The machines that so many ranks are on, with what they have; none for this one."""
+    def nodes_for(self, world_size: int) -> list[SessionNode]:
+        """Return the machines of this many ranks with their hardware; empty for this machine."""
 
-    def now(self, within_s: float) -> dict[str, Now]:
-        """What the nodes of the ranks hold and do, by name, of those that answer in this time."""
+    def node_usage(self, within_s: float) -> dict[str, UsageSnapshot]:
+        """Return the usage of the ranks' nodes by name, of those that respond in time."""
 
-    def processes(self, members: Mapping[int, Member]) -> dict[str, Process]:
-        """How ranks and launchers are, by name: "rank 1", "the launcher"."""
+    def process_statuses(self, members: Mapping[int, RankProcessInfo]) -> dict[str, ProcessStatus]:
+        """Return the status of ranks and launchers, by name: "rank 1", "the launcher"."""
 
-    def stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
-        """Python stacks of ranks, by signal: "rank1", and of "launcher" where wanted.
+    def dump_stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
+        """Dump Python stacks by signal: of ranks ("rank1") and optionally of "launcher".
 
         Args:
-            pids: by rank.
-            launchers: whether theirs too.
+            pids: process ids by rank.
+            launchers: True to include the launchers.
         """
 
-    def left(self) -> Left:
-        """What the ranks of the last start have left."""
+    def crash_artifacts(self) -> CrashArtifacts:
+        """Return the crash artifacts of the last ranks."""
 
     @property
-    def staging(self) -> list[Path]:
-        """Where the kernel puts payload files, best first."""
+    def staging_folders(self) -> list[Path]:
+        """Folders for the kernel's payload files, preferred first."""
 
-    def folders(self, rank: int) -> list[str]:
-        """Where a rank may write payload files, best first."""
+    def payload_folders(self, rank: int) -> list[str]:
+        """Return the folders for a rank's payload files, preferred first."""
 
-    def shipped(
-        self, file: Path, ranks: Sequence[int], told: Moved
+    def ship_file(
+        self, file: Path, ranks: Sequence[int], on_progress: TransferCallback
     ) -> AbstractContextManager[dict[int, str]]:
-        """Bring a file to ranks, which may be changed no more; gone at the end, here and there.
+        """Copy a file to ranks. The copies are read-only; all are removed at the end.
 
         Args:
-            file: here.
-            ranks: that shall have it.
-            told: hears how far it is, where it has to go somewhere else.
+            file: the file on this machine.
+            ranks: ranks that need it.
+            on_progress: called with the progress of a transfer to other machines.
 
         Yields:
             Its path, by rank.
         """
 
-    def fetch(self, rank: int, path: str, told: Moved) -> Path:
-        """Bring a payload file of a rank here; it is the caller's to delete.
+    def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:
+        """Copy a payload file of a rank to this machine; the caller deletes it.
 
         Args:
-            rank: whose.
-            path: where the rank has it.
-            told: as of `shipped`.
+            rank: the rank.
+            path: path of the file on the rank's machine.
+            on_progress: called with the progress, as in ``ship_file``.
 
         Raises:
-            PayloadError: it lies outside of the session's own folders.
+            PayloadError: the path is outside the session's folders.
         """
 
-    def see(self, folder: Path) -> None:
-        """Make sure that all ranks see a folder that the kernel sees; it is made where it is none.
+    def check_shared_folder(self, folder: Path) -> None:
+        """Check that all ranks can use a folder that the kernel uses; create it if needed.
 
         Raises:
-            CheckpointError: which node does not, or cannot write there.
+            CheckpointError: names a node that does not have it or cannot write to it.
         """
 
-    def see_later(self, folder: Path, complain: Callable[[str], object]) -> None:
-        """Look in the background whether all ranks see a folder, or what of its path there is.
+    def check_shared_folder_async(self, folder: Path, complain: Callable[[str], object]) -> None:
+        """Check a folder, or its existing parent, on all nodes in the background.
 
         Args:
-            folder: that may not be there yet.
-            complain: gets the words of `see`, from any thread.
+            folder: the folder, which may not exist yet.
+            complain: called with the error message, from any thread.
         """
 
-    def private_folders(self) -> list[Path]:
-        """Make empty folders that all ranks can write to, best first; the caller's to remove."""
+    def make_private_folders(self) -> list[Path]:
+        """Create empty folders that all ranks can write to, preferred first; caller removes."""

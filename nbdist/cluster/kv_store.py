@@ -1,7 +1,7 @@
-"""The store of the process groups on several nodes: a dictionary in the kernel, asked by ranks.
+"""Key-value store for process groups that span several nodes.
 
-Runs in the kernel. torch's own TCPStore listens on every interface and asks for no password.
-Requests come through the agents; one that waits is answered when what it waits for is there.
+Runs in the kernel; ranks access it through the agents. torch's TCPStore would listen on every
+interface without authentication. A request for missing keys is answered when they are set.
 """
 
 from __future__ import annotations
@@ -14,62 +14,62 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.cluster.protocol import Stored
+    from nbdist.cluster.protocol import KeyValueRequest
 
-    Reply = Callable[[int, Stored, list[bytes]], None]
+    Reply = Callable[[int, KeyValueRequest, list[bytes]], None]
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _BlockedRequest:
     node: int
-    request: Stored
+    request: KeyValueRequest
     ident: bytes
     until: float
 
 
-class MeetingPoint:
-    """What the ranks of one start have stored.
+class KeyValueStore:
+    """Key-value store for the ranks of one start.
 
     Args:
-        reply: sends an answer to a node: its number, the answer, who asked and the value.
+        reply: sends a reply to a node: node index, reply, requester and value.
     """
 
     def __init__(self, reply: Reply) -> None:
-        """Hold nothing yet."""
         self._reply = reply
         self._values: dict[str, bytes] = {}
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_BlockedRequest] = []
         self._lock = threading.Lock()
 
-    def take(self, node: int, request: Stored, frames: list[bytes]) -> None:
-        """Answer a request, or keep it until it can be answered."""
+    def answer_request(self, node: int, request: KeyValueRequest, frames: list[bytes]) -> None:
+        """Answer a request, or keep it until its keys are set."""
         ident, *values = frames
         with self._lock:
             if request.op in {"get", "wait"} and not self._has(request.keys):
                 until = time.monotonic() + request.seconds
-                self._waiting.append(_Waiting(node, request, ident, until))
+                self._waiting.append(_BlockedRequest(node, request, ident, until))
                 return
             number, given = self._do(request, values)
             self._answer(node, request, ident, number, given)
             if request.op in {"set", "add", "append", "compare_set"}:
                 self._wake()
 
-    def look(self) -> None:
-        """Tell those whose time is up."""
+    def expire_requests(self) -> None:
+        """Answer requests that have timed out with an error."""
         now = time.monotonic()
         with self._lock:
-            late = [one for one in self._waiting if one.until < now]
-            self._waiting = [one for one in self._waiting if one.until >= now]
-        for one in late:
-            keys = [key for key in one.request.keys if key not in self._values]
-            error = f"{', '.join(keys)} did not come within {one.request.seconds:.0f} s"
-            self._reply(one.node, replace(one.request, error=error), [one.ident])
+            late = [blocked for blocked in self._waiting if blocked.until < now]
+            self._waiting = [blocked for blocked in self._waiting if blocked.until >= now]
+        for blocked in late:
+            request = blocked.request
+            keys = [key for key in request.keys if key not in self._values]
+            error = f"timed out after {request.seconds:.0f} s waiting for {', '.join(keys)}"
+            self._reply(blocked.node, replace(request, error=error), [blocked.ident])
 
     def _has(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def _do(self, request: Stored, values: list[bytes]) -> tuple[int, list[bytes]]:
-        """Do what is asked; returns a number and at most one value."""
+    def _do(self, request: KeyValueRequest, values: list[bytes]) -> tuple[int, list[bytes]]:
+        """Execute a request; return a number and at most one value."""
         stored, keys = self._values, request.keys
         match request.op:
             case "check":
@@ -101,23 +101,23 @@ class MeetingPoint:
             case "compare_set":
                 expected, desired = values
                 if now != expected:
-                    # as torch's own stores: what is not there is what was expected
+                    # as torch's own stores: a missing key returns the expected value
                     return 0, [now if key in self._values else expected]
                 then = desired
             case other:
-                raise ValueError(f"the store has no {other!r}")
+                raise ValueError(f"unknown store operation {other!r}")
         self._values[key] = then
         return count, [then]
 
     def _wake(self) -> None:
-        """Answer those that waited for what is there now."""
-        ready = [one for one in self._waiting if self._has(one.request.keys)]
-        self._waiting = [one for one in self._waiting if one not in ready]
-        for one in ready:
-            number, given = self._do(one.request, [])
-            self._answer(one.node, one.request, one.ident, number, given)
+        """Answer blocked requests whose keys are now set."""
+        ready = [blocked for blocked in self._waiting if self._has(blocked.request.keys)]
+        self._waiting = [blocked for blocked in self._waiting if blocked not in ready]
+        for blocked in ready:
+            number, given = self._do(blocked.request, [])
+            self._answer(blocked.node, blocked.request, blocked.ident, number, given)
 
     def _answer(
-        self, node: int, request: Stored, ident: bytes, number: int, given: list[bytes]
+        self, node: int, request: KeyValueRequest, ident: bytes, number: int, given: list[bytes]
     ) -> None:
         self._reply(node, replace(request, keys=[], number=number), [ident, *given])

@@ -1,8 +1,7 @@
-"""What the ranks of a node have said, on its way to the kernel in one message; pure.
+"""Packs messages of a node's ranks into one signed batch for the kernel.
 
-The agent checks the signature of every message of a rank, and signs what it makes of them with
-the same key, which it has since it starts the ranks. The kernel checks that one signature, and
-that no bundle comes twice.
+The agent verifies the signature of each message and signs the batch with the same key, which it
+received to start the ranks. The kernel verifies the batch's signature and rejects repeated batches.
 """
 
 from __future__ import annotations
@@ -20,60 +19,61 @@ if TYPE_CHECKING:
     from nbdist.cluster.rank_channels import Channel, Message
 
 
-class Said(NamedTuple):
-    """What some ranks have said in the same words."""
+class RankMessages(NamedTuple):
+    """A message that some ranks have sent, equal on all of them."""
 
     ranks: tuple[int, ...]
     channel: Channel
     parts: list[bytes]
-    """Header, parent, metadata, content, buffers; empty: it was not signed."""
+    """Header, parent, metadata, content, buffers; empty if it was not signed."""
 
 
-def packed(said: Sequence[Said], key: bytes, number: int) -> list[bytes]:
-    """The frames of a bundle.
+def encode_batch(messages: Sequence[RankMessages], key: bytes, number: int) -> list[bytes]:
+    """Return the frames of a batch.
 
     Args:
-        said: in its order.
-        key: that signs, of one start.
-        number: of the bundle, from 1.
+        messages: messages in order.
+        key: signing key of this start.
+        number: number of the batch, from 1.
     """
-    places = [number, [(one.ranks, one.channel, len(one.parts)) for one in said]]
-    signed = [json.dumps(places).encode(), *(part for one in said for part in one.parts)]
+    index = [number, [(message.ranks, message.channel, len(message.parts)) for message in messages]]
+    parts = (part for message in messages for part in message.parts)
+    signed = [json.dumps(index).encode(), *parts]
     return [_signature(signed, key), *signed]
 
 
-def unpacked(frames: Sequence[bytes], key: bytes, after: int) -> tuple[int, list[Said]]:
-    """Number of a bundle and what is in it.
+def decode_batch(frames: Sequence[bytes], key: bytes, after: int) -> tuple[int, list[RankMessages]]:
+    """Return the number and the messages of a batch.
 
     Args:
-        frames: what came.
-        key: that has to have signed it.
-        after: number of the last one.
+        frames: the received frames.
+        key: signing key of this start.
+        after: number of the previous batch.
 
     Raises:
-        ValueError: it is not signed, or came before.
+        ValueError: the signature is invalid, or the batch was received before.
     """
     signature, *signed = frames
     if not hmac.compare_digest(signature, _signature(signed, key)):
-        msg = "a bundle that is not signed"
+        msg = "a batch that is not signed"
         raise ValueError(msg)
     number, places = json.loads(signed[0])
     if number <= after:
-        msg = "a bundle that came before"
+        msg = "a repeated batch"
         raise ValueError(msg)
-    return number, list(_said(places, iter(signed[1:])))
+    return number, list(_split_by_ranks(places, iter(signed[1:])))
 
 
-def _said(places: list[Any], parts: Iterator[bytes]) -> Iterator[Said]:
+def _split_by_ranks(places: list[Any], parts: Iterator[bytes]) -> Iterator[RankMessages]:
     for ranks, channel, count in places:
-        yield Said(tuple(ranks), channel, [next(parts) for _ in range(count)])
+        yield RankMessages(tuple(ranks), channel, [next(parts) for _ in range(count)])
 
 
-def read(parts: Sequence[bytes]) -> Message:
-    """A message as jupyter_client reads it; the headers of requests are shared.
+def decode_message(parts: Sequence[bytes]) -> Message:
+    """Decode a message as jupyter_client does; cached parent headers are shared.
 
     Raises:
-        ValueError, LookupError, TypeError: it is none.
+        ValueError, LookupError, TypeError: not a message.
     """
     header, parent, metadata, content, *buffers = parts
     head = extract_dates(json.loads(header))
@@ -84,7 +84,7 @@ def read(parts: Sequence[bytes]) -> Message:
         "parent_header": _parent(parent),
         "metadata": json.loads(metadata),
         "content": json.loads(content),
-        "buffers": [memoryview(one) for one in buffers],
+        "buffers": [memoryview(buffer) for buffer in buffers],
     }
 
 

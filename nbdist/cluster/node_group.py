@@ -1,7 +1,6 @@
-"""A session's nodes: one agent with a launcher on each, reached through the kernel's hub.
+"""Launcher group on several nodes: one agent with a launcher on each.
 
-Runs in the kernel. To the kernel's rooms it is what one launcher is on one machine (`fleet`). All
-nodes start and end together: who loses one ends the others.
+Runs in the kernel. All nodes start and end together: losing one ends the others.
 """
 
 from __future__ import annotations
@@ -23,83 +22,89 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import message_batch, protocol
-from nbdist.cluster.agent_server import CLOSE_S, Hub
-from nbdist.cluster.interfaces import GONE, Left, Process
-from nbdist.cluster.kv_store import MeetingPoint
-from nbdist.cluster.local import LAUNCHER, LAUNCHER_GONE, foreign_words
-from nbdist.cluster.protocol import CHUNK_BYTES, LEASE_S, SHARE_IT, SHARED_S, WINDOW
-from nbdist.cluster.rank_channels import BUSY_POLL_MS, QUIET_POLL_MS, Channels
+from nbdist.cluster.agent_server import CLOSE_S, AgentServer
+from nbdist.cluster.interfaces import EXITED, CrashArtifacts, ProcessStatus
+from nbdist.cluster.kv_store import KeyValueStore
+from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME, foreign_file_message
+from nbdist.cluster.protocol import (
+    CHUNK_BYTES,
+    LEASE_S,
+    MAX_UNREAD_CHUNKS,
+    SHARED_FOLDER_HINT,
+    SHARED_FOLDER_TIMEOUT_S,
+)
+from nbdist.cluster.rank_channels import BUSY_POLL_MS, QUIET_POLL_MS, RankChannels
 from nbdist.cluster.run_dir import RunDir
 from nbdist.errors import CheckpointError, PayloadError, SessionError, StartError
-from nbdist.hardware.discovery import Machine, Node
-from nbdist.hardware.telemetry import Now
+from nbdist.hardware.discovery import Machine, SessionNode
+from nbdist.hardware.telemetry import UsageSnapshot
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from nbdist.cluster.allocation import Cluster, Kind, Place, Wanted
-    from nbdist.cluster.interfaces import Member, Moved
-    from nbdist.cluster.rank_channels import Channel, Reader
+    from nbdist.cluster.allocation import AllocatedNode, AllocationRequest, Cluster, DeviceType
+    from nbdist.cluster.interfaces import RankProcessInfo, TransferCallback
+    from nbdist.cluster.rank_channels import Channel, MessageListener
 
 log = logging.getLogger(__name__)
 
-HELLO_S = 120.0
-"""For the agents to be there once the cluster has started them."""
-ASK_S = 5.0
-FILE_S = 60.0
-"""Without a word about a file for so long, it will not come."""
+AGENT_START_TIMEOUT_S = 120.0
+"""Timeout of the agents' start, once the cluster has started them."""
+REQUEST_TIMEOUT_S = 5.0
+TRANSFER_TIMEOUT_S = 60.0
+"""Timeout of each step of a file transfer."""
 END_S = 10.0
-"""For the agents to end everything by themselves."""
-LOOK_S = 1.0
+"""Time for the agents to end everything by themselves."""
+POLL_INTERVAL_S = 1.0
 SHARED_POLL_S = 0.25
 RUNNING = "running"
 
 
-def _nobody(_message: messages.LinkMessage) -> None:
-    """Listen to nodes that no session holds yet."""
+def _ignore_message(_message: messages.LauncherMessage) -> None:
+    """Ignore messages before a session has taken the nodes."""
 
 
-class Relay(Channels):
-    """Channels to ranks on nodes: their frames go through the hub."""
+class NodeChannels(RankChannels):
+    """Channels to ranks on nodes; the frames pass through the agent server."""
 
-    def __init__(self, nodes: Nodes, key: bytes, reader: Reader) -> None:
-        """Begin to read."""
+    def __init__(self, nodes: NodeGroup, key: bytes, reader: MessageListener) -> None:
+        """Start the reader thread."""
         super().__init__(key, reader)
         self._nodes = nodes
         self._inbox: SimpleQueue[tuple[int, list[bytes]] | None] = SimpleQueue()
         self._key = key
         self._read: dict[int, int] = {}
-        """Number of the last bundle of each node."""
+        """Number of the last batch, by node."""
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
 
-    def put(self, index: int, frames: list[bytes]) -> None:
-        """Take a bundle of a node; on the hub's thread."""
+    def add_batch(self, index: int, frames: list[bytes]) -> None:
+        """Queue a batch of a node, on the agent server's thread."""
         self._inbox.put((index, frames))
 
     def wake(self) -> None:
-        """Send what is queued and have `Reader.idle` called."""
-        self._nodes.hub.wake()
+        """Send queued messages and wake the reader thread to call the reader's `on_idle`."""
+        self._nodes.agent_server.wake()
         self._inbox.put(None)
 
     def close(self) -> None:
         """End the reader thread."""
         self._closing = True
-        self._nodes.let_go(self)
+        self._nodes.detach_channels(self)
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(ASK_S)
+            self._thread.join(REQUEST_TIMEOUT_S)
 
     def _queue(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
-        self._nodes.post_frames(ranks, channel, frames)
+        self._nodes.queue_frames(ranks, channel, frames)
 
     def _serve(self) -> None:
         timeout_s, due = 0.0, time.monotonic()
         while not self._closing:
             woken = False
-            with contextlib.suppress(Empty):  # nothing came: the session may have to do something
+            with contextlib.suppress(Empty):  # no message: run periodic work
                 item = self._inbox.get(timeout=max(timeout_s, 0.001))
                 woken = item is None
                 if item is not None:
@@ -109,95 +114,102 @@ class Relay(Channels):
                 due = time.monotonic() + timeout_s
 
     def _open(self, index: int, frames: list[bytes]) -> None:
-        """Read a bundle of a node; whatever came, the next is read after it."""
+        """Read a batch of a node; log invalid messages and continue."""
         try:
-            number, said = message_batch.unpacked(frames, self._key, self._read.get(index, 0))
+            number, batch = message_batch.decode_batch(frames, self._key, self._read.get(index, 0))
         except (ValueError, LookupError, TypeError) as error:
-            log.warning("node %d: %s was dropped", index, error)
+            log.warning("node %d: dropped %s", index, error)
             return
         self._read[index] = number
         theirs = self._nodes.ranks_of(index)
-        for ranks, channel, parts in said:
+        for ranks, channel, parts in batch:
             if not ranks or not theirs.issuperset(ranks):
-                log.warning("node %d: a message of other nodes' ranks was dropped", index)
+                log.warning("node %d: dropped a message of other nodes' ranks", index)
                 continue
             try:
-                message = message_batch.read(parts) if parts else None
+                message = message_batch.decode_message(parts) if parts else None
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                log.exception("rank %d, %s: a message that nobody can read", ranks[0], channel)
+                log.exception("rank %d, %s: cannot decode a message", ranks[0], channel)
                 continue
             self._take(ranks, channel, message)
-        self._nodes.taken(index)
+        self._nodes.acknowledge_batch(index)
 
 
-class Nodes:
-    """The nodes of a session, or those that it is about to get.
+class NodeGroup:
+    """The nodes of a session.
 
     Args:
-        cluster: that gives them.
-        kind: of the ranks.
+        cluster: cluster that allocates the nodes.
+        kind: device type of the ranks.
     """
 
-    def __init__(self, cluster: Cluster, kind: Kind) -> None:
-        """Ask for nothing yet."""
+    def __init__(self, cluster: Cluster, kind: DeviceType) -> None:
+        """Create the kernel's private folders; `start` requests the nodes."""
         self.kind = kind
-        self.listener: Callable[[messages.LinkMessage], None] = _nobody
-        self.places: list[Place] = []
+        self.listener: Callable[[messages.LauncherMessage], None] = _ignore_message
+        self.allocated_nodes: list[AllocatedNode] = []
         self.run_dir = RunDir.create()
-        self.hub: Hub
+        self.agent_server: AgentServer
         self._cluster = cluster
-        self._hellos: dict[int, protocol.Hello] = {}
+        self._hellos: dict[int, protocol.AgentHello] = {}
         self._warm: set[int] = set()
         self._states: dict[int, dict[str, str]] = {}
         self._lost: dict[int, str] = {}
         self._shares: list[tuple[int, range]] = []
-        """Places that take part in the last start, with their ranks."""
+        """Indices of the nodes used by the last start, with their ranks."""
         self._node_of: dict[int, int] = {}
         """By rank of the last start."""
         self._generation = 0
-        self._ended: dict[int, messages.Ended] = {}
-        self._point = MeetingPoint(self._store_reply)
-        self._relay: Relay | None = None
-        self._asked: dict[int, tuple[int, SimpleQueue[Any]]] = {}
+        self._ended: dict[int, messages.AllRanksExited] = {}
+        self._point = KeyValueStore(self._store_reply)
+        self._relay: NodeChannels | None = None
+        self._requests: dict[int, tuple[int, SimpleQueue[Any]]] = {}
         self._numbers = itertools.count(1)
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._log = ""
         self._closing = self._closed = False
         self._ends = threading.Event()
-        """Nothing has to be looked at any more."""
+        """Set when the thread that polls the cluster can end."""
         self._over = threading.Event()
-        """Everything is ended and given back."""
+        """Set when everything has ended and is released."""
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         atexit.register(self.close)
 
     # -- life
 
-    def start(self, wanted: Wanted, progress: Callable[[str], None]) -> None:
-        """Get nodes and wait until an agent has come from each.
+    def start(self, wanted: AllocationRequest, progress: Callable[[str], None]) -> None:
+        """Allocate nodes and wait until an agent has connected from each.
 
         Raises:
-            StartError: no nodes, or one whose agent does not come; nothing stays reserved.
+            StartError: no nodes, or an agent does not connect; nothing stays reserved.
         """
-        self.places = self._cluster.allot(wanted, progress)
-        got = sum(place.ranks for place in self.places)
+        self.allocated_nodes = self._cluster.allocate_nodes(wanted, progress)
+        got = sum(place.ranks for place in self.allocated_nodes)
         if wanted.nproc is not None and got < wanted.nproc:
-            msg = f"{wanted.nproc} ranks were asked for and {self._cluster.name} gives {got}."
+            msg = f"Requested {wanted.nproc} ranks, but {self._cluster.name} provides {got}."
             raise StartError(msg)
-        self.hub = Hub(self._cluster.reach, take=self._take, gone=self._connection_ended)
-        for target, name in ((self._tell, "nbdist-link"), (self._look, "nbdist-cluster")):
+        self.agent_server = AgentServer(
+            self._cluster.kernel_address, take=self._take, on_gone=self._connection_ended
+        )
+        for target, name in (
+            (self._handle_events, "nbdist-link"),
+            (self._poll_cluster, "nbdist-cluster"),
+        ):
             thread = threading.Thread(target=target, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
-        progress(f"starting agents on {len(self.places)} nodes")
-        self._cluster.start([self._ticket(index) for index in range(len(self.places))])
+        progress(f"starting agents on {len(self.allocated_nodes)} nodes")
+        self._cluster.start_agents(
+            [self._ticket(index) for index in range(len(self.allocated_nodes))]
+        )
         self._wait_for_agents()
 
     def _ticket(self, index: int) -> str:
-        public, secret = self.hub.let_in(index)
-        return protocol.Ticket(
-            hub=self.hub.address,
-            hub_key=self.hub.public,
+        public, secret = self.agent_server.create_node_keys(index)
+        return protocol.AgentTicket(
+            hub=self.agent_server.address,
+            hub_key=self.agent_server.public_key,
             public=public,
             secret=secret,
             index=index,
@@ -208,42 +220,47 @@ class Nodes:
         ).to_json()
 
     def _wait_for_agents(self) -> None:
-        deadline = time.monotonic() + HELLO_S
-        while len(self._hellos) < len(self.places):
+        deadline = time.monotonic() + AGENT_START_TIMEOUT_S
+        while len(self._hellos) < len(self.allocated_nodes):
             if self._lost:
                 index, why = next(iter(self._lost.items()))
-                raise StartError(f"{self._named(index)} {why}.")
+                raise StartError(f"{self._node_name(index)} {why}.")
             if time.monotonic() > deadline:
-                missing = [self._named(i) for i in range(len(self.places)) if i not in self._hellos]
+                missing = [
+                    self._node_name(i)
+                    for i in range(len(self.allocated_nodes))
+                    if i not in self._hellos
+                ]
                 msg = (
-                    f"The agent of {', '.join(missing)} did not reach this machine at"
-                    f" {self.hub.address} within {HELLO_S:.0f} s: the nodes must be able to connect"
-                    " to that address, and a firewall must let them."
+                    f"The agent of {', '.join(missing)} did not connect to this machine at"
+                    f" {self.agent_server.address} within {AGENT_START_TIMEOUT_S:.0f} s."
+                    " The nodes must be able to connect to that address:"
+                    " check the network and its firewalls."
                 )
                 raise StartError(msg)
             threading.Event().wait(0.02)
 
     @property
-    def warm(self) -> bool:
-        """Whether all launchers can fork at once."""
-        return len(self._warm) == len(self.places)
+    def is_warm(self) -> bool:
+        """True if all launchers are ready to fork."""
+        return len(self._warm) == len(self.allocated_nodes)
 
     @property
-    def alive(self) -> bool:
-        """Whether all nodes are there."""
+    def is_alive(self) -> bool:
+        """True if no node is lost."""
         return not self._lost and not self._closing
 
-    def fits(self, kind: Kind, world_size: int) -> bool:
-        """Whether these nodes can start so many ranks of this kind."""
-        room = sum(place.ranks for place in self.places)
-        return self.alive and self.kind == kind and world_size <= room
+    def can_start(self, kind: DeviceType, world_size: int) -> bool:
+        """Return True if these nodes can start this many ranks of this kind."""
+        room = sum(place.ranks for place in self.allocated_nodes)
+        return self.is_alive and self.kind == kind and world_size <= room
 
     def close(self) -> None:
-        """End agents, launchers and ranks, and give the nodes back."""
+        """End agents, launchers and ranks, and release the nodes."""
         with self._lock:
             closed, self._closed = self._closed, True
         if closed:
-            self._over.wait(END_S + CLOSE_S)  # by another thread: the cluster has to be free
+            self._over.wait(END_S + CLOSE_S)  # until another thread has closed
             return
         try:
             self._close()
@@ -259,31 +276,33 @@ class Nodes:
         if self._hellos:
             self._log = self.log_tail()
         self._closing = True
-        self.listener = _nobody
-        if self.places and self._threads:
+        self.listener = _ignore_message
+        if self.allocated_nodes and self._threads:
             for index in self._hellos:
-                self.hub.send(index, protocol.End())
+                self.agent_server.send(index, protocol.StopAgent())
             deadline = time.monotonic() + END_S
             while not self._hellos.keys() <= self._lost.keys() and time.monotonic() < deadline:
                 threading.Event().wait(0.02)
-            self.hub.close()
+            self.agent_server.close()
         self._events.put(None)
         self._ends.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(ASK_S)
+                thread.join(REQUEST_TIMEOUT_S)
 
-    # -- what the kernel asks of a fleet
+    # -- LauncherGroup
 
-    def launch(self, launch: messages.Launch, key: str, reader: Reader) -> Channels:
-        """Start ranks: each node its share, in the order of the nodes."""
+    def launch(
+        self, launch: messages.LaunchRanks, key: str, reader: MessageListener
+    ) -> RankChannels:
+        """Start ranks on all nodes, in node order."""
         self._shares = list(self._shared(launch.world_size))
         self._node_of = {rank: index for index, mine in self._shares for rank in mine}
         self._generation, self._ended = launch.generation, {}
-        self._point = MeetingPoint(self._store_reply)
-        self._relay = Relay(self, key.encode(), reader)
+        self._point = KeyValueStore(self._store_reply)
+        self._relay = NodeChannels(self, key.encode(), reader)
         for number, (index, mine) in enumerate(self._shares):
-            place = self.places[index]
+            place = self.allocated_nodes[index]
             theirs = replace(
                 launch,
                 devices=None if launch.devices is None else list(place.gpus[: len(mine)]),
@@ -292,155 +311,168 @@ class Nodes:
                 node=number,
                 nodes=len(self._shares),
             )
-            self.hub.post(index, protocol.Launch(asdict(theirs), key, place.address))
-        self.hub.wake()
+            self.agent_server.queue_message(
+                index, protocol.LaunchRanks(asdict(theirs), key, place.address)
+            )
+        self.agent_server.wake()
         return self._relay
 
     def _shared(self, world_size: int) -> Iterator[tuple[int, range]]:
-        """Places that get ranks, with these."""
+        """Node indices with the ranks that they get."""
         first = 0
-        for index, place in enumerate(self.places):
+        for index, place in enumerate(self.allocated_nodes):
             mine = range(first, min(first + place.ranks, world_size))
             if mine:
                 yield index, mine
             first = mine.stop
 
-    def nodes(self, world_size: int) -> list[Node]:
-        """The machines that so many ranks are on, with what their agents have found."""
+    def nodes_for(self, world_size: int) -> list[SessionNode]:
+        """Return the machines of this many ranks with their hardware."""
         return [
-            Node(self.places[index].name, tuple(mine), self._machine(index, len(mine)))
+            SessionNode(
+                self.allocated_nodes[index].name, tuple(mine), self._machine(index, len(mine))
+            )
             for index, mine in self._shared(world_size)
         ]
 
     def _machine(self, index: int, ranks: int) -> Machine:
-        """A node with the GPUs that so many ranks have there."""
+        """Hardware of a node with the GPUs of its ranks only."""
         found = Machine.from_json(self._hellos[index].machine)
         known = {gpu.uuid: gpu for gpu in found.gpus}
-        gpus = tuple(known[uuid] for uuid in self.places[index].gpus[:ranks] if uuid in known)
+        gpus = tuple(
+            known[uuid] for uuid in self.allocated_nodes[index].gpus[:ranks] if uuid in known
+        )
         return replace(found, gpus=gpus, link=found.link if len(gpus) > 1 else None)
 
-    def now(self, within_s: float) -> dict[str, Now]:
-        """What the nodes of the ranks hold and do: one answer of each."""
-        asked: dict[int, dict[str, Any]] = {index: {} for index, _ in self._shares}
-        found = self._answers("now", asked, within_s)
-        return {self.places[index].name: Now.from_json(one) for index, one in found.items()}
+    def node_usage(self, within_s: float) -> dict[str, UsageSnapshot]:
+        """Return the usage of the ranks' nodes that respond in time."""
+        requests: dict[int, dict[str, Any]] = {index: {} for index, _ in self._shares}
+        found = self._answers("now", requests, within_s)
+        return {
+            self.allocated_nodes[index].name: UsageSnapshot.from_json(usage)
+            for index, usage in found.items()
+        }
 
-    def send(self, message: messages.LinkMessage) -> None:
-        """Send a message to all launchers that can be reached."""
-        line = protocol.Line(messages.to_line(message).decode())
-        for index in self._reached():
-            self.hub.post(index, line)
-        self.hub.wake()
+    def send(self, message: messages.LauncherMessage) -> None:
+        """Send a message to all connected launchers."""
+        line = protocol.LauncherLine(messages.encode_line(message).decode())
+        for index in self._connected_indices():
+            self.agent_server.queue_message(index, line)
+        self.agent_server.wake()
 
-    def wake_up(self) -> None:
-        """Nothing to do: an agent wakes its launcher before it halts it."""
+    def resume_stopped(self) -> None:
+        """Do nothing: an agent resumes its launcher before it stops the ranks."""
 
     def describe(self) -> list[dict[str, Any]]:
-        """The launchers as plain values."""
+        """Return the launchers as JSON values."""
         return [
             {
                 "pid": hello.launcher,
                 "alive": index not in self._lost and not self._closing,
                 "name": self._launcher_name(index),
-                "node": self.places[index].name,
+                "node": self.allocated_nodes[index].name,
             }
             for index, hello in sorted(self._hellos.items())
         ]
 
     def node_of(self, rank: int) -> str:
-        """Name of a rank's node."""
+        """Return the name of a rank's node."""
         index = self._node_of.get(rank)
-        return "" if index is None else self.places[index].name
+        return "" if index is None else self.allocated_nodes[index].name
 
-    def processes(self, members: Mapping[int, Member]) -> dict[str, Process]:
-        """How ranks and launchers are, as the agents said last."""
+    def process_statuses(self, members: Mapping[int, RankProcessInfo]) -> dict[str, ProcessStatus]:
+        """Return the status of ranks and launchers, as last reported by the agents."""
         found = {}
         for rank, member in members.items():
             found[f"rank {rank}"] = self._process(self._node_of[rank], f"rank {rank}", member.pid)
         for index, hello in self._hellos.items():
-            process = self._process(index, LAUNCHER, hello.launcher)
+            process = self._process(index, LAUNCHER_NAME, hello.launcher)
             found[self._launcher_name(index)] = process
         return found
 
-    def stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
-        """Python stacks by signal, of all nodes at once."""
-        asked: dict[int, dict[str, Any]] = {}
+    def dump_stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
+        """Dump Python stacks by signal, on all nodes in parallel."""
+        requests: dict[int, dict[str, Any]] = {}
         for index, _ in self._shares:
             theirs = {rank: pid for rank, pid in pids.items() if self._node_of[rank] == index}
             if theirs or launchers:
-                asked[index] = {"pids": theirs, "launchers": launchers}
-        told = {f"rank{rank}": f"{self.node_of(rank)} does not answer" for rank in pids}
-        for index, found in self._answers("stacks", asked).items():
+                requests[index] = {"pids": theirs, "launchers": launchers}
+        stacks = {f"rank{rank}": f"{self.node_of(rank)} does not respond" for rank in pids}
+        for index, found in self._answers("stacks", requests).items():
             own = found.pop("launcher", None)
-            told |= found
+            stacks |= found
             if own is not None:
-                told[self._launcher_name(index)] = own
-        return told
+                stacks[self._launcher_name(index)] = own
+        return stacks
 
-    def left(self) -> Left:
-        """What the ranks of the last start have left on their nodes."""
-        left = Left()
-        asked: dict[int, dict[str, Any]] = {index: {} for index, _ in self._shares}
-        for found in self._answers("left", asked).values():
+    def crash_artifacts(self) -> CrashArtifacts:
+        """Return the crash artifacts of the last ranks, from their nodes."""
+        left = CrashArtifacts()
+        requests: dict[int, dict[str, Any]] = {index: {} for index, _ in self._shares}
+        for found in self._answers("left", requests).values():
             left.crashes.update({int(rank): text for rank, text in found["crashes"].items()})
             left.notes.extend((rank, text) for rank, text in found["notes"])
         return left
 
     def log_tail(self) -> str:
-        """The end of the logs of all nodes."""
+        """Return the end of the logs of all nodes."""
         if self._closing:
             return self._log
-        found = self._answers("log", {index: {} for index in self._reached()})
-        logs = ((self.places[index].name, text) for index, text in found.items() if text)
+        found = self._answers("log", {index: {} for index in self._connected_indices()})
+        logs = ((self.allocated_nodes[index].name, text) for index, text in found.items() if text)
         return "\n".join(f"-- {name} --\n{text}" for name, text in logs)
 
     # -- files
 
     @property
-    def staging(self) -> list[Path]:
-        """Where the kernel puts payload files, best first."""
-        return [self.run_dir.bulk, self.run_dir.path]
+    def staging_folders(self) -> list[Path]:
+        """Folders for the kernel's payload files, preferred first."""
+        return [self.run_dir.payload_dir, self.run_dir.path]
 
-    def folders(self, rank: int) -> list[str]:
-        """Where a rank may write payload files, best first."""
+    def payload_folders(self, rank: int) -> list[str]:
+        """Return the folders for a rank's payload files, preferred first."""
         hello = self._hellos[self._node_of[rank]]
         return [hello.bulk_dir, hello.run_dir]
 
     @contextlib.contextmanager
-    def shipped(self, file: Path, ranks: Sequence[int], told: Moved) -> Iterator[dict[int, str]]:
-        """Bring a file to the nodes of these ranks, to each once."""
+    def ship_file(
+        self, file: Path, ranks: Sequence[int], on_progress: TransferCallback
+    ) -> Iterator[dict[int, str]]:
+        """Copy a file once to each node of these ranks."""
         indices = sorted({self._node_of[rank] for rank in ranks})
         paths: dict[int, str] = {}
         try:
             given = {"name": f"{secrets.token_hex(8)}.payload", "size": file.stat().st_size}
             for index in indices:
                 paths[index] = self._answer(*self._ask(index, "receive", given))
-            self._ship(file, paths, told)
+            self._transfer(file, paths, on_progress)
             yield {rank: paths[self._node_of[rank]] for rank in ranks}
         finally:
             file.unlink(missing_ok=True)
             for index, path in paths.items():
                 self._forget(self._ask(index, "remove", {"path": path})[0])
 
-    def _ship(self, file: Path, paths: Mapping[int, str], told: Moved) -> None:
-        """Send a file in chunks; a few are on their way at once."""
+    def _transfer(
+        self, file: Path, paths: Mapping[int, str], on_progress: TransferCallback
+    ) -> None:
+        """Send a file in chunks, with a limited number in flight."""
         acknowledged: SimpleQueue[Any] = SimpleQueue()
-        on_the_way = done = 0
+        in_flight = done = 0
         total = file.stat().st_size * len(paths)
         with file.open("rb") as source:
-            while (chunk := source.read(CHUNK_BYTES)) or on_the_way:
+            while (chunk := source.read(CHUNK_BYTES)) or in_flight:
                 for index, path in paths.items() if chunk else ():
                     self._ask(index, "chunk", {"path": path}, chunk, into=acknowledged)
-                    on_the_way += 1
-                while on_the_way and (not chunk or on_the_way >= WINDOW * len(paths)):
-                    written, _ = self._taken(acknowledged)
-                    done, on_the_way = done + written, on_the_way - 1
-                    told(done, total)
+                    in_flight += 1
+                while in_flight and (not chunk or in_flight >= MAX_UNREAD_CHUNKS * len(paths)):
+                    written, _ = self._next_reply(acknowledged)
+                    done, in_flight = done + written, in_flight - 1
+                    on_progress(done, total)
 
-    def fetch(self, rank: int, path: str, told: Moved) -> Path:
-        """Bring a payload file of a rank here; there it is removed."""
-        if str(Path(path).parent) not in self.folders(rank):
-            raise PayloadError(foreign_words(path))
+    def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:
+        """Copy a payload file of a rank to this machine and remove it on the node."""
+        if str(Path(path).parent) not in self.payload_folders(rank):
+            raise PayloadError(foreign_file_message(path))
         index = self._node_of[rank]
         size: int = self._answer(*self._ask(index, "size", {"path": path}))
         file = self._room_for(size) / f"{secrets.token_hex(8)}.payload"
@@ -450,13 +482,13 @@ class Nodes:
         try:
             with file.open("wb") as sink:
                 waiting = 0
-                for offset in itertools.islice(offsets, WINDOW):
+                for offset in itertools.islice(offsets, MAX_UNREAD_CHUNKS):
                     self._ask(index, "read", {"path": path, "offset": offset}, into=chunks)
                     waiting += 1
                 while waiting:
-                    _, frames = self._taken(chunks)
+                    _, frames = self._next_reply(chunks)
                     sink.write(frames[0])
-                    told(sink.tell(), size)
+                    on_progress(sink.tell(), size)
                     waiting -= 1
                     if (after := next(offsets, None)) is not None:
                         given = {"path": path, "offset": after}
@@ -470,56 +502,61 @@ class Nodes:
         return file
 
     def _room_for(self, size: int) -> Path:
-        bulk, usual = self.staging
+        bulk, usual = self.staging_folders
         return bulk if shutil.disk_usage(bulk).free > size + (64 << 20) else usual
 
-    def private_folders(self) -> list[Path]:
-        """A folder for what passes from ranks to ranks, beside the checkpoints: all nodes see it.
+    def make_private_folders(self) -> list[Path]:
+        """Create a folder beside the checkpoints, on the shared disk, for files between ranks.
 
         Raises:
-            CheckpointError: a node does not.
+            CheckpointError: a node does not share the disk.
         """
         parent = Path.cwd() / "checkpoints"
-        self.see(parent)
+        self.check_shared_folder(parent)
         return [Path(tempfile.mkdtemp(prefix=".handover-", dir=parent))]
 
-    def see(self, folder: Path) -> None:
-        """Make sure that all nodes of the ranks see a folder that this machine sees.
+    def check_shared_folder(self, folder: Path) -> None:
+        """Check that all nodes of the ranks see a folder of this machine and can write to it.
 
         Raises:
-            CheckpointError: which node does not, or cannot write there.
+            CheckpointError: names a node that does not see it or cannot write to it.
         """
         trial = folder / f".nbdist-{secrets.token_hex(8)}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             trial.write_text(text := secrets.token_hex(16))
         except OSError as error:
-            msg = f"{folder} cannot be written here: {error.strerror}."
+            msg = f"Cannot write to {folder}: {error.strerror}."
             raise CheckpointError(msg) from error
-        given, deadline = {"path": str(trial), "text": text}, time.monotonic() + SHARED_S
+        given, deadline = (
+            {"path": str(trial), "text": text},
+            time.monotonic() + SHARED_FOLDER_TIMEOUT_S,
+        )
         try:
             for index, _ in self._shares:
                 while why := self._answer(*self._ask(index, "sees", given)):
                     if time.monotonic() > deadline:
-                        raise CheckpointError(f"{self._named(index)}: {why}. {SHARE_IT}.")
-                    self._ends.wait(SHARED_POLL_S)  # a network's file system tells it late
+                        raise CheckpointError(
+                            f"{self._node_name(index)}: {why}. {SHARED_FOLDER_HINT}."
+                        )
+                    self._ends.wait(SHARED_POLL_S)  # network file systems show it with a delay
         finally:
             trial.unlink(missing_ok=True)
 
-    def see_later(self, folder: Path, complain: Callable[[str], object]) -> None:
-        """Look in the background: a network's file system may tell it late."""
+    def check_shared_folder_async(self, folder: Path, complain: Callable[[str], object]) -> None:
+        """Check the folder in the background: network file systems show it with a delay."""
 
         def look() -> None:
-            there = next(one for one in (folder, *folder.parents) if one.is_dir())
+            existing = next(path for path in (folder, *folder.parents) if path.is_dir())
             try:
-                self.see(there)
+                self.check_shared_folder(existing)
             except CheckpointError as error:
                 complain(str(error))
             except SessionError:
-                return  # nodes that are gone see nothing
+                return  # the nodes are lost
 
         thread = threading.Thread(target=look, name="nbdist-folder", daemon=True)
-        self._threads.append(thread)  # its trial file is gone before the nodes are
+        self._threads.append(thread)  # joined on close, so that it removes its trial file
         thread.start()
 
     # -- requests to agents
@@ -532,193 +569,197 @@ class Nodes:
         *frames: bytes,
         into: SimpleQueue[Any] | None = None,
     ) -> tuple[int, SimpleQueue[Any]]:
-        """Ask an agent; its answer comes into a queue."""
+        """Send a request to an agent; its reply is put into the returned queue."""
         number = next(self._numbers)
         answers: SimpleQueue[Any] = SimpleQueue() if into is None else into
-        self._asked[number] = index, answers
+        self._requests[number] = index, answers
         if index in self._lost:
-            self._settle(number, protocol.Answer(number, error=self._lost[index]), [])
+            self._settle(number, protocol.AgentReply(number, error=self._lost[index]), [])
         else:
-            self.hub.send(index, protocol.Ask(number, what, given or {}), *frames)
+            self.agent_server.send(index, protocol.AgentQuery(number, what, given or {}), *frames)
         return number, answers
 
     def _answer(self, number: int, answers: SimpleQueue[Any]) -> Any:
-        """Wait for the answer; raises SessionError where there is none."""
+        """Wait for the reply; raises SessionError for an error or a timeout."""
         try:
-            answer, _ = answers.get(timeout=ASK_S)
+            answer, _ = answers.get(timeout=REQUEST_TIMEOUT_S)
         except Empty:
             self._forget(number)
-            msg = f"A node has not answered for {ASK_S:.0f} s."
+            msg = f"A node did not respond within {REQUEST_TIMEOUT_S:.0f} s."
             raise SessionError(msg) from None
         if answer.error:
             raise SessionError(answer.error)
         return answer.value
 
     def _answers(
-        self, what: str, asked: Mapping[int, dict[str, Any]], within_s: float = ASK_S
+        self, what: str, requests: Mapping[int, dict[str, Any]], within_s: float = REQUEST_TIMEOUT_S
     ) -> dict[int, Any]:
-        """Ask several agents at once; answers of those that give one, by place."""
-        waiting = {index: self._ask(index, what, given) for index, given in asked.items()}
+        """Send a request to several agents; return the replies by node, without failed ones."""
+        waiting = {index: self._ask(index, what, given) for index, given in requests.items()}
         deadline, found = time.monotonic() + within_s, {}
         for index, (number, answers) in waiting.items():
-            with contextlib.suppress(Empty):  # it is about to be seen that the node is lost
+            with contextlib.suppress(Empty):  # the node will be reported as lost
                 answer, _ = answers.get(timeout=max(0.0, deadline - time.monotonic()))
                 if not answer.error:
                     found[index] = answer.value
             self._forget(number)
         return found
 
-    def _taken(self, answers: SimpleQueue[Any]) -> tuple[Any, list[bytes]]:
-        """Wait for one of several answers about a file."""
+    def _next_reply(self, answers: SimpleQueue[Any]) -> tuple[Any, list[bytes]]:
+        """Wait for the next reply of a file transfer."""
         try:
-            answer, frames = answers.get(timeout=FILE_S)
+            answer, frames = answers.get(timeout=TRANSFER_TIMEOUT_S)
         except Empty:
-            msg = f"A node has said nothing about a file for {FILE_S:.0f} s."
+            msg = f"A node sent no reply about a file transfer within {TRANSFER_TIMEOUT_S:.0f} s."
             raise SessionError(msg) from None
         if answer.error:
-            raise PayloadError(f"A node could not take or give a file: {answer.error}")
+            raise PayloadError(f"File transfer with a node failed: {answer.error}")
         return answer.value, frames
 
     def _forget(self, number: int) -> None:
-        self._asked.pop(number, None)
+        self._requests.pop(number, None)
 
-    def _settle(self, number: int, answer: protocol.Answer, frames: list[bytes]) -> None:
-        asked = self._asked.pop(number, None)
-        if asked is not None:
-            asked[1].put((answer, frames))
+    def _settle(self, number: int, answer: protocol.AgentReply, frames: list[bytes]) -> None:
+        request = self._requests.pop(number, None)
+        if request is not None:
+            request[1].put((answer, frames))
 
     # -- the ranks' frames
 
-    def post_frames(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
-        """Queue frames to ranks: once to each node."""
+    def queue_frames(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
+        """Queue frames to ranks, once per node."""
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
             by_node.setdefault(self._node_of[rank], []).append(rank)
         for index, theirs in by_node.items():
-            message = protocol.Frames(tuple(theirs), channel, self._generation)
-            self.hub.post(index, message, *frames)
+            message = protocol.RankRequestFrames(tuple(theirs), channel, self._generation)
+            self.agent_server.queue_message(index, message, *frames)
 
     def ranks_of(self, index: int) -> frozenset[int]:
-        """Ranks of a node."""
+        """Return the ranks of a node."""
         return frozenset(rank for place, ranks in self._shares if place == index for rank in ranks)
 
-    def taken(self, index: int) -> None:
-        """Tell a node that a bundle of its ranks was read."""
-        self.hub.send(index, protocol.Taken(self._generation))
+    def acknowledge_batch(self, index: int) -> None:
+        """Acknowledge a batch of a node's ranks."""
+        self.agent_server.send(index, protocol.MessageBatchAck(self._generation))
 
-    def let_go(self, relay: Relay) -> None:
-        """Pass on no more frames."""
+    def detach_channels(self, relay: NodeChannels) -> None:
+        """Detach the channels and let the agents close the ranks' sockets."""
         if self._relay is relay:
             self._relay = None
-            for index in self._reached():
-                self.hub.post(index, protocol.Cut())
-            self.hub.wake()
+            for index in self._connected_indices():
+                self.agent_server.queue_message(index, protocol.CloseRankSockets())
+            self.agent_server.wake()
 
     # -- what arrives, on the hub's thread
 
     def _take(self, index: int, message: protocol.Message, frames: list[bytes]) -> None:
         match message:
-            case protocol.Bundle(generation=self._generation):
+            case protocol.MessageBatch(generation=self._generation):
                 relay = self._relay
                 if relay is not None:
-                    relay.put(index, frames)
-            case protocol.Line(text=text):
-                line = messages.from_line(text.encode())
-                self._events.put(lambda: self._hear(index, line))
-            case protocol.Stored():
-                self._point.take(index, message, frames)
-            case protocol.Answer():
+                    relay.add_batch(index, frames)
+            case protocol.LauncherLine(text=text):
+                line = messages.decode_line(text.encode())
+                self._events.put(lambda: self._on_launcher_message(index, line))
+            case protocol.KeyValueRequest():
+                self._point.answer_request(index, message, frames)
+            case protocol.AgentReply():
                 self._settle(message.id, message, frames)
-            case protocol.States(states=states):
+            case protocol.ProcessStates(states=states):
                 self._states[index] = states
-            case protocol.Hello():
+            case protocol.AgentHello():
                 self._hellos[index] = message
 
-    def _store_reply(self, index: int, answer: protocol.Stored, frames: list[bytes]) -> None:
-        self.hub.send(index, answer, *frames)
+    def _store_reply(
+        self, index: int, answer: protocol.KeyValueRequest, frames: list[bytes]
+    ) -> None:
+        self.agent_server.send(index, answer, *frames)
 
     def _connection_ended(self, index: int, why: str) -> None:
         if self._closing:
             self._lost.setdefault(index, "")
             return
-        self._events.put(lambda: self._lose(index, self._cluster.lost().get(index, why)))
+        self._events.put(lambda: self._lose_node(index, self._cluster.lost_nodes().get(index, why)))
 
     # -- threads of its own
 
-    def _tell(self) -> None:
-        """Pass on, in order, what the nodes said: who listens may ask them in turn."""
+    def _handle_events(self) -> None:
+        """Handle launcher messages in order. On a separate thread, since listeners may block."""
         while (event := self._events.get()) is not None:
             event()
         if self._lost and not self._closed:
             self.close()
 
-    def _look(self) -> None:
-        """Ask the cluster what it knows, and the store whose time is up."""
+    def _poll_cluster(self) -> None:
+        """Poll the cluster for lost nodes, and the store for timeouts."""
         while not self._closing:
-            for index, why in self._cluster.lost().items():
+            for index, why in self._cluster.lost_nodes().items():
                 if index not in self._lost:
-                    self._events.put(functools.partial(self._lose, index, why))
-            self._point.look()
-            self._ends.wait(LOOK_S)
+                    self._events.put(functools.partial(self._lose_node, index, why))
+            self._point.expire_requests()
+            self._ends.wait(POLL_INTERVAL_S)
 
-    def _hear(self, index: int, line: messages.LinkMessage) -> None:
-        """Take a message of a launcher; ends are told for all nodes together."""
-        name = self.places[index].name
+    def _on_launcher_message(self, index: int, line: messages.LauncherMessage) -> None:
+        """Handle a launcher message; the end of the ranks is reported for all nodes together."""
+        name = self.allocated_nodes[index].name
         match line:
-            case messages.Warm():
+            case messages.LauncherReady():
                 self._warm.add(index)
-                if self.warm:
+                if self.is_warm:
                     self.listener(line)
-            case messages.Progress(text=text):
-                self.listener(messages.Progress(f"{name}: {text}"))
-            case messages.RankEnded():
+            case messages.LauncherProgress(text=text):
+                self.listener(messages.LauncherProgress(f"{name}: {text}"))
+            case messages.RankExited():
                 self.listener(replace(line, node=name))
-            case messages.Ended(generation=generation) if generation == LAUNCHER_GONE:
-                self._lose(index, "", replace(line, node=name))
-            case messages.Ended(generation=self._generation):
+            case messages.AllRanksExited(generation=generation) if generation == LAUNCHER_GONE:
+                self._lose_node(index, "", replace(line, node=name))
+            case messages.AllRanksExited(generation=self._generation):
                 self._one_ended(index, replace(line, node=name))
-            case messages.Born():
+            case messages.RankForked():
                 self.listener(line)
 
-    def _one_ended(self, index: int, ended: messages.Ended) -> None:
-        """The ranks of one node have ended: end the others, tell it once all have."""
+    def _one_ended(self, index: int, ended: messages.AllRanksExited) -> None:
+        """Handle the end of one node's ranks: end the others, report once all have ended."""
         if not self._ended:
-            self.send(messages.Halt())
+            self.send(messages.StopRanks())
         self._ended[index] = ended
-        if self._ended.keys() >= {one for one, _ in self._shares}:
+        if self._ended.keys() >= {node for node, _ in self._shares}:
             first, *others = self._ended.values()
             codes = first.exitcodes
-            for one in others:
-                codes = one.exitcodes | codes
+            for other in others:
+                codes = other.exitcodes | codes
             self.listener(replace(first, exitcodes=codes))
 
-    def _lose(self, index: int, why: str, ended: messages.Ended | None = None) -> None:
-        """A node, or its launcher, is gone: everything ends."""
+    def _lose_node(
+        self, index: int, why: str, ended: messages.AllRanksExited | None = None
+    ) -> None:
+        """Handle the loss of a node or its launcher: end everything."""
         if index in self._lost or self._closing:
             return
-        self._lost[index] = why or "its launcher ended"
-        for number, (asked, _) in list(self._asked.items()):
-            if asked == index:
-                self._settle(number, protocol.Answer(number, error=self._lost[index]), [])
-        words = f"{self._named(index)} {why}"
-        name = self.places[index].name
-        self.listener(ended or messages.Ended(LAUNCHER_GONE, error=words, node=name))
-        self._events.put(None)  # the other nodes are of no use any more
+        self._lost[index] = why or "lost its launcher, which ended"
+        for number, (node, _) in list(self._requests.items()):
+            if node == index:
+                self._settle(number, protocol.AgentReply(number, error=self._lost[index]), [])
+        words = f"{self._node_name(index)} {why}"
+        name = self.allocated_nodes[index].name
+        self.listener(ended or messages.AllRanksExited(LAUNCHER_GONE, error=words, node=name))
+        self._events.put(None)  # end the other nodes too
 
     # -- in words
 
-    def _named(self, index: int) -> str:
-        place = self.places[index]
-        if place.address in place.name:  # as it is where several have one host name
+    def _node_name(self, index: int) -> str:
+        place = self.allocated_nodes[index]
+        if place.address in place.name:  # if several nodes share a host name
             return f"node {place.name}"
         return f"node {place.name} ({place.address})"
 
     def _launcher_name(self, index: int) -> str:
-        return f"{LAUNCHER} on {self.places[index].name}"
+        return f"{LAUNCHER_NAME} on {self.allocated_nodes[index].name}"
 
-    def _process(self, index: int, name: str, pid: int) -> Process:
-        told = self._states.get(index, {}).get(name, RUNNING)
-        return Process(pid, GONE if index in self._lost or self._closing else told)
+    def _process(self, index: int, name: str, pid: int) -> ProcessStatus:
+        status = self._states.get(index, {}).get(name, RUNNING)
+        return ProcessStatus(pid, EXITED if index in self._lost or self._closing else status)
 
-    def _reached(self) -> Iterable[int]:
+    def _connected_indices(self) -> Iterable[int]:
         return [index for index in self._hellos if index not in self._lost]

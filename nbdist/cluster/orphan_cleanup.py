@@ -1,9 +1,9 @@
-"""What sessions left behind whose kernel was killed, found and removed: only this user's.
+"""Finds and removes what sessions with a killed kernel have left behind, of this user only.
 
 Runs in the kernel: on a thread when a launcher starts, and for `%nbdist doctor`. A folder is
-removed when it is private, signed, and its maker has ended; a process is killed when its
-environment names a kernel that has ended. The launcher of a killed kernel cleans up itself:
-only what is still there after some seconds was left.
+removed if it is private, has an owner file, and its owner has ended. A process is killed if its
+environment names a kernel that has ended. The launcher of a killed kernel cleans up itself, so only
+what remains after some seconds counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.cluster import run_dir
 from nbdist.hardware import process_identity, shm_cleanup
-from nbdist.hardware.process_identity import Owner
+from nbdist.hardware.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,95 +29,97 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRACE_S = 4.0
-"""For a launcher that has just lost its kernel to end everything itself."""
+"""Time for a launcher that has lost its kernel to end everything itself."""
 POLL_S = 0.05
 KILL_S = 2.0
-"""For killed processes to be gone before their folders go."""
+"""Time for killed processes to exit before their folders are removed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stray:
+class OrphanProcess:
     """A process of a launcher whose kernel has ended."""
 
     pid: int
     name: str
 
     def __str__(self) -> str:
-        """Say which: "python (pid 4711)"."""
+        """Return name and process id: "python (pid 4711)"."""
         return f"{self.name} (pid {self.pid})"
 
 
 @dataclass(frozen=True, slots=True)
-class Leftovers:
-    """What killed sessions of this user left."""
+class OrphanResources:
+    """Resources that killed sessions of this user have left."""
 
-    processes: tuple[Stray, ...] = ()
+    processes: tuple[OrphanProcess, ...] = ()
     folders: tuple[Path, ...] = ()
-    shared: tuple[Path, ...] = ()
+    shared_memory_files: tuple[Path, ...] = ()
     """Files in shared memory."""
 
     def __bool__(self) -> bool:
-        """Whether there is anything."""
-        return bool(self.processes or self.folders or self.shared)
+        """True if there are any."""
+        return bool(self.processes or self.folders or self.shared_memory_files)
 
 
-def find(roots: Sequence[Path] | None = None) -> Leftovers:
-    """Look for what was left behind; changes nothing.
+def find_orphans(roots: Sequence[Path] | None = None) -> OrphanResources:
+    """Find orphaned resources without changing anything.
 
     Args:
-        roots: folders that may hold private folders. Default: those that sessions use.
+        roots: folders that may contain private folders. Default: those that sessions use.
     """
-    places = run_dir.roots() if roots is None else roots
+    places = run_dir.private_folder_roots() if roots is None else roots
     folders: list[Path] = []
     waiting = [path for root in places for path in _private(root)]
     while waiting:
         path = waiting.pop()
-        if path not in folders and process_identity.abandoned(path):
+        if path not in folders and process_identity.is_abandoned(path):
             folders.append(path)
-            waiting += process_identity.elsewhere(path)
-    shared = [file for folder in folders for file in shm_cleanup.left(folder)]
-    strays = [Stray(pid, _name(pid)) for pid in process_identity.processes() if _is_stray(pid)]
-    return Leftovers(tuple(strays), tuple(sorted(folders)), tuple(shared))
+            waiting += process_identity.linked_folders(path)
+    shared = [file for folder in folders for file in shm_cleanup.find_orphaned_files(folder)]
+    strays = [
+        OrphanProcess(pid, _name(pid)) for pid in process_identity.visible_pids() if _is_stray(pid)
+    ]
+    return OrphanResources(tuple(strays), tuple(sorted(folders)), tuple(shared))
 
 
-def sweep(roots: Sequence[Path] | None = None, *, grace_s: float = GRACE_S) -> None:
-    """Remove what was left behind.
+def remove_orphans(roots: Sequence[Path] | None = None, *, grace_s: float = GRACE_S) -> None:
+    """Remove orphaned resources.
 
     Args:
-        roots: as in `find`.
-        grace_s: how long processes may still end by themselves.
+        roots: as in ``find_orphans``.
+        grace_s: time for processes to end by themselves.
     """
-    _wait_until(lambda: not any(map(_is_stray, process_identity.processes())), grace_s)
-    kill(_is_stray)
-    found = find(roots)  # anew: a dying launcher has removed much of it meanwhile
-    for file in found.shared:
+    _wait_until(lambda: not any(map(_is_stray, process_identity.visible_pids())), grace_s)
+    kill_processes(_is_stray)
+    found = find_orphans(roots)  # search after the grace time
+    for file in found.shared_memory_files:
         file.unlink(missing_ok=True)
     for folder in found.folders:
-        process_identity.remove(folder)
+        process_identity.remove_folder(folder)
 
 
-def sweep_in_background() -> None:
-    """Do the same on a thread of its own; a start neither waits for it nor fails by it."""
+def remove_orphans_async() -> None:
+    """Remove orphaned resources on a separate thread; errors are only logged."""
     threading.Thread(target=_try_to_sweep, name="nbdist-leftovers", daemon=True).start()
 
 
 def _try_to_sweep() -> None:
     try:
-        sweep()
+        remove_orphans()
     except OSError as error:
-        log.warning("what killed sessions left stays for the next start: %s", error)
+        log.warning("cannot remove what killed sessions left: %s", error)
 
 
-def kill(is_meant: Callable[[int], bool]) -> set[int]:
-    """Kill all processes that are meant, and wait until they have ended; returns the immortal.
+def kill_processes(is_meant: Callable[[int], bool]) -> set[int]:
+    """Kill all matching processes and wait for their end; return those that cannot be killed.
 
-    Again and again, since each may have started another just before.
+    Repeats the search, since a process may have forked another one before its end.
     """
     deadline = time.monotonic() + KILL_S
     while time.monotonic() < deadline:
         meant = {
-            pid: process_identity.started(pid)
-            for pid in process_identity.processes()
+            pid: process_identity.process_start_ticks(pid)
+            for pid in process_identity.visible_pids()
             if is_meant(pid)
         }
         if not meant:
@@ -125,32 +127,34 @@ def kill(is_meant: Callable[[int], bool]) -> set[int]:
         for pid in meant:
             _kill(pid, is_meant)
         _wait_until(partial(_all_ended, meant), deadline - time.monotonic())
-    return {pid for pid in process_identity.processes() if is_meant(pid)}
+    return {pid for pid in process_identity.visible_pids() if is_meant(pid)}
 
 
-def of_launcher(folder: Path) -> Callable[[int], bool]:
-    """Make the question whether a process belongs to the launcher of a private folder."""
-    return lambda pid: process_identity.environ(pid).get(process_identity.RUN_DIR) == str(folder)
+def launcher_process_filter(folder: Path) -> Callable[[int], bool]:
+    """Return a predicate: does a process belong to the launcher of this private folder?"""
+    return lambda pid: (
+        process_identity.process_environ(pid).get(process_identity.RUN_DIR_VARIABLE) == str(folder)
+    )
 
 
-def of_this_kernel() -> list[int]:
-    """Launchers that this kernel has started, and all that they have: ranks, their children."""
-    me = Owner.me().to_json()
+def kernel_descendants() -> list[int]:
+    """Return the processes of this kernel's launchers: launchers, ranks and their children."""
+    me = ProcessIdentity.current_process().to_json()
     return [
         pid
-        for pid in process_identity.processes()
-        if process_identity.environ(pid).get(process_identity.KERNEL) == me
+        for pid in process_identity.visible_pids()
+        if process_identity.process_environ(pid).get(process_identity.KERNEL_VARIABLE) == me
     ]
 
 
 def _kill(pid: int, is_meant: Callable[[int], bool]) -> None:
-    """Kill one process.
+    """Kill one process if it still matches.
 
-    It is looked at again once it is held by a descriptor: its number cannot be given to
-    another process between that look and the signal. Where there are no such descriptors
-    (Linux before 5.3, some builds of Python, gVisor), that look is the last thing before it.
+    The check is repeated once a file descriptor of the process is held, so that its id cannot be
+    reused between check and signal. Where pidfds are not supported (Linux before 5.3, some builds
+    of Python, gVisor), the check is done right before the signal.
     """
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or must not be
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is protected
         held = _held(pid)
         if held is None:
             if is_meant(pid):
@@ -164,12 +168,14 @@ def _kill(pid: int, is_meant: Callable[[int], bool]) -> None:
 
 
 def _all_ended(meant: dict[int, int]) -> bool:
-    """Whether none of these runs any more, by number and start time."""
-    return not any(born and process_identity.started(pid) == born for pid, born in meant.items())
+    """Return True if none of these processes runs, by pid and start time."""
+    return not any(
+        born and process_identity.process_start_ticks(pid) == born for pid, born in meant.items()
+    )
 
 
 def _held(pid: int) -> int | None:
-    """A descriptor of a process; None where the system has none to give."""
+    """Return a file descriptor of a process; None if the system does not support it."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -181,9 +187,11 @@ def _held(pid: int) -> int | None:
 
 
 def _is_stray(pid: int) -> bool:
-    """Whether a process was started by a launcher of this user whose kernel has ended."""
-    kernel = Owner.from_json(process_identity.environ(pid).get(process_identity.KERNEL, ""))
-    return kernel is not None and kernel.ended and pid != os.getpid()
+    """Return True if a process belongs to a launcher of this user whose kernel has ended."""
+    kernel = ProcessIdentity.from_json(
+        process_identity.process_environ(pid).get(process_identity.KERNEL_VARIABLE, "")
+    )
+    return kernel is not None and kernel.has_ended and pid != os.getpid()
 
 
 def _private(root: Path) -> list[Path]:

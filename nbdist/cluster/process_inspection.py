@@ -1,6 +1,6 @@
-"""Processes of a launcher, looked at on their own machine: status, stacks, what the dead left.
+"""Inspects a launcher's processes on their own machine: status, stacks, crash artifacts.
 
-Runs in the kernel for this machine, in the agent for a node.
+Runs in the kernel for this machine, and in the agent for a node.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.cluster.interfaces import GONE, Left
+from nbdist.cluster.interfaces import EXITED, CrashArtifacts
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
@@ -20,48 +20,48 @@ if TYPE_CHECKING:
 
 ANSWER_S = 2.0
 _POLL_S = 0.02
-STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
+STOPPED_STATUSES = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
 
 
-def status(pid: int, created: float | None = None) -> str:
-    """How a process is; `GONE` where it has ended, or its number is another's by now.
+def process_status(pid: int, created: float | None = None) -> str:
+    """Return the status of a process; ``EXITED`` if it ended or its id was reused.
 
     Args:
-        pid: its number.
-        created: when it started (psutil); None: whenever.
+        pid: process id.
+        created: start time (psutil); None: not checked.
     """
     try:
         process = psutil.Process(pid)
         if created is not None and process.create_time() != created:
-            return GONE
+            return EXITED
         now = str(process.status())
     except psutil.NoSuchProcess:
-        return GONE
-    return GONE if now == psutil.STATUS_ZOMBIE else now
+        return EXITED
+    return EXITED if now == psutil.STATUS_ZOMBIE else now
 
 
-def left(folder: Path) -> Left:
-    """Read what the ranks of one start left in its folder."""
+def read_crash_artifacts(folder: Path) -> CrashArtifacts:
+    """Read the crash artifacts of one start's ranks from its folder."""
     crashes = {
         int(file.stem.removeprefix("rank")): file.read_text(errors="replace")
         for file in folder.glob("rank*.crash")
     }
     notes = sorted(folder.glob("*.died"), key=lambda note: note.stat().st_mtime)
-    told = [(int(note.stem.removeprefix("rank")), note.read_text()) for note in notes]
-    return Left(crashes, told)
+    tracebacks = [(int(note.stem.removeprefix("rank")), note.read_text()) for note in notes]
+    return CrashArtifacts(crashes, tracebacks)
 
 
-def stacks(folder: Path, pids: Mapping[str, int], *, launcher: int) -> dict[str, str]:
-    """Ask by signal, wait for the files; says why where there is nothing to show.
+def dump_stacks(folder: Path, pids: Mapping[str, int], *, launcher: int) -> dict[str, str]:
+    """Request stacks by signal and read them from the files; a text explains missing ones.
 
     Args:
-        folder: where the processes write.
-        pids: by the name of the file.
-        launcher: itself and its children are ours; nothing else gets a signal.
+        folder: folder in which the processes write.
+        pids: process ids by name of the file.
+        launcher: the launcher's pid. Only it and its children are signalled.
     """
     files = {name: messages.stacks_file(folder, name) for name in pids}
-    told = {name: _unable(pid, launcher, files[name]) for name, pid in pids.items()}
-    able = [name for name, why in told.items() if not why]
+    texts = {name: _unable(pid, launcher, files[name]) for name, pid in pids.items()}
+    able = [name for name, reason in texts.items() if not reason]
     files = {name: files[name] for name in able}
     before = {name: _size(file) for name, file in files.items()}
     for name in able:
@@ -75,24 +75,25 @@ def stacks(folder: Path, pids: Mapping[str, int], *, launcher: int) -> dict[str,
             break
     for name in able:
         text = files[name].read_bytes()[before[name] :].decode(errors="replace").strip()
-        told[name] = text or f"no answer from process {pids[name]}, state {status(pids[name])}"
-    return told
+        missing = f"no response from process {pids[name]}, state {process_status(pids[name])}"
+        texts[name] = text or missing
+    return texts
 
 
 def _unable(pid: int, launcher: int, file: Path) -> str:
-    """Why a process cannot be asked; "" where it can."""
+    """Return why a process cannot be signalled; "" if it can."""
     if not file.exists():
-        return f"process {pid} has not come so far"  # the signal would end it
+        return f"process {pid} is still starting"  # the signal would end it
     try:
         process = psutil.Process(pid)
         if pid != launcher and process.ppid() != launcher:
-            return f"process {pid} is gone"
-        if process.status() in STOPPED:
-            return f"process {pid} is stopped (state T): kill -CONT {pid} lets it go on"
+            return f"process {pid} has exited"
+        if process.status() in STOPPED_STATUSES:
+            return f"process {pid} is stopped (state T): resume it with kill -CONT {pid}"
         if process.status() == psutil.STATUS_ZOMBIE:
-            return f"process {pid} has ended"
+            return f"process {pid} has exited"
     except psutil.NoSuchProcess:
-        return f"process {pid} is gone"
+        return f"process {pid} has exited"
     return ""
 
 

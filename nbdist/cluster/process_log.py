@@ -1,8 +1,8 @@
-"""The last output of a launcher and its ranks: a pipe, read all the time, and a bounded rest.
+"""Log of a launcher and its ranks: a pipe that is read continuously into a bounded buffer.
 
-Runs in the kernel. What is written outside of cells (by torch's own threads, by C code, by a
-process that crashes) goes to file descriptors 1 and 2, which launcher and ranks inherit. A
-file would grow without bound, and a pipe that nobody reads would stop its writers at 64 KB.
+Runs in the kernel. Output outside of cells (of torch's threads, C code, or a crashing process) goes
+to file descriptors 1 and 2, which launcher and ranks inherit. A file would grow without bound, and
+an unread pipe would block its writers after 64 KB.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ import os
 import select
 import threading
 
-LIMIT_BYTES = 2_000_000
+MAX_LOG_BYTES = 2_000_000
 _CHUNK = 1 << 16
 _CHUNKS = 64
-"""Read at once; a pipe of Linux holds no more, so that nobody waits behind a flood."""
+"""Chunks per read; a Linux pipe holds no more, so a flood does not keep the lock for long."""
 _CLOSE_S = 5.0
 
 
-class Log:
-    """Keeps the end of everything that is written to `writing`."""
+class ProcessLog:
+    """Keeps the end of the output written to `write_fd`."""
 
-    def __init__(self, *, limit: int = LIMIT_BYTES) -> None:
-        """Open the pipe and begin to read it on a thread."""
+    def __init__(self, *, limit: int = MAX_LOG_BYTES) -> None:
+        """Open the pipe and start to read it on a thread."""
         self._limit = limit
         self._kept = bytearray()
         self._lock = threading.Lock()
-        self._reading, self.writing = os.pipe()
+        self._reading, self.write_fd = os.pipe()
         self._ending, self._end = os.pipe()
         os.set_blocking(self._reading, False)
         self._thread = threading.Thread(target=self._drain, name="nbdist-log", daemon=True)
         self._thread.start()
 
-    def started(self) -> None:
-        """Let go of `writing`: only the processes that inherited it write now."""
-        os.close(self.writing)
+    def close_write_end(self) -> None:
+        """Close `write_fd` in this process; the processes that inherited it keep it open."""
+        os.close(self.write_fd)
 
-    def tail(self, max_bytes: int = LIMIT_BYTES) -> str:
-        """The end of what was written up to now, at most the limit."""
+    def tail(self, max_bytes: int = MAX_LOG_BYTES) -> str:
+        """Return the end of the output so far, limited to `max_bytes`."""
         self._take()
         with self._lock:
             last = bytes(self._kept[-min(max_bytes, self._limit) :])
         return last.decode(errors="replace")
 
     def close(self) -> None:
-        """End the thread, whoever may still write; what was kept can be read on."""
+        """End the thread even if the pipe still has writers; `tail` keeps working."""
         end, self._end = self._end, -1
         if end < 0:
             return
@@ -53,7 +53,7 @@ class Log:
             self._thread.join(_CLOSE_S)
 
     def _drain(self) -> None:
-        poll = select.poll()  # select() knows no descriptor above 1023
+        poll = select.poll()  # select() supports no descriptor above 1023
         poll.register(self._reading, select.POLLIN)
         poll.register(self._ending, select.POLLIN)
         while True:
@@ -66,7 +66,7 @@ class Log:
         os.close(self._ending)
 
     def _take(self) -> bool:
-        """Move what is in the pipe to what is kept; False when nobody can write any more."""
+        """Read available output into the buffer; return False at the end of the pipe."""
         with self._lock:
             if self._reading < 0:
                 return False

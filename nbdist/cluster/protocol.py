@@ -1,22 +1,22 @@
-"""Every message between the kernel's hub and the agents of the nodes; pure.
+"""Messages between the kernel's agent server and the agents of the nodes.
 
-One encrypted connection for each node (CurveZMQ over TCP). A message is a JSON text, then any
-number of frames of bytes that it does not look into.
+Each node has one encrypted connection (CurveZMQ over TCP). A message is a JSON text followed by any
+number of binary frames.
 
-    Hello     agent -> hub   the agent is there: its folders and versions, and what its machine has
-    Line      both ways      a line of the link between kernel and launcher, as in `wire`
-    Launch    hub -> agent   start ranks: the line, the key of their messages
-    Cut       hub -> agent   let go of the ranks' sockets
-    Frames    hub -> agent   a message of the kernel to some ranks, signed
-    Bundle    agent -> hub   what ranks have said, signed (`cluster/message_batch.py`)
-    Taken     hub -> agent   the kernel has read it
-    Stored    both ways      a request of a rank to the store of the process groups; its answer
-    States    agent -> hub   processes that are stopped or gone
-    Ask       hub -> agent   files, stacks, the log, memory: answered once, or in parts
-    Answer    agent -> hub   what was asked for, or why not
-    Beat      both ways      still there
-    End       hub -> agent   end the launcher, the ranks and the agent
-    Bye       agent -> hub   the agent ends, and why
+    AgentHello         agent -> kernel  agent started: its folders, versions and hardware
+    LauncherLine       both ways        a line of the link between kernel and launcher
+    LaunchRanks        kernel -> agent  start ranks: the launch request and the signing key
+    CloseRankSockets   kernel -> agent  close the sockets of the ranks
+    RankRequestFrames  kernel -> agent  a signed message to some ranks
+    MessageBatch       agent -> kernel  signed messages of ranks (`cluster/message_batch.py`)
+    MessageBatchAck    kernel -> agent  the kernel has read a batch
+    KeyValueRequest    both ways        a rank's request to the key-value store, and the reply
+    ProcessStates      agent -> kernel  processes that are stopped or have exited
+    AgentQuery         kernel -> agent  files, stacks, logs, memory; one or several replies
+    AgentReply         agent -> kernel  reply or error
+    Heartbeat          both ways        the sender is alive
+    StopAgent          kernel -> agent  end the launcher, the ranks and the agent
+    AgentExited        agent -> kernel  the agent ends, with the reason
 """
 
 from __future__ import annotations
@@ -26,103 +26,103 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 LEASE_S = 20.0
-"""An agent that hears nothing of the hub for so long ends everything that it has started."""
-CUT_OFF_S = 10.0
-"""A node of which the hub hears nothing for so long is lost."""
+"""Without a message from the kernel for this long, an agent ends all that it started."""
+NODE_TIMEOUT_S = 10.0
+"""Without a message from a node for this long, the node is lost."""
 CHUNK_BYTES = 1 << 20
-"""Of a file, in one message."""
-AT_ONCE = 256
-"""Messages that are read from one socket before others get their turn: a rank may flood."""
-AHEAD = 2
-"""Bundles of what ranks say that are on their way; while the kernel has not read them, what the
-ranks say next is brought together."""
-WINDOW = 16
-"""Chunks of one file that are on their way at once."""
-SHARED_S = 5.0
-"""A file that one machine has written is seen on others within this time, on a disk they share."""
-SHARE_IT = "All nodes have to see the folder: use one on a disk that they share"
+"""Size of a chunk in a file transfer."""
+MAX_MESSAGES_PER_POLL = 256
+"""Messages read from one socket in a row: a flooding rank must not block the others."""
+MAX_UNREAD_BATCHES = 2
+"""Number of unread batches in flight. Until the kernel has read one, further messages of the ranks
+are collected."""
+MAX_UNREAD_CHUNKS = 16
+"""Number of chunks of one file in flight."""
+SHARED_FOLDER_TIMEOUT_S = 5.0
+"""Time for a file written on one machine to appear on others that share the disk."""
+SHARED_FOLDER_HINT = "All nodes must see the folder: use one on a shared disk"
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """What an agent needs to find the hub and to be let in; a secret."""
+class AgentTicket:
+    """Credentials and settings with which an agent connects to the kernel. A secret."""
 
     hub: str
-    """Address: "tcp://10.0.0.1:40123"."""
+    """Address of the agent server: "tcp://10.0.0.1:40123"."""
     hub_key: str
-    """Public, in Z85."""
+    """Public key of the agent server, in Z85."""
     public: str
     secret: str
-    """This node's own pair of keys."""
+    """Secret key of this node; `public` belongs to it."""
     index: int
-    """Of the place."""
+    """Index of the node."""
     kind: Literal["cpu", "cuda"]
-    """Of the ranks."""
+    """Device type of the ranks."""
     cwd: str
     path: list[str] = field(default_factory=list)
     """The kernel's sys.path."""
     lease_s: float = LEASE_S
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the ticket as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Ticket:
-        """Read it.
+    def from_json(cls, text: str) -> AgentTicket:
+        """Rebuild from `to_json()`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: not a ticket.
         """
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
-            msg = "this is no ticket of a node"  # what it is stays unsaid: it may be a secret
+            msg = "not the connection data of a node"  # without the text, which may be a secret
             raise ValueError(msg) from None
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """The agent is there."""
+class AgentHello:
+    """The agent has started."""
 
     host: str
     pid: int
     launcher: int
-    """Its process."""
+    """Process id of the launcher."""
     run_dir: str
     bulk_dir: str
     versions: dict[str, str]
     machine: dict[str, Any]
-    """`machine.Machine.to_json()`."""
+    """``hardware.discovery.Machine.to_json()``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A line of the link."""
+class LauncherLine:
+    """A line of the link between kernel and launcher."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """Start ranks: `fields` of `wire.Launch`, in which the agent fills in its folders."""
+class LaunchRanks:
+    """Start ranks: `fields` of the launch message, in which the agent fills in its folders."""
 
     fields: dict[str, Any]
     key: str
-    """That signs the messages of the ranks."""
+    """Key that signs the messages of the ranks."""
     address: str
-    """Of this node's interface to the other nodes."""
+    """Address of this node's interface to the other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Let go of the ranks' sockets."""
+class CloseRankSockets:
+    """Close the sockets of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Frames:
+class RankRequestFrames:
     """A message to some ranks of a node."""
 
     ranks: tuple[int, ...]
@@ -131,45 +131,45 @@ class Frames:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """What ranks of a node have said."""
+class MessageBatch:
+    """Messages of a node's ranks, in the frames."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A bundle was read."""
+class MessageBatchAck:
+    """Acknowledges a batch."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A request to the store and its answer: who asks and the values are in the frames."""
+class KeyValueRequest:
+    """Request to the key-value store, or its reply. The frames hold the requester and values."""
 
     op: str
     keys: list[str] = field(default_factory=list)
     number: int = 0
-    """To add; of an answer the count."""
+    """Number to add; in a reply the result."""
     seconds: float = 0.0
-    """How long to wait."""
+    """Timeout."""
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class States:
-    """Processes of the ranks and the launcher that do not simply run, by name.
+class ProcessStates:
+    """Processes of the ranks and the launcher in an unusual state, by name.
 
-    "gone", or the status as psutil names it.
+    The state is "gone", or psutil's status.
     """
 
     states: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A request to the agent itself."""
+class AgentQuery:
+    """Request to the agent itself."""
 
     id: int
     what: str
@@ -177,40 +177,51 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Its answer, or a part of it."""
+class AgentReply:
+    """Reply to a request, or a part of it."""
 
     id: int
     value: Any = None
     error: str = ""
-    """One sentence; nothing follows."""
+    """One sentence; it is then the last reply."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """Still there."""
+class Heartbeat:
+    """Keeps the connection alive."""
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """End everything."""
+class StopAgent:
+    """End the launcher, the ranks and the agent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
+class AgentExited:
     """The agent ends."""
 
     why: str
 
 
-_OfRanks = Frames | Bundle | Taken | Stored | States
-Message = Hello | Line | Launch | Cut | _OfRanks | Ask | Answer | Beat | End | Bye
+_OfRanks = RankRequestFrames | MessageBatch | MessageBatchAck | KeyValueRequest | ProcessStates
+Message = (
+    AgentHello
+    | LauncherLine
+    | LaunchRanks
+    | CloseRankSockets
+    | _OfRanks
+    | AgentQuery
+    | AgentReply
+    | Heartbeat
+    | StopAgent
+    | AgentExited
+)
 _TYPES = {cls.__name__: cls for cls in get_args(Message)}
 
 
-def pack(message: Message, *frames: bytes) -> list[bytes]:
-    """The frames that go over the connection."""
-    return [_known_head(message) if type(message) is Frames else _head(message), *frames]
+def pack_message(message: Message, *frames: bytes) -> list[bytes]:
+    """Return the frames of a message for the connection."""
+    return [_known_head(message) if type(message) is RankRequestFrames else _head(message), *frames]
 
 
 def _head(message: Message) -> bytes:
@@ -218,20 +229,20 @@ def _head(message: Message) -> bytes:
 
 
 _known_head = functools.lru_cache(maxsize=4096)(_head)
-"""Of `Frames`: they are few, and of each a cell sends many."""
+"""Cached for ``RankRequestFrames``: few differ, and each cell sends them many times."""
 
 
-def unpack(frames: list[bytes]) -> tuple[Message, list[bytes]]:
-    """Read what `pack` made.
+def unpack_message(frames: list[bytes]) -> tuple[Message, list[bytes]]:
+    """Decode the frames of ``pack_message``.
 
     Raises:
-        ValueError: it is no message.
+        ValueError: not a message.
     """
     try:
         head = frames[0]
         message = _known_read(head) if head.startswith(_OF_FRAMES) else _read(head)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        msg = f"{frames[:1]!r:.100} is no message of a node ({type(error).__name__})"
+        msg = f"{frames[:1]!r:.100} is not a node message ({type(error).__name__})"
         raise ValueError(msg) from error
     return message, frames[1:]
 
@@ -242,10 +253,10 @@ def _read(head: bytes) -> Message:
     return message
 
 
-def _read_frames(head: bytes) -> Frames:
+def _read_frames(head: bytes) -> RankRequestFrames:
     _, fields = json.loads(head)
-    return Frames(tuple(fields.pop("ranks")), **fields)
+    return RankRequestFrames(tuple(fields.pop("ranks")), **fields)
 
 
 _known_read = functools.lru_cache(maxsize=4096)(_read_frames)
-_OF_FRAMES = b'["Frames"'
+_OF_FRAMES = b'["RankRequestFrames"'

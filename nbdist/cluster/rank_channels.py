@@ -1,8 +1,8 @@
-"""Channels to the ranks: sockets on this machine, all owned by one reader thread of the kernel.
+"""Channels to the ranks; sockets on this machine are owned by one reader thread of the kernel.
 
-ZMQ sockets belong to one thread: others hand over finished frames through a queue and a
-wake-up. Messages are signed and checked by jupyter_client; iopub is read without a
-high-water mark, because ZMQ would drop what exceeds it, unseen.
+A ZMQ socket may only be used by one thread: others pass frames through a queue and wake the reader.
+jupyter_client signs and verifies messages. The iopub sockets have no high-water mark, because ZMQ
+would silently drop messages above it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import zmq
 from jupyter_client.connect import write_connection_file
 
-from nbdist.protocol.signing import Signer
+from nbdist.protocol.signing import MessageSigner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,26 +34,26 @@ CHANNELS: dict[Channel, int] = {
     "control": zmq.DEALER,
     "iopub": zmq.SUB,
 }
-RECONNECT_MS = 5  # ZMQ's 100 ms would be most of a restart
+RECONNECT_MS = 5  # ZMQ's default of 100 ms would dominate a restart
 QUIET_POLL_MS = 500
 BUSY_POLL_MS = 40
 CLOSE_S = 5.0
-WAKE = "inproc://wake"
+WAKE_ADDRESS = "inproc://wake"
 
 
-class Reader(Protocol):
-    """Who gets what the ranks send; called on the reader thread."""
+class MessageListener(Protocol):
+    """Receives the ranks' messages, on the reader thread."""
 
-    def receive(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
-        """Take one message that these have sent."""
+    def on_message(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
+        """Handle a message that these ranks have sent."""
 
-    def idle(self) -> bool:
-        """Do what is due; True asks to be called again soon."""
+    def on_idle(self) -> bool:
+        """Run periodic work; return True to be called again soon."""
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
-    """Where a rank listens; the same text as in its connection file."""
+class RankConnection:
+    """Addresses of a rank's sockets, as in its connection file."""
 
     path: str
     """Prefix of the socket paths."""
@@ -61,20 +61,20 @@ class Connection:
     key: bytes
 
     def address(self, channel: Channel) -> str:
-        """ZMQ address of one channel."""
+        """Return the ZMQ address of a channel."""
         return f"ipc://{self.path}-{self.ports[channel]}"
 
 
 def write_connections(
     folder: Path, *, world_size: int, key: bytes, first: int = 0
-) -> list[Connection]:
+) -> list[RankConnection]:
     """Write a connection file (0600) for every rank; `jupyter console --existing` reads them.
 
     Args:
-        folder: private; the sockets will be there too.
-        world_size: how many ranks there are on this machine.
-        key: that signs their messages.
-        first: number of the first of them.
+        folder: private folder, also for the sockets.
+        world_size: number of ranks on this machine.
+        key: key that signs messages.
+        first: first of these ranks.
     """
     connections = []
     for rank in range(first, first + world_size):
@@ -84,25 +84,24 @@ def write_connections(
         )
         numbers: Mapping[str, Any] = written
         ports = {channel: int(numbers[f"{channel}_port"]) for channel in CHANNELS}
-        connections.append(Connection(path, ports, key))
+        connections.append(RankConnection(path, ports, key))
     return connections
 
 
-class Channels(ABC):
-    """Signed channels to all ranks of one start, whatever carries the frames.
+class RankChannels(ABC):
+    """Signed channels to all ranks of one start, independent of the transport.
 
     Args:
-        key: that signs.
-        reader: gets what is signed.
+        key: signing key.
+        reader: receives verified messages.
     """
 
-    def __init__(self, key: bytes, reader: Reader) -> None:
-        """Open nothing yet."""
+    def __init__(self, key: bytes, reader: MessageListener) -> None:
         self._reader = reader
-        self._signer = Signer(key=key, username="nbdist")
-        self._refusal_told = self._idle_failed = False
+        self._signer = MessageSigner(key=key, username="nbdist")
+        self._unsigned_logged = self._idle_failed = False
 
-    def send(
+    def queue_request(
         self,
         ranks: Sequence[int],
         channel: Channel,
@@ -112,7 +111,7 @@ class Channels(ABC):
         metadata: dict[str, Any] | None = None,
         message_id: str | None = None,
     ) -> None:
-        """Queue one request to some ranks, from any thread; `wake()` sends what is queued."""
+        """Queue one request to some ranks, from any thread; `wake()` sends queued requests."""
         message = self._signer.msg(kind, content or {}, metadata=metadata)
         if message_id is not None:
             message["header"]["msg_id"] = message["msg_id"] = message_id
@@ -120,47 +119,45 @@ class Channels(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Make the reader thread send what is queued and call `Reader.idle`."""
+        """Wake the reader thread to send queued requests and call the reader's `on_idle`."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the reader thread and let go of the ranks."""
+        """End the reader thread and close the channels."""
 
     @abstractmethod
     def _queue(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
         """Queue frames to some ranks."""
 
     def _idle(self) -> bool:
-        """Have done what is due; whatever fails in it, the ranks' messages are read on."""
+        """Run the reader's periodic work; log errors, so that messages are still read."""
         try:
-            busy, self._idle_failed = self._reader.idle(), False
+            busy, self._idle_failed = self._reader.on_idle(), False
         except Exception:
             busy = True
-            if not self._idle_failed:  # it would be said a hundred times a second
+            if not self._idle_failed:  # log it once, not at every poll
                 self._idle_failed = True
-                log.exception("the session could not be looked at")
+                log.exception("periodic work of the session failed")
         return busy
 
     def _take(self, ranks: Sequence[int], channel: Channel, message: Message | None) -> None:
-        """Pass on what ranks have sent, None where it is not signed; the next is read after it."""
+        """Pass a message to the reader, None for an unsigned one; log errors and continue."""
         if message is None:
-            if not self._refusal_told:
-                self._refusal_told = True
-                log.warning(
-                    "rank %d, %s: a message that is not signed was dropped", ranks[0], channel
-                )
+            if not self._unsigned_logged:
+                self._unsigned_logged = True
+                log.warning("rank %d, %s: dropped a message that is not signed", ranks[0], channel)
             return
         try:
-            self._reader.receive(ranks, channel, message)
+            self._reader.on_message(ranks, channel, message)
         except Exception:
-            # a cell can write what it likes to its own kernel's sockets
-            log.exception("rank %d, %s: a message that nobody can read", ranks[0], channel)
+            # user code can send anything to the sockets of its own kernel
+            log.exception("rank %d, %s: cannot process a message", ranks[0], channel)
 
 
-def connected(
-    context: zmq.Context[Any], connection: Connection, channel: Channel
+def connect_socket(
+    context: zmq.Context[Any], connection: RankConnection, channel: Channel
 ) -> zmq.Socket[bytes]:
-    """Connect to a rank; one that has not bound its sockets yet is reached once it does."""
+    """Connect to a rank. ZMQ retries until the rank has bound its sockets."""
     socket: zmq.Socket[bytes] = context.socket(CHANNELS[channel])
     socket.linger = 0
     socket.set_hwm(0)
@@ -171,27 +168,26 @@ def connected(
     return socket
 
 
-class Alarm:
-    """Wakes a thread that polls sockets of a context, from any other thread."""
+class PollWaker:
+    """Wakes a thread that polls ZMQ sockets, from any other thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Make both ends."""
         self.socket = context.socket(zmq.PAIR)
-        """To be polled."""
-        self.socket.bind(WAKE)
+        """Socket to poll."""
+        self.socket.bind(WAKE_ADDRESS)
         self._ringing = context.socket(zmq.PAIR)
-        self._ringing.connect(WAKE)
+        self._ringing.connect(WAKE_ADDRESS)
         self._lock = threading.Lock()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the thread."""
         with self._lock, contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):
-            # suppressed: that thread is closing its sockets and needs no waking
+            # the other thread is closing its sockets and need not be woken
             self._ringing.send(b"", zmq.DONTWAIT)
 
-    def silence(self) -> None:
-        """Forget how often it was rung; on the thread that was woken."""
-        with contextlib.suppress(zmq.Again):  # the queue of wake-ups is empty: wanted
+    def clear(self) -> None:
+        """Clear pending wake-ups, on the polling thread."""
+        with contextlib.suppress(zmq.Again):  # no more wake-ups
             while True:
                 self.socket.recv(zmq.DONTWAIT)
 
@@ -201,20 +197,20 @@ class Alarm:
         self._ringing.close(0)
 
 
-class Sockets(Channels):
+class LocalRankChannels(RankChannels):
     """Channels to ranks on this machine."""
 
-    def __init__(self, connections: list[Connection], reader: Reader) -> None:
-        """Connect; ranks that have not bound their sockets yet are reached once they do."""
+    def __init__(self, connections: list[RankConnection], reader: MessageListener) -> None:
+        """Connect. ZMQ retries until the ranks have bound their sockets."""
         super().__init__(connections[0].key, reader)
         self._context = zmq.Context()
         self._outbox: deque[tuple[int, Channel, list[bytes]]] = deque()
         self._sockets = {
-            (rank, channel): connected(self._context, connection, channel)
+            (rank, channel): connect_socket(self._context, connection, channel)
             for rank, connection in enumerate(connections)
             for channel in CHANNELS
         }
-        self._alarm = Alarm(self._context)
+        self._alarm = PollWaker(self._context)
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
@@ -223,11 +219,11 @@ class Sockets(Channels):
         self._outbox.extend((rank, channel, frames) for rank in ranks)
 
     def wake(self) -> None:
-        """Make the reader thread send what is queued and call `Reader.idle`."""
-        self._alarm.ring()
+        """Wake the reader thread to send queued requests and call the reader's `on_idle`."""
+        self._alarm.wake()
 
     def close(self) -> None:
-        """End the reader thread and close every socket."""
+        """End the reader thread and close all sockets."""
         self._closing = True
         self.wake()
         if threading.current_thread() is not self._thread:
@@ -242,7 +238,7 @@ class Sockets(Channels):
         while not self._closing:
             ready = dict(poller.poll(timeout))
             if self._alarm.socket in ready:
-                self._alarm.silence()
+                self._alarm.clear()
             self._send_queued()
             for socket in ready.keys() & places.keys():
                 self._read(socket, *places[socket])
@@ -260,7 +256,7 @@ class Sockets(Channels):
             self._sockets[rank, channel].send_multipart(frames)
 
     def _read(self, socket: zmq.Socket[bytes], rank: int, channel: Channel) -> None:
-        with contextlib.suppress(zmq.Again):  # nothing more to read: wanted
+        with contextlib.suppress(zmq.Again):  # nothing more to read
             while True:
                 frames = socket.recv_multipart(zmq.DONTWAIT)
-                self._take((rank,), channel, self._signer.opened(frames))
+                self._take((rank,), channel, self._signer.verify_message(frames))

@@ -1,7 +1,7 @@
-"""How the ranks of a session are spread over the nodes of a cluster: arithmetic; pure.
+"""Distributes the ranks of a session over the nodes of a cluster.
 
-Every node gets the same number of ranks. What is not said is chosen so that as few nodes as
-possible hold all ranks.
+Every node gets the same number of ranks. Unspecified numbers are chosen so that the ranks use as
+few nodes as possible.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from nbdist.errors import OptionError, StartError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.cluster.allocation import Kind, Wanted
+    from nbdist.cluster.allocation import AllocationRequest, DeviceType
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """So many nodes with so many ranks each."""
+class RankDistribution:
+    """Number of nodes and of ranks on each."""
 
-    kind: Kind
-    nodes: int
-    each: int
+    kind: DeviceType
+    num_nodes: int
+    ranks_per_node: int
 
     @property
     def nproc(self) -> int:
-        """Ranks over all nodes."""
-        return self.nodes * self.each
+        """Total number of ranks."""
+        return self.num_nodes * self.ranks_per_node
 
     def describe(self) -> str:
-        """In words: "2 nodes x 4 GPUs", "1 node x 2 CPU ranks"."""
-        what = "GPU" if self.kind == "cuda" else "CPU rank"
-        return f"{counted(self.nodes, 'node')} x {counted(self.each, what)}"
+        """Return a short summary: "2 nodes x 4 GPUs", "1 node x 2 CPU ranks"."""
+        unit = "GPU" if self.kind == "cuda" else "CPU rank"
+        return f"{format_count(self.num_nodes, 'node')} x {format_count(self.ranks_per_node, unit)}"
 
 
-def counted(number: int, what: str) -> str:
-    """A number and a noun: "1 node", "2 nodes"."""
+def format_count(number: int, what: str) -> str:
+    """Return a number with its noun: "1 node", "2 nodes"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def filled(wanted: Wanted) -> tuple[int | None, int | None]:
-    """Nodes and ranks on each, as far as the user's words say them.
+def requested_counts(wanted: AllocationRequest) -> tuple[int | None, int | None]:
+    """Return the number of nodes and of ranks on each, as far as the options specify them.
 
     Raises:
-        OptionError: they contradict one another.
+        OptionError: contradictory options.
     """
     nproc, nodes = wanted.nproc, wanted.nodes
     each = wanted.gpus_per_node if wanted.kind == "cuda" else None
@@ -56,13 +56,13 @@ def filled(wanted: Wanted) -> tuple[int | None, int | None]:
     if nproc is not None and nproc != nodes * each:
         raise OptionError(
             f"-n {nproc} contradicts --nodes {nodes} --gpus-per-node {each}, which are"
-            f" {nodes * each} ranks; leave one of the three out."
+            f" {nodes * each} ranks. Leave one of the three out."
         )
     return nodes, each
 
 
 def _whole(nproc: int | None, parts: int | None, option: str) -> int | None:
-    """One part of the ranks."""
+    """Divide the ranks evenly; raise if that is not possible."""
     if nproc is None or parts is None:
         return None
     if nproc % parts:
@@ -70,34 +70,38 @@ def _whole(nproc: int | None, parts: int | None, option: str) -> int | None:
         use = " or ".join(f"-n {n}" for n in near)
         raise OptionError(
             f"-n {nproc} cannot be spread evenly with {option}: every node gets the same number"
-            f" of ranks; use {use}."
+            f" of ranks. Use {use}."
         )
     return nproc // parts
 
 
-def fitted(wanted: Wanted, there: Mapping[str, int], cluster: str) -> Spread:
-    """Spread over nodes that hold so many ranks each at most.
+def fit_to_nodes(
+    wanted: AllocationRequest, available: Mapping[str, int], cluster: str
+) -> RankDistribution:
+    """Distribute ranks over nodes with limited numbers of devices.
 
     Args:
-        wanted: what the user said.
-        there: GPUs of each node by its name, or CPUs for CPU ranks.
-        cluster: its name in messages: "The Ray cluster at 10.0.0.1".
+        wanted: the requested numbers.
+        available: number of GPUs, or of CPUs for CPU ranks, by name of the node.
+        cluster: name of the cluster in messages: "The Ray cluster at 10.0.0.1".
 
     Raises:
-        OptionError: contradictions.
-        StartError: there is not enough; says what there is, and what would be granted.
+        OptionError: contradictory options.
+        StartError: not enough devices; the message names what exists and what would fit.
     """
-    nodes, each = filled(wanted)
-    sizes = sorted((size for size in there.values() if size > 0), reverse=True)
+    nodes, each = requested_counts(wanted)
+    sizes = sorted((size for size in available.values() if size > 0), reverse=True)
     spread = _spread(wanted, nodes, each, sizes)
     if spread is None:
-        raise StartError(_too_few(wanted, nodes, each, there, cluster))
+        raise StartError(_too_few(wanted, nodes, each, available, cluster))
     return spread
 
 
-def _spread(wanted: Wanted, nodes: int | None, each: int | None, sizes: list[int]) -> Spread | None:
-    """The first that fits; `sizes` are in falling order."""
-    default = None if wanted.kind == "cuda" else 1  # of ranks on a node: all GPUs, one CPU rank
+def _spread(
+    wanted: AllocationRequest, nodes: int | None, each: int | None, sizes: list[int]
+) -> RankDistribution | None:
+    """Return the first distribution that fits; `sizes` are in descending order."""
+    default = None if wanted.kind == "cuda" else 1  # ranks per node: all GPUs, one CPU rank
     for count in [nodes] if nodes is not None else range(1, len(sizes) + 1):
         if count > len(sizes):
             break
@@ -107,46 +111,46 @@ def _spread(wanted: Wanted, nodes: int | None, each: int | None, sizes: list[int
                 continue
             ranks = wanted.nproc // count
         elif wanted.nproc is None and nodes is None and _more_fit(count, each, sizes):
-            continue  # nothing limits the number of nodes: all that can take part do
+            continue  # the number of nodes is free: use all that fit
         ranks = ranks or default or least
         if ranks <= least and (wanted.nproc in {None, ranks * count}):
-            return Spread(wanted.kind, count, ranks)
+            return RankDistribution(wanted.kind, count, ranks)
     return None
 
 
 def _more_fit(count: int, each: int | None, sizes: list[int]) -> bool:
-    """Whether one more node could take part."""
+    """Return True if one more node has enough devices."""
     return count < len(sizes) and sizes[count] >= (each or 1)
 
 
 def _too_few(
-    wanted: Wanted,
+    wanted: AllocationRequest,
     nodes: int | None,
     each: int | None,
-    there: Mapping[str, int],
+    available: Mapping[str, int],
     cluster: str,
 ) -> str:
     unit = "GPU" if wanted.kind == "cuda" else "CPU"
-    asked = counted(wanted.nproc, "rank") if wanted.nproc else "ranks"
+    request = format_count(wanted.nproc, "rank") if wanted.nproc else "ranks"
     if nodes is not None:
-        asked += f" on {counted(nodes, 'node')}"
+        request += f" on {format_count(nodes, 'node')}"
     if each is not None:
-        asked += f" with {counted(each, unit)} each"
-    listed = ", ".join(f"{size} on {name}" for name, size in there.items() if size) or "none"
-    has = f"{cluster} has {counted(sum(there.values()), unit)} ({listed})"
-    return f"{has}, not enough for {asked}; {_granted(wanted.kind, there)}."
+        request += f" with {format_count(each, unit)} each"
+    listed = ", ".join(f"{size} on {name}" for name, size in available.items() if size) or "none"
+    has = f"{cluster} has {format_count(sum(available.values()), unit)} ({listed})"
+    return f"{has}, not enough for {request}. {_granted(wanted.kind, available)}."
 
 
-def _granted(kind: Kind, there: Mapping[str, int]) -> str:
-    """What would be given instead: the most ranks that can be spread evenly."""
-    sizes = sorted(there.values(), reverse=True)
+def _granted(kind: DeviceType, available: Mapping[str, int]) -> str:
+    """Return a hint with the largest number of ranks that can be spread evenly."""
+    sizes = sorted(available.values(), reverse=True)
     best = max(range(1, len(sizes) + 1), key=lambda n: n * sizes[n - 1], default=0)
     if not best or not sizes[best - 1]:
         return (
-            "ask for less, or use --on local"
+            "Request fewer, or use --on local"
             if kind == "cpu"
-            else "use --gpus-per-node 0 for CPU ranks"
+            else "Use --gpus-per-node 0 for CPU ranks"
         )
     each = sizes[best - 1]
     words = f"--gpus-per-node {each}" if kind == "cuda" else f"-n {best * each}"
-    return f"use --nodes {best} {words} or less"
+    return f"Use --nodes {best} {words} or less"

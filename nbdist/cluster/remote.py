@@ -1,57 +1,58 @@
-"""The engine for several machines: a cluster gives nodes, agents on them start the ranks.
+"""Launcher provider for several machines: a cluster provides nodes, agents start the ranks.
 
-Runs in the kernel; called by `session.worker_group`.
+Runs in the kernel.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.cluster.allocation import Wanted
-from nbdist.cluster.node_group import Nodes
+from nbdist.cluster.allocation import AllocationRequest
+from nbdist.cluster.node_group import NodeGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from nbdist.cluster.allocation import Cluster, Kind
+    from nbdist.cluster.allocation import Cluster, DeviceType
 
 
-class RemoteEngine:
-    """Gives the nodes of a cluster.
+class ClusterLauncherProvider:
+    """Provides launchers on the nodes of a cluster.
 
     Args:
-        cluster: Ray, Slurm.
-        nodes: how many. Default: the cluster decides.
-        gpus_per_node: GPUs of each, one for each rank.
+        cluster: Ray or Slurm.
+        nodes: number of nodes. Default: the cluster decides.
+        gpus_per_node: GPUs on each node, one per rank.
     """
 
-    memory_events: Path | None = None
-    """The OOM killer's counter of this machine says nothing of the nodes."""
+    memory_events_file: Path | None = None
+    """None: this machine's OOM counter does not cover the nodes."""
 
     def __init__(
         self, cluster: Cluster, *, nodes: int | None = None, gpus_per_node: int | None = None
     ) -> None:
-        """Ask for nothing yet."""
         self.cluster = cluster
         self._nodes, self._gpus_per_node = nodes, gpus_per_node
 
-    def check(self, world_size: int) -> None:
-        """Nothing grows here with the number of ranks: each agent looks at its own machine."""
+    def check_limits(self, world_size: int) -> None:
+        """Do nothing: each agent checks its own machine."""
 
-    def warm_up(self, kind: Kind) -> None:
-        """Reserve nothing ahead of need."""
+    def warm_up(self, kind: DeviceType) -> None:
+        """Do nothing: no nodes are reserved in advance."""
 
-    def take(self, kind: Kind, world_size: int, progress: Callable[[str], None]) -> Nodes:
-        """Get nodes with an agent on each; the caller closes them.
+    def acquire_launchers(
+        self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
+    ) -> NodeGroup:
+        """Reserve nodes and start an agent on each; the caller closes them.
 
         Raises:
-            StartError: there are none; nothing stays reserved.
+            StartError: no nodes available; nothing stays reserved.
         """
-        made = Nodes(self.cluster, kind)
+        group = NodeGroup(self.cluster, kind)
         try:
-            made.start(
-                Wanted(
+            group.start(
+                AllocationRequest(
                     kind=kind,
                     nproc=world_size,
                     nodes=self._nodes,
@@ -60,9 +61,9 @@ class RemoteEngine:
                 progress,
             )
         except BaseException:
-            made.close()
+            group.close()
             raise
-        return made
+        return group
 
     def close(self) -> None:
-        """Nothing waits here for a session."""
+        """Do nothing: there are no unused launchers."""

@@ -1,8 +1,8 @@
-"""Private folders of one launcher: sockets, connection files, bulk values.
+"""Private folders of one launcher, for sockets, connection files and payload files.
 
-Made by the kernel (0700) and signed with its identity, removed by whoever sees the end: the
-kernel when the launcher is closed, the launcher when the kernel is gone, the next start of
-any kernel when both were killed (`leftovers`).
+Created by the kernel (0700) with a file that names their owner. Removed by the kernel when it
+closes the launcher, by the launcher when the kernel has ended, or by the next start of any kernel
+when both were killed (`orphan_cleanup`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nbdist.errors import StartError
 from nbdist.hardware import process_identity, shm_cleanup
 
 PREFIX = f"nbdist-{os.getpid()}-"
-"""Names the kernel, so that what a killed one left behind can be told from what is in use."""
-MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux without the closing zero
-ROOM_FOR_NAMES = 45  # "/nbdist-<pid>-XXXXXXXX/<generation>/r<rank>-<port>" with room to spare
-MIN_BULK_BYTES = 512 * 2**20  # containers often give /dev/shm 64 MB: not worth using
-SHARED_MEMORY = shm_cleanup.FOLDER
+"""Contains the kernel's pid, so that folders of a killed kernel can be recognised."""
+MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux without the terminating zero
+MAX_FILE_NAME_CHARS = 45  # "/nbdist-<pid>-XXXXXXXX/<generation>/r<rank>-<port>" with room to spare
+MIN_PAYLOAD_BYTES = 512 * 2**20  # containers often give /dev/shm 64 MB: not worth using
+SHARED_MEMORY = shm_cleanup.SHM_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +31,25 @@ class RunDir:
     """The two private folders of a launcher."""
 
     path: Path
-    """Sockets and connection files; short enough for Unix sockets."""
-    bulk: Path
-    """Payload files; in shared memory where there is room."""
+    """Folder for sockets and connection files; short enough for Unix sockets."""
+    payload_dir: Path
+    """Folder for payload files; in shared memory if that is large enough."""
 
     @classmethod
     def create(cls) -> RunDir:
-        """Make both folders, mode 0700.
+        """Create both folders, mode 0700.
 
         Raises:
             StartError: no writable folder with a path short enough for a socket.
         """
         path = _make_private(_socket_folders(), "sockets", max_bytes=MAX_SOCKET_PATH)
-        bulk = _make_private(_bulk_folders(), "bulk values")
-        # the temp folder of the next start may be another
-        process_identity.note_elsewhere(bulk, path)
+        bulk = _make_private(_bulk_folders(), "payload files")
+        # the next kernel may use another temp folder
+        process_identity.record_linked_folder(bulk, path)
         return cls(path, bulk)
 
-    def generation(self, number: int) -> Path:
-        """Make and return the folder of one start of the ranks; those of earlier starts go."""
+    def make_start_folder(self, number: int) -> Path:
+        """Create the folder of a new start of the ranks; remove those of earlier starts."""
         for earlier in self.path.iterdir():
             if earlier.name.isdigit():
                 shutil.rmtree(earlier, ignore_errors=True)
@@ -58,23 +58,23 @@ class RunDir:
         return folder
 
     def remove(self) -> None:
-        """Delete both folders; a second call finds nothing to do."""
-        shm_cleanup.remove_left(self.path)
-        for folder in (self.path, self.bulk):
-            process_identity.remove(folder)
+        """Delete both folders. A second call does nothing."""
+        shm_cleanup.remove_orphaned_files(self.path)
+        for folder in (self.path, self.payload_dir):
+            process_identity.remove_folder(folder)
 
 
-def private_folders() -> list[Path]:
-    """Make an empty folder (0700) wherever bulk values may lie, best first; the caller's to remove.
+def make_private_folders() -> list[Path]:
+    """Create empty folders (0700) for payload files, preferred first; the caller removes them.
 
     Raises:
-        StartError: no folder can be made.
+        StartError: no folder can be created.
     """
-    return [_make_private([folder], "bulk values") for folder in _bulk_folders()]
+    return [_make_private([folder], "payload files") for folder in _bulk_folders()]
 
 
-def roots() -> list[Path]:
-    """Every folder in which private folders may lie."""
+def private_folder_roots() -> list[Path]:
+    """Return every folder that may contain private folders."""
     runtime = Path(f"/run/user/{os.getuid()}")
     return [*dict.fromkeys([*_socket_folders(), runtime, SHARED_MEMORY])]
 
@@ -85,15 +85,15 @@ def _socket_folders() -> list[Path]:
 
 
 def _bulk_folders() -> list[Path]:
-    room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= MIN_BULK_BYTES
+    room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= MIN_PAYLOAD_BYTES
     return [*([SHARED_MEMORY] if room else []), Path(tempfile.gettempdir())]
 
 
 def _make_private(folders: list[Path], purpose: str, *, max_bytes: int | None = None) -> Path:
     reasons = []
-    # one where others may rename what is ours only for want of a better: containers have such
-    for folder in sorted(folders, key=lambda folder: bool(danger(folder))):
-        if max_bytes and len(os.fsencode(folder)) + ROOM_FOR_NAMES > max_bytes:
+    # use a folder in which others can rename files only if there is no other, as in some containers
+    for folder in sorted(folders, key=lambda folder: bool(unsafe_folder_reason(folder))):
+        if max_bytes and len(os.fsencode(folder)) + MAX_FILE_NAME_CHARS > max_bytes:
             reasons.append(f"{folder}: too long for a Unix socket ({max_bytes} bytes)")
             continue
         try:
@@ -108,30 +108,30 @@ def _make_private(folders: list[Path], purpose: str, *, max_bytes: int | None = 
 
 
 def _made_in(folder: Path) -> Path:
-    """Make and sign a private folder; nothing of it stays where that fails."""
-    made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))  # mkdtemp makes it 0700
+    """Create a private folder with its owner file; remove it if that fails."""
+    made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))  # mkdtemp uses mode 0700
     try:
-        process_identity.Owner.me().write(made)
+        process_identity.ProcessIdentity.current_process().write_owner_file(made)
     except OSError:
         shutil.rmtree(made, ignore_errors=True)
         raise
     if process_identity.is_private(made):
         return made
     shutil.rmtree(made, ignore_errors=True)
-    raise OSError(errno.EPERM, "its file system lets others into what is ours")
+    raise OSError(errno.EPERM, "its file system does not keep folders private")
 
 
-def danger(folder: Path) -> str:
-    """Why a private folder would not be safe here; empty where it is.
+def unsafe_folder_reason(folder: Path) -> str:
+    """Return why private folders would be unsafe in this folder; "" if they are safe.
 
-    Whoever may rename what lies in a folder could put one of their own in the place of ours.
+    Users that can rename entries of the folder could replace a private folder.
     """
     try:
         status = folder.stat()
     except OSError as error:
-        return error.strerror or "it cannot be looked at"
+        return error.strerror or "it cannot be read"
     if status.st_uid not in {0, os.getuid()}:
         return f"it belongs to another user (uid {status.st_uid})"
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        return "other users may rename what lies in it (it has no sticky bit)"
+        return "other users can rename files in it (it has no sticky bit)"
     return ""

@@ -1,7 +1,6 @@
-"""What Slurm says of its nodes, and whether those that a session had still answer.
+"""Queries Slurm for its nodes, and checks whether a session's previous nodes are reachable.
 
-Runs in the notebook's kernel, used by `cluster.slurm` alone. Slurm itself sees after minutes
-(SlurmdTimeout) that a node is gone.
+Slurm itself needs minutes (SlurmdTimeout) to notice a lost node.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import subprocess
 
 COMMAND_S = 10.0
 ANSWER_S = 2.0
-"""For a node to take a connection."""
+"""Timeout of a connection to a node."""
 _UNUSABLE = re.compile(r"down|drain|fail|error|unk|future|inval|maint|.*\*$")
-"""States of nodes that take no jobs; with a star: Slurm hears nothing of it."""
+"""States of nodes that take no jobs; a star marks a node that does not respond to Slurm."""
 _PLACE = re.compile(r"NodeAddr=(\S+) .*\bPort=(\d+)")
 
 
-def run(*command: str) -> str:
-    """What a command of Slurm answers; "" where it fails: then nothing is known."""
+def run_slurm_command(*command: str) -> str:
+    """Return the output of a Slurm command; "" if it fails."""
     try:
         done = subprocess.run(  # noqa: S603 - Slurm's own commands
             command, capture_output=True, text=True, timeout=COMMAND_S, check=False
@@ -29,17 +28,21 @@ def run(*command: str) -> str:
     return done.stdout.strip()
 
 
-def usable(*, job: str, partition: str) -> set[str]:
-    """Names of the nodes that a job has, or without a job those of a partition that take jobs.
+def usable_nodes(*, job: str, partition: str) -> set[str]:
+    """Return the names of a job's nodes, or of a partition's nodes that accept jobs.
 
     Args:
-        job: its number, or "".
-        partition: its name; "": the default one.
+        job: job number, or "".
+        partition: name of the partition; "": the default one.
     """
     if job:
-        listed = run("squeue", "--noheader", "--jobs", job, "--format", "%N")
-        return set(run("scontrol", "show", "hostnames", listed).split()) if listed else set()
-    lines = run("sinfo", "--noheader", "--Node", "--format", "%N %P %T").splitlines()
+        listed = run_slurm_command("squeue", "--noheader", "--jobs", job, "--format", "%N")
+        return (
+            set(run_slurm_command("scontrol", "show", "hostnames", listed).split())
+            if listed
+            else set()
+        )
+    lines = run_slurm_command("sinfo", "--noheader", "--Node", "--format", "%N %P %T").splitlines()
     return {
         name
         for name, own, state in (line.split() for line in lines)
@@ -48,9 +51,9 @@ def usable(*, job: str, partition: str) -> set[str]:
     }
 
 
-def answers(name: str) -> bool:
-    """Whether a node's slurmd takes a connection; True where Slurm does not say where it is."""
-    place = _PLACE.search(run("scontrol", "show", "node", name, "--oneliner"))
+def is_reachable(name: str) -> bool:
+    """Return True if a node's slurmd accepts a connection, or its address is unknown."""
+    place = _PLACE.search(run_slurm_command("scontrol", "show", "node", name, "--oneliner"))
     if place is None:
         return True
     try:

@@ -1,1 +1,1 @@
-"""Plans, profiles and the panel as text and HTML, and the units of their figures."""
+"""Text and HTML views of plans, profiles and the panel, and the formatting of their numbers."""

@@ -1,8 +1,8 @@
-"""The picture as HTML without script: where no widget can be, and in a notebook that was saved.
+"""The panel as static HTML, for front ends without widgets and for saved notebooks.
 
-Inline styles alone: front ends remove `<style>`, `<svg>` and `<script>` from notebooks that are
-not trusted; they keep tables, `<details>` and images. Colours stand on light and dark alike.
-Everything of the user's is escaped.
+Uses inline styles only: front ends strip `<style>`, `<svg>` and `<script>` from untrusted
+notebooks, but keep tables, `<details>` and images. The colours work on light and dark themes.
+All user text is escaped.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from nbdist.panel.protocol import (
         CheckpointView,
         DeviceView,
-        MarkView,
+        EventMarkView,
+        MemoryPart,
         NodeView,
-        Part,
-        Picture,
+        PanelState,
         RankView,
         StrategyRow,
     )
@@ -48,10 +48,10 @@ COLORS = {
     "other": "#6b7280",
 }
 """Part of the memory -> colour of its bar, as in widgets/src/parts.ts."""
-LINE = "#2b6fb3"
-GREY = "#7c8694"
-ODD = "#c2410c"
-"""Of the signs for values that are no numbers."""
+CURVE_COLOR = "#2b6fb3"
+MUTED_COLOR = "#7c8694"
+NON_FINITE_COLOR = "#c2410c"
+"""Colour of the symbols for non-finite values."""
 MAX_CURVES = 8
 WIDTH, HEIGHT = 460, 130
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 8, 8, 18
@@ -66,23 +66,23 @@ _TRACK = (
 )
 
 
-def page(picture: Picture, curves: Mapping[str, Points]) -> str:
-    """The whole page.
+def render_page(state: PanelState, curves: Mapping[str, Points]) -> str:
+    """Return the whole page.
 
     Args:
-        picture: what is shown.
-        curves: thinned points by name.
+        state: the panel state.
+        curves: downsampled points by name.
     """
     now = time.time()
     parts = (
-        _head(picture, now),
-        _section("Memory", _devices(picture["devices"], picture["nodes"])),
-        _section("Strategies", _strategies(picture)),
-        _section("Profile", panel_profile_html.body(picture["profile"])),
-        _section("Curves", _curves(curves, picture["marks"])),
-        _section("Ranks", _ranks(picture["ranks"])),
-        _section("Checkpoints", _checkpoints(picture["checkpoints"], now)),
-        _section("Marks", _marks(picture["marks"])),
+        _head(state, now),
+        _section("Memory", _devices(state["devices"], state["nodes"])),
+        _section("Strategies", _strategies(state)),
+        _section("Profile", panel_profile_html.render_profile(state["profile"])),
+        _section("Curves", _curves(curves, state["marks"])),
+        _section("Ranks", _ranks(state["ranks"])),
+        _section("Checkpoints", _checkpoints(state["checkpoints"], now)),
+        _section("Marks", _marks(state["marks"])),
     )
     style = "font-size:13px;line-height:1.4;max-width:960px"
     return f"<div style='{style}'>{''.join(parts)}</div>"
@@ -97,27 +97,34 @@ def _section(title: str, body: str) -> str:
 # ---------------------------------------------------------------------------- header
 
 
-def _head(picture: Picture, now: float) -> str:
-    head = picture["header"]
+def _head(state: PanelState, now: float) -> str:
+    head = state["header"]
     strategy = ", ".join(filter(None, (head["backend"], head["options"])))
     offload = "" if head["offload"] == "none" else f", offload {head['offload']}"
-    line = f"{strategy}{offload}, {panel_units.precision(head['precision'])}"
-    since = "" if head["since"] is None else f" since {panel_units.clock(now - head['since'])}"
+    line = f"{strategy}{offload}, {panel_units.precision_label(head['precision'])}"
+    since = (
+        "" if head["since"] is None else f" since {panel_units.format_clock(now - head['since'])}"
+    )
     age = (
         ""
         if head["started"] is None
-        else f", session {panel_units.clock(now - head['started'])} old"
+        else f", session {panel_units.format_clock(now - head['started'])} old"
     )
+    note = panel_units.snapshot_note(now, head["version"])
     lines = [
         f"<div><b>{escape(line)}</b> on {escape(head['place'])}</div>",
         f"<div>{escape(head['words'] + since + age)}</div>",
-        f"<div style='color:{GREY}'>{escape(panel_units.as_of(now, head['version']))}</div>",
+        f"<div style='color:{MUTED_COLOR}'>{escape(note)}</div>",
     ]
-    if (progress := picture["progress"]) is not None:
-        share = f", {panel_units.share(progress['share'])}" if progress["share"] is not None else ""
+    if (progress := state["progress"]) is not None:
+        share = (
+            f", {panel_units.format_percent(progress['share'])}"
+            if progress["share"] is not None
+            else ""
+        )
         lines.append(f"<div>{escape(progress['text'] + share)}</div>")
-    lines += [f"<div>waits: {escape(one['text'])}</div>" for one in picture["queue"]]
-    if (notice := picture["notice"]) is not None:
+    lines += [f"<div>queued: {escape(command['text'])}</div>" for command in state["queue"]]
+    if (notice := state["notice"]) is not None:
         mark = "Error: " if notice["kind"] == "error" else ""
         text = escape(mark + notice["text"]).replace("\n", "<br>")
         lines.append(f"<div>{text}</div>")
@@ -133,22 +140,22 @@ def _devices(devices: Sequence[DeviceView], nodes: Sequence[NodeView]) -> str:
     headings = {node["name"]: _node(node) for node in nodes}
     rows = _grouped(devices, headings, _device)
     head = _row(
-        ["device", "predicted, and what is used", "used", "peak", "predicted", "of", "now"],
+        ["device", "predicted and used memory", "used", "peak", "predicted", "of", "now"],
         tag="th",
     )
     key = _key(
-        [one["predicted"] for one in devices],
-        used=any(one["used_bytes"] for one in devices),
-        peak=any(one["peak_bytes"] for one in devices),
-        others=any(one["others_bytes"] for one in devices),
+        [device["predicted"] for device in devices],
+        used=any(device["used_bytes"] for device in devices),
+        peak=any(device["peak_bytes"] for device in devices),
+        others=any(device["others_bytes"] for device in devices),
     )
     return f"{_table(head + rows)}{key}"
 
 
 def _node(node: NodeView) -> str:
-    """A heading for the rows of a node."""
-    words_of = f"{node['words']} · {panel_units.host_memory(node)}"
-    return _heading(f"<b>{escape(node['name'])}</b> · {escape(words_of)}")
+    """Heading row of a node."""
+    text = f"{node['words']} · {panel_units.host_memory_text(node)}"
+    return _heading(f"<b>{escape(node['name'])}</b> · {escape(text)}")
 
 
 def _device(device: DeviceView) -> str:
@@ -164,42 +171,42 @@ def _device(device: DeviceView) -> str:
         _bar(
             device["predicted"],
             top,
-            label=_spoken(device),
+            label=_device_label(device),
             used=device["used_bytes"],
             others=device["others_bytes"],
             peak=device["peak_bytes"],
         ),
-        panel_units.size(device["used_bytes"]),
-        panel_units.size(device["peak_bytes"]),
-        panel_units.size(device["predicted_bytes"]),
-        panel_units.size(device["capacity_bytes"]),
-        escape(panel_units.doing(device)),
+        panel_units.format_bytes(device["used_bytes"]),
+        panel_units.format_bytes(device["peak_bytes"]),
+        panel_units.format_bytes(device["predicted_bytes"]),
+        panel_units.format_bytes(device["capacity_bytes"]),
+        escape(panel_units.device_activity_text(device)),
     ]
     below = "".join(
         f"<tr><td colspan='7' style='{_CELL}'>{escape(note)}</td></tr>"
-        for note in panel_units.notes(device)
+        for note in panel_units.device_notes(device)
     )
     return _row(cells) + below
 
 
 def _device_name(device: DeviceView) -> str:
-    """Its name, and whose it is where the name does not say so."""
+    """Name of a device, and its ranks unless the name contains them."""
     ranks = f"rank {', '.join(map(str, device['ranks']))}"
-    whose = "" if device["name"].endswith(ranks) else f" ({ranks})"
-    return f"<div style='white-space:nowrap'>{escape(device['name'] + whose)}</div>"
+    suffix = "" if device["name"].endswith(ranks) else f" ({ranks})"
+    return f"<div style='white-space:nowrap'>{escape(device['name'] + suffix)}</div>"
 
 
-def _spoken(device: DeviceView) -> str:
-    """The bar in words."""
+def _device_label(device: DeviceView) -> str:
+    """Description of a bar for screen readers."""
     return (
-        f"{device['name']}: {panel_units.size(device['used_bytes'])} used, predicted"
-        f" {panel_units.size(device['predicted_bytes'])}, of"
-        f" {panel_units.size(device['capacity_bytes'])}"
+        f"{device['name']}: {panel_units.format_bytes(device['used_bytes'])} used, predicted"
+        f" {panel_units.format_bytes(device['predicted_bytes'])}, of"
+        f" {panel_units.format_bytes(device['capacity_bytes'])}"
     )
 
 
 def _bar(
-    parts: Sequence[Part],
+    parts: Sequence[MemoryPart],
     top: int,
     *,
     label: str,
@@ -208,16 +215,16 @@ def _bar(
     peak: int | None = None,
     limit: int | None = None,
 ) -> str:
-    """Parts side by side; what is used is a line over them, peak and limit are marks."""
+    """A stacked bar with an overlay for the used memory and ticks for peak and limit."""
 
     def percent(count: float) -> str:
         return f"{min(100.0, 100 * count / top):.2f}%"
 
     pieces = "".join(
-        f"<div title='{escape(one['part'])} {panel_units.size(one['bytes'])}' style='float:left;"
-        f"height:100%;width:{percent(one['bytes'])};background:{COLORS.get(one['part'], GREY)}'>"
-        "</div>"
-        for one in parts
+        f"<div title='{escape(part['part'])} {panel_units.format_bytes(part['bytes'])}'"
+        f" style='float:left;height:100%;width:{percent(part['bytes'])};"
+        f"background:{COLORS.get(part['part'], MUTED_COLOR)}'></div>"
+        for part in parts
     )
     if used:
         pieces += (
@@ -227,12 +234,12 @@ def _bar(
     if others:
         pieces += (
             f"<div style='position:absolute;right:0;top:0;height:100%;width:{percent(others)};"
-            f"background:{GREY};opacity:.6'></div>"
+            f"background:{MUTED_COLOR};opacity:.6'></div>"
         )
-    for at in (peak, limit):
-        if at:
+    for position in (peak, limit):
+        if position:
             pieces += (
-                f"<div style='position:absolute;left:{percent(at)};margin-left:-2px;top:0;"
+                f"<div style='position:absolute;left:{percent(position)};margin-left:-2px;top:0;"
                 "height:100%;width:2px;background:currentColor'></div>"
             )
     return f"<div role='img' aria-label='{escape(label)}' style='{_TRACK}'>{pieces}</div>"
@@ -241,25 +248,25 @@ def _bar(
 _MARKS = {
     "used": ("width:10px;height:5px;background:currentColor", "in use"),
     "peak": ("width:2px;height:10px;background:currentColor", "peak"),
-    "others": (f"width:10px;height:10px;background:{GREY};opacity:.6", "other processes"),
+    "others": (f"width:10px;height:10px;background:{MUTED_COLOR};opacity:.6", "other processes"),
     "limit": ("width:2px;height:10px;background:currentColor", "free memory of a device"),
 }
-"""What lies over the parts of a bar: how it looks in the key, and what it is."""
+"""Overlay of a bar -> its style in the legend, and its label."""
 
 
-def _key(bars: Iterable[Sequence[Part]], **marks: bool) -> str:
-    """What the colours stand for, and those of _MARKS that are there."""
-    used = {one["part"] for bar in bars for one in bar}
+def _key(bars: Iterable[Sequence[MemoryPart]], **marks: bool) -> str:
+    """Legend of the colours and of the given overlays."""
+    used = {part["part"] for bar in bars for part in bar}
     shown = [
         (f"width:10px;height:10px;background:{color}", part)
         for part, color in COLORS.items()
         if part in used
     ]
-    shown += [_MARKS[name] for name, there in marks.items() if there]
+    shown += [_MARKS[name] for name, is_shown in marks.items() if is_shown]
     items = "".join(
         f"<span style='white-space:nowrap;margin-right:12px'><span style='display:inline-block;"
-        f"{style}'></span> {word}</span> "
-        for style, word in shown
+        f"{style}'></span> {label}</span> "
+        for style, label in shown
     )
     return f"<div>{items}</div>" if items else ""
 
@@ -267,37 +274,37 @@ def _key(bars: Iterable[Sequence[Part]], **marks: bool) -> str:
 # ---------------------------------------------------------------------------- strategies
 
 
-def _strategies(picture: Picture) -> str:
-    strategies = picture["strategies"]
+def _strategies(state: PanelState) -> str:
+    strategies = state["strategies"]
     note = f"<div>{escape(strategies['note'])}</div>" if strategies["note"] else ""
     rows = strategies["rows"]
     if not rows:
         return note
     free = rows[0]["capacity_bytes"]
     top = max(free, min(max(row["device_bytes"] for row in rows), 2 * free), 1)
-    head = _row(["", "memory of a device", "peak", "tokens/s", "why"], tag="th")
+    head = _row(["", "memory per device", "peak", "tokens/s", "why"], tag="th")
     body = "".join(_strategy(row, top) for row in rows)
     key = _key([row["parts"] for row in rows], limit=free > 0)
     return f"{_table(head + body)}{key}{note}"
 
 
 def _strategy(row: StrategyRow, top: int) -> str:
-    said = [row["words"]]
-    said += ["runs now"] if row["current"] else []
-    said += ["recommended"] if row["recommended"] else []
-    label = f"{row['words']}: {panel_units.size(row['device_bytes'])}"
+    labels = [row["words"]]
+    labels += ["current"] if row["current"] else []
+    labels += ["recommended"] if row["recommended"] else []
+    label = f"{row['words']}: {panel_units.format_bytes(row['device_bytes'])}"
     cells = [
-        escape(" \N{MIDDLE DOT} ".join(said)),
+        escape(" \N{MIDDLE DOT} ".join(labels)),
         _bar(row["parts"], top, label=label, limit=row["capacity_bytes"]),
-        panel_units.size(row["device_bytes"]),
-        panel_units.speed(row["tokens_per_s"]),
-        escape(panel_units.why(row["why"], fits=row["fits"])) + _command(row),
+        panel_units.format_bytes(row["device_bytes"]),
+        panel_units.format_tokens_per_s(row["tokens_per_s"]),
+        escape(panel_units.plan_reason_text(row["why"], fits=row["fits"])) + _command(row),
     ]
     return _row(cells)
 
 
 def _command(row: StrategyRow) -> str:
-    """The line that switches to it; no button is here."""
+    """The switch command, since a static page has no buttons."""
     shown = row["command"] and not row["current"]
     return f"<div><code>{escape(row['command'])}</code></div>" if shown else ""
 
@@ -305,19 +312,19 @@ def _command(row: StrategyRow) -> str:
 # ---------------------------------------------------------------------------- curves
 
 
-def _curves(curves: Mapping[str, Points], marks: Sequence[MarkView]) -> str:
-    shown = panel_units.in_order(name for name in curves if len(curves[name][0]))
+def _curves(curves: Mapping[str, Points], marks: Sequence[EventMarkView]) -> str:
+    shown = panel_units.sort_curve_names(name for name in curves if len(curves[name][0]))
     pieces = [_curve(name, curves[name], marks) for name in shown[:MAX_CURVES]]
-    left = len(shown) - MAX_CURVES
-    if left > 0:
-        pieces.append(f"<div>and {left} more: nbdist.session().metrics</div>")
+    num_hidden = len(shown) - MAX_CURVES
+    if num_hidden > 0:
+        pieces.append(f"<div>and {num_hidden} more: nbdist.session().metrics</div>")
     return "".join(pieces)
 
 
-def _curve(name: str, points: Points, marks: Sequence[MarkView]) -> str:
-    from nbdist.panel.curves import thinned
+def _curve(name: str, points: Points, marks: Sequence[EventMarkView]) -> str:
+    from nbdist.panel.curves import downsample_points
 
-    steps, _, values = thinned(points, _POINTS)
+    steps, _, values = downsample_points(points, _POINTS)
     last = f"{name}: {values[-1]:.6g} at step {steps[-1]:.0f}"
     drawing = _svg(steps, values, [mark["step"] for mark in marks])
     picture = base64.b64encode(drawing.encode()).decode()
@@ -326,12 +333,12 @@ def _curve(name: str, points: Points, marks: Sequence[MarkView]) -> str:
         f"<div>{escape(last)}</div>"
         f"<img width='{WIDTH}' height='{HEIGHT}' alt='{escape(f'curve of {last}')}'"
         f" src='data:image/svg+xml;base64,{picture}'>"
-        f"{f'<div>{key}</div>' if (key := panel_units.key_of_odd(values)) else ''}</div>"
+        f"{f'<div>{key}</div>' if (key := panel_units.non_finite_legend(values)) else ''}</div>"
     )
 
 
 def _svg(steps: Sequence[float], values: Sequence[float], marks: Sequence[float]) -> str:
-    """A line over steps, with a sign where a value is no number. Holds no text of users."""
+    """A curve as SVG, with symbols for non-finite values. Contains no user text."""
     numbers = [value for value in values if math.isfinite(value)]
     low, high = (min(numbers), max(numbers)) if numbers else (0.0, 1.0)
     if low == high:
@@ -339,10 +346,14 @@ def _svg(steps: Sequence[float], values: Sequence[float], marks: Sequence[float]
     first, last = steps[0], steps[-1]
 
     def across(step: float) -> float:
-        return _LEFT + (WIDTH - _LEFT - _RIGHT) * panel_units.between(first, step, last)
+        return _LEFT + (WIDTH - _LEFT - _RIGHT) * panel_units.relative_position(first, step, last)
 
     def down(value: float) -> float:
-        return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * panel_units.between(low, value, high)
+        return (
+            HEIGHT
+            - _BOTTOM
+            - (HEIGHT - _TOP - _BOTTOM) * panel_units.relative_position(low, value, high)
+        )
 
     path, signs, pen = [], [], "M"
     for step, value in zip(steps, values, strict=True):
@@ -353,18 +364,19 @@ def _svg(steps: Sequence[float], values: Sequence[float], marks: Sequence[float]
             signs.append(_sign(across(step), value))
             pen = "M"
     lines = "".join(
-        f"<path d='M{across(mark):.1f} {_TOP}V{HEIGHT - _BOTTOM}' stroke='{GREY}'"
+        f"<path d='M{across(mark):.1f} {_TOP}V{HEIGHT - _BOTTOM}' stroke='{MUTED_COLOR}'"
         " stroke-dasharray='3 3' fill='none'/>"
         for mark in marks
         if first <= mark <= last
     )
-    text = f"font-family='sans-serif' font-size='10' fill='{GREY}'"
+    text = f"font-family='sans-serif' font-size='10' fill='{MUTED_COLOR}'"
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}'>"
         f"<rect x='{_LEFT}' y='{_TOP}' width='{WIDTH - _LEFT - _RIGHT}'"
-        f" height='{HEIGHT - _TOP - _BOTTOM}' fill='none' stroke='{GREY}' stroke-opacity='.5'/>"
-        f"{lines}<path d='{''.join(path)}' fill='none' stroke='{LINE}' stroke-width='1.5'/>"
-        f"<path d='{''.join(signs)}' fill='none' stroke='{ODD}' stroke-width='1.5'/>"
+        f" height='{HEIGHT - _TOP - _BOTTOM}' fill='none' stroke='{MUTED_COLOR}'"
+        f" stroke-opacity='.5'/>{lines}"
+        f"<path d='{''.join(path)}' fill='none' stroke='{CURVE_COLOR}' stroke-width='1.5'/>"
+        f"<path d='{''.join(signs)}' fill='none' stroke='{NON_FINITE_COLOR}' stroke-width='1.5'/>"
         f"<text x='{_LEFT - 4}' y='{_TOP + 8}' text-anchor='end' {text}>{high:.4g}</text>"
         f"<text x='{_LEFT - 4}' y='{HEIGHT - _BOTTOM}' text-anchor='end' {text}>{low:.4g}</text>"
         f"<text x='{_LEFT}' y='{HEIGHT - 5}' {text}>{first:.0f}</text>"
@@ -374,7 +386,7 @@ def _svg(steps: Sequence[float], values: Sequence[float], marks: Sequence[float]
 
 
 def _sign(x: float, value: float) -> str:
-    """A cross for NaN and a triangle that points where an infinite value lies."""
+    """Path of a cross for NaN, or of a triangle that points towards an infinite value."""
     bottom, top = HEIGHT - _BOTTOM - 4, _TOP + 4
     if math.isnan(value):
         return f"M{x - 3:.1f} {bottom - 3}l6 6m0 -6l-6 6"
@@ -388,21 +400,21 @@ def _sign(x: float, value: float) -> str:
 
 def _ranks(ranks: Sequence[RankView]) -> str:
     head = _row(["rank", "state", "pid", "device", "at", "last line"], tag="th")
-    names = dict.fromkeys(one["node"] for one in ranks)
+    names = dict.fromkeys(rank["node"] for rank in ranks)
     headings = {name: _heading(f"<b>{escape(name)}</b>") for name in names if name}
     rows = _grouped(ranks, headings, _rank)
     return f"<details><summary>{len(ranks)} ranks</summary>{_table(head + rows)}</details>"
 
 
-def _rank(one: RankView) -> str:
+def _rank(rank: RankView) -> str:
     return _row(
         [
-            str(one["rank"]),
-            one["state"],
-            "-" if one["pid"] is None else str(one["pid"]),
-            escape(one["device"]),
-            escape(one["where"]),
-            f"<code>{escape(one['line'])}</code>" if one["line"] else "",
+            str(rank["rank"]),
+            rank["state"],
+            "-" if rank["pid"] is None else str(rank["pid"]),
+            escape(rank["device"]),
+            escape(rank["where"]),
+            f"<code>{escape(rank['line'])}</code>" if rank["line"] else "",
         ]
     )
 
@@ -414,29 +426,31 @@ def _checkpoints(checkpoints: Sequence[CheckpointView], now: float) -> str:
     rows = "".join(
         _row(
             [
-                escape(one["name"]),
-                "-" if one["step"] is None else str(one["step"]),
-                panel_units.size(one["size_bytes"]) if one["state"] == "done" else "-",
-                escape(one["backend"]),
-                f"{panel_units.age(now - one['saved'])} ago",
-                escape(_said_of(one)),
+                escape(checkpoint["name"]),
+                "-" if checkpoint["step"] is None else str(checkpoint["step"]),
+                panel_units.format_bytes(checkpoint["size_bytes"])
+                if checkpoint["state"] == "done"
+                else "-",
+                escape(checkpoint["backend"]),
+                f"{panel_units.format_age(now - checkpoint['saved'])} ago",
+                escape(_checkpoint_note(checkpoint)),
             ]
         )
-        for one in reversed(checkpoints)
+        for checkpoint in reversed(checkpoints)
     )
     return _table(head + rows)
 
 
-def _said_of(one: CheckpointView) -> str:
-    if one["state"] == "failed":
-        return f"failed: {one['problem']}"
-    return "being written" if one["state"] == "running" else ""
+def _checkpoint_note(checkpoint: CheckpointView) -> str:
+    if checkpoint["state"] == "failed":
+        return f"failed: {checkpoint['problem']}"
+    return "being written" if checkpoint["state"] == "running" else ""
 
 
-def _marks(marks: Sequence[MarkView]) -> str:
+def _marks(marks: Sequence[EventMarkView]) -> str:
     items = "".join(
-        f"<li>step {one['step']}: {escape(one['kind'])}: {escape(one['text'])}</li>"
-        for one in marks
+        f"<li>step {mark['step']}: {escape(mark['kind'])}: {escape(mark['text'])}</li>"
+        for mark in marks
     )
     return f"<ul style='margin:0'>{items}</ul>" if items else ""
 
@@ -447,16 +461,16 @@ def _grouped(
     """Rows below the headings of their nodes.
 
     Args:
-        views: in the order of the nodes.
-        headings: by name of a node.
-        row: makes a row of a view.
+        views: views in node order.
+        headings: heading row by node name.
+        row: formats a view as a row.
     """
     groups = groupby(views, key=itemgetter("node"))
     return "".join(headings.get(name, "") + "".join(map(row, group)) for name, group in groups)
 
 
 def _heading(words_of: str) -> str:
-    """A row that is one cell, of HTML already."""
+    """A row with one cell that spans the table. The argument is HTML."""
     return f"<tr><th colspan='7' scope='colgroup' style='{_GROUP}'>{words_of}</th></tr>"
 
 
@@ -465,15 +479,15 @@ def _table(rows: str) -> str:
 
 
 def _row(cells: Sequence[str], *, tag: str = "td") -> str:
-    """Cells that are HTML already."""
+    """A table row. The cells are HTML."""
     scope = " scope='col'" if tag == "th" else ""
     body = "".join(
-        f"<{tag}{scope} style='{_NUMBER if _is_figure(one) else _CELL}'>{one}</{tag}>"
-        for one in cells
+        f"<{tag}{scope} style='{_NUMBER if _is_figure(cell) else _CELL}'>{cell}</{tag}>"
+        for cell in cells
     )
     return f"<tr>{body}</tr>"
 
 
 def _is_figure(cell: str) -> bool:
-    """A number with its unit, or a dash where it is not known."""
+    """Return whether a cell is a number with a unit, or "-"."""
     return cell == "-" or (cell[:1].isdigit() and cell.count(" ") <= 1)

@@ -1,7 +1,7 @@
-"""The profile as HTML without script: the verdict, a bar for each rank, the advice.
+"""The profile as static HTML: verdict, one bar per rank, advice.
 
-Front ends keep no patterns of notebooks that are not trusted, so each bar has its parts in words
-below it.
+Front ends strip background patterns from untrusted notebooks, so the parts of each bar are also
+listed as text below it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.display import panel_units
 from nbdist.display.profile import COLORS
-from nbdist.display.profile_units import time
+from nbdist.display.profile_units import format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
 
 _COLORS: Mapping[str, str] = {str(part): color for part, color in COLORS.items()}
-"""For any name, also one that is no part."""
+"""Accepts any name, also unknown parts."""
 _TRACK = (
     "width:100%;min-width:140px;height:14px;border-radius:2px;"
     "background:rgba(124,134,148,.22);overflow:hidden"
@@ -29,12 +29,12 @@ _CELL = "padding:2px 8px 2px 0;text-align:left;vertical-align:top;white-space:no
 _WIDE = "padding:2px 8px 2px 0;text-align:left;width:100%"
 
 
-def body(profile: ProfileView) -> str:
-    """What stands under the title; empty before the first profile."""
+def render_profile(profile: ProfileView) -> str:
+    """Return the HTML below the section title; empty before the first profile."""
     if not profile["verdict"]:
         return ""
-    top = max((one["step_s"] for one in profile["ranks"]), default=0.0)
-    rows = "".join(_rank(one, top) for one in profile["ranks"])
+    top = max((rank["step_s"] for rank in profile["ranks"]), default=0.0)
+    rows = "".join(_rank(rank, top) for rank in profile["ranks"])
     lines = [f"<div><b>{escape(profile['verdict'])}</b></div>"]
     lines += [f"<div>{escape(profile[key])}</div>" for key in ("facts", "gained") if profile[key]]
     if rows:
@@ -46,45 +46,45 @@ def body(profile: ProfileView) -> str:
     return "".join(lines)
 
 
-def _rank(one: ProfiledRank, top: float) -> str:
-    name = f"rank {one['rank']}{' (slowest)' if one['straggler'] else ''}"
+def _rank(rank: ProfiledRank, top: float) -> str:
+    name = f"rank {rank['rank']}{' (slowest)' if rank['straggler'] else ''}"
     pieces = "".join(
-        f"<div title='{escape(f'{part} {time(seconds)}')}' style='float:left;height:100%;"
-        f"width:{100 * seconds / top if top else 0:.2f}%;"
+        f"<div title='{escape(f'{part} {format_duration(seconds)}')}' style='float:left;"
+        f"height:100%;width:{100 * seconds / top if top else 0:.2f}%;"
         f"background:{_COLORS.get(part, COLORS['idle'])}'></div>"
-        for part, seconds in _spans(one)
+        for part, seconds in _spans(rank)
     )
-    told = "; ".join(filter(None, (in_words(one), one["figures"])))
-    label = escape(f"{name}: {told}")
+    description = "; ".join(filter(None, (step_parts_text(rank), rank["figures"])))
+    label = escape(f"{name}: {description}")
     bar = f"<div role='img' aria-label='{label}' style='{_TRACK}'>{pieces}</div>"
     return (
         f"<tr><td style='{_CELL}'>{name}</td>"
-        f"<td style='{_WIDE}'>{bar}<div style='{_MUTED}'>{escape(told)}</div></td>"
-        f"<td style='{_CELL}'>{time(one['step_s'])}</td></tr>"
+        f"<td style='{_WIDE}'>{bar}<div style='{_MUTED}'>{escape(description)}</div></td>"
+        f"<td style='{_CELL}'>{format_duration(rank['step_s'])}</td></tr>"
     )
 
 
-def _spans(one: ProfiledRank) -> Iterator[tuple[str, float]]:
-    """Its parts, none of them wider than what is left of the step."""
-    left = one["step_s"]
-    for span in one["parts"]:
-        seconds = min(span["seconds"], left)
-        left -= seconds
+def _spans(rank: ProfiledRank) -> Iterator[tuple[str, float]]:
+    """The parts of a rank's step, limited to the length of the step."""
+    remaining = rank["step_s"]
+    for span in rank["parts"]:
+        seconds = min(span["seconds"], remaining)
+        remaining -= seconds
         yield span["part"], seconds
 
 
-def in_words(one: ProfiledRank) -> str:
-    """The bar in words: "forward 18 %, backward 31 %"."""
-    step = one["step_s"]
+def step_parts_text(rank: ProfiledRank) -> str:
+    """Return the parts of a bar as text: "forward 18 %, backward 31 %"."""
+    step = rank["step_s"]
     return ", ".join(
-        f"{span['part']} {panel_units.share(span['seconds'] / step if step else None)}"
-        for span in one["parts"]
+        f"{span['part']} {panel_units.format_percent(span['seconds'] / step if step else None)}"
+        for span in rank["parts"]
     )
 
 
 def _key(profile: ProfileView) -> str:
-    """What the colours stand for."""
-    used = {span["part"] for one in profile["ranks"] for span in one["parts"]}
+    """Legend of the colours."""
+    used = {span["part"] for rank in profile["ranks"] for span in rank["parts"]}
     items = "".join(
         f"<span style='white-space:nowrap;margin-right:12px'><span style='display:inline-block;"
         f"width:10px;height:10px;background:{color}'></span> {part}</span> "
@@ -94,6 +94,6 @@ def _key(profile: ProfileView) -> str:
     return f"<div>{items}</div>"
 
 
-def _advice(one: AdviceView) -> str:
-    line = f"<div><code>{escape(one['command'])}</code></div>" if one["command"] else ""
-    return f"<li><b>{escape(one['title'])}</b>: {escape(one['text'])}{line}</li>"
+def _advice(advice: AdviceView) -> str:
+    line = f"<div><code>{escape(advice['command'])}</code></div>" if advice["command"] else ""
+    return f"<li><b>{escape(advice['title'])}</b>: {escape(advice['text'])}{line}</li>"

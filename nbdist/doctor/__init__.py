@@ -1,7 +1,7 @@
-"""`%nbdist doctor`: checks of this machine, each with what to do about a problem.
+"""`%nbdist doctor`: checks of the machine, each with a remedy.
 
-Runs in the kernel, with or without a session; imports no torch, starts no rank, changes
-nothing. Each module looks at one thing and gives findings; `diagnosis` puts them together.
+Runs in the notebook kernel, with or without a session. Imports no torch, starts no ranks and
+changes nothing. Each module checks one topic and yields findings; `report` collects them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def doctor(*, run: bool = False) -> Diagnosis:
-    """Look at this machine, this kernel and what runs, and say what is wrong.
+    """Check the machine, the kernel and the session, and report problems.
 
-    Takes less than a second, changes nothing, and works without a session too. The answer
-    displays itself; `.findings` are its parts, `.to_json()` gives them to programs.
+    Takes less than a second, changes nothing and works without a session. The result displays
+    itself; `.findings` lists the findings and `.to_json()` returns them as JSON.
 
     Args:
-        run: look at the training instead: its last profile, its options, its last errors.
+        run: check the training run instead: its last profile, its options and its last errors.
     """
-    from nbdist.doctor.report import diagnose, diagnose_run
+    from nbdist.doctor.report import diagnose_machine, diagnose_run
 
-    return diagnose_run() if run else diagnose()
+    return diagnose_run() if run else diagnose_machine()

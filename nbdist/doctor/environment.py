@@ -1,12 +1,12 @@
-"""Variables that change what ranks do, or that another launcher has left."""
+"""Checks of environment variables that affect the ranks or were left by another launcher."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
-from nbdist.cluster.rank_environment import scrubbed
-from nbdist.doctor.finding import is_secret, listed, note, ok, shown
+from nbdist.cluster.rank_environment import remove_launch_variables
+from nbdist.doctor.finding import is_secret_name, note, ok, redacted_variable, summarize_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -14,43 +14,52 @@ if TYPE_CHECKING:
     from nbdist.doctor.finding import Finding
 
 TOPIC = "environment"
-OVERWRITTEN = frozenset(
+OVERWRITTEN_VARIABLES = frozenset(
     {"CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DS_ACCELERATOR"}
 )
-"""Set by nbdist for its ranks, whatever they were."""
-SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-    "TORCH_DISTRIBUTED_DEBUG": "collectives are checked, and slower",
+"""Variables that nbdist sets for its ranks, whatever value they have here."""
+SLOW_VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": "the CPU waits for every CUDA kernel",
+    "TORCH_DISTRIBUTED_DEBUG": "collectives are checked, which makes them slower",
     "NCCL_DEBUG": "NCCL writes to each rank's log",
-    "NCCL_P2P_DISABLE": "GPUs talk through host memory",
-    "NCCL_SHM_DISABLE": "GPUs talk over the network",
+    "NCCL_P2P_DISABLE": "GPUs communicate through host memory",
+    "NCCL_SHM_DISABLE": "GPUs communicate over the network",
 }
 _OFF = frozenset({"", "0", "OFF", "WARN", "VERSION"})
-PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "DEEPSPEED_", "DS_")
+RELEVANT_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "DEEPSPEED_", "DS_")
 
 
-def look(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Look at this kernel's environment; secrets are counted and never shown.
+def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Check the kernel's environment. Secrets are counted but never shown.
 
     Args:
         environ: the environment, for tests.
     """
-    stale = sorted(environ.keys() - scrubbed(environ).keys())
-    left = [name for name in stale if not name.startswith(("JPY_", "NBDIST_"))]
-    if left:
-        says = f"of another launcher, and kept from the ranks: {listed(left, 8)}"
-        yield note(TOPIC, says, "nothing, unless you launch by other means in this notebook too")
-    for name, does in SLOW.items():
+    stale = sorted(environ.keys() - remove_launch_variables(environ).keys())
+    names = [name for name in stale if not name.startswith(("JPY_", "NBDIST_"))]
+    if names:
+        says = f"set by another launcher and not passed to the ranks: {summarize_list(names, 8)}"
+        yield note(
+            TOPIC, says, "no action needed, unless you also use another launcher in this notebook"
+        )
+    for name, effect in SLOW_VARIABLES.items():
         if environ.get(name, "").upper() not in _OFF:
-            says = f"{shown(name, environ[name])}: {does}"
-            yield note(TOPIC, says, f"unset {name} when you do not need it")
-    for name in sorted(OVERWRITTEN & environ.keys()):
-        says = f"{shown(name, environ[name])} has no effect on ranks: nbdist sets its own"
-        yield note(TOPIC, says, "nothing")
-    known = {*stale, *SLOW, *OVERWRITTEN}
-    others = [name for name in sorted(environ) if name.startswith(PREFIXES) and name not in known]
+            says = f"{redacted_variable(name, environ[name])}: {effect}"
+            yield note(TOPIC, says, f"unset {name} if you do not need it")
+    for name in sorted(OVERWRITTEN_VARIABLES & environ.keys()):
+        says = (
+            f"{redacted_variable(name, environ[name])} has no effect on ranks: nbdist sets its own"
+        )
+        yield note(TOPIC, says, "no action needed")
+    handled = {*stale, *SLOW_VARIABLES, *OVERWRITTEN_VARIABLES}
+    others = [
+        name
+        for name in sorted(environ)
+        if name.startswith(RELEVANT_PREFIXES) and name not in handled
+    ]
     if others:
-        says = f"ranks take over {listed((shown(name, environ[name]) for name in others), 8)}"
-        yield note(TOPIC, says, "unset what you did not mean, before Jupyter starts")
-    secrets = sum(map(is_secret, environ))
-    yield ok(TOPIC, f"{len(environ)} variables, {secrets} of them secret by their names: not shown")
+        variables = (redacted_variable(name, environ[name]) for name in others)
+        says = f"ranks inherit {summarize_list(variables, 8)}"
+        yield note(TOPIC, says, "unset those that you do not need before you start Jupyter")
+    secrets = sum(map(is_secret_name, environ))
+    yield ok(TOPIC, f"{len(environ)} variables, {secrets} of them hidden because of their names")

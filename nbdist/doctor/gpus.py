@@ -1,4 +1,4 @@
-"""The GPUs: what they are, who uses them, how they are linked, and what hides them."""
+"""Checks of the GPUs: driver, visibility, free memory, processes and compute mode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbdist.doctor.finding import listed, note, ok, problem, size
+from nbdist.doctor.finding import format_bytes, note, ok, problem, summarize_list
 from nbdist.hardware import discovery
 
 if TYPE_CHECKING:
@@ -20,74 +20,79 @@ if TYPE_CHECKING:
 TOPIC = "GPUs"
 
 
-def look(
+def check_gpus(
     *,
     own: Collection[int] = (),
     nvml: Any = None,
     environ: Mapping[str, str] = os.environ,
     driver: Path = discovery.DRIVER,
 ) -> Iterator[Finding]:
-    """Ask NVML, never CUDA: a context would take memory.
+    """Check the GPUs through NVML. CUDA is not used: a context would take device memory.
 
     Args:
-        own: processes of this session.
+        own: ids of this session's processes.
         nvml: a module with the functions of `pynvml`, for tests.
-        environ: where CUDA_VISIBLE_DEVICES is read.
-        driver: a file that is there where the driver is.
+        environ: environment in which CUDA_VISIBLE_DEVICES is read.
+        driver: a file that exists if the driver is installed.
     """
-    nvml = nvml or discovery.pynvml()
+    nvml = nvml or discovery.import_pynvml()
     if nvml is None:
         yield from _without_nvml(driver)
         return
     try:
-        with discovery.opened(nvml):
-            there = nvml.nvmlDeviceGetCount()
-            found = discovery.found(nvml=nvml, environ=environ)
-            yield from _visible(there, found, environ)
-            for index, gpu in enumerate(found.gpus):
+        with discovery.open_nvml(nvml):
+            num_gpus = nvml.nvmlDeviceGetCount()
+            machine = discovery.discover_machine(nvml=nvml, environ=environ)
+            yield from _visible(num_gpus, machine, environ)
+            for index, gpu in enumerate(machine.gpus):
                 yield from _gpu(nvml, index, gpu, own)
     except nvml.NVMLError as error:
         if driver.exists():
-            do = "run nvidia-smi: driver and libraries may be of two versions, or a GPU was lost"
-            yield problem(TOPIC, f"NVIDIA's driver does not answer: {error}", do)
+            do = "run nvidia-smi: driver and libraries may differ in version, or a GPU was lost"
+            yield problem(TOPIC, f"the NVIDIA driver does not respond: {error}", do)
         else:
-            yield ok(TOPIC, f"none, and no NVIDIA driver: {discovery.CPU_RANKS} CPU ranks")
+            yield ok(
+                TOPIC,
+                f"none and no NVIDIA driver; a session has {discovery.DEFAULT_CPU_RANKS} CPU ranks",
+            )
     yield from _used_by_the_kernel()
 
 
 def _without_nvml(driver: Path) -> Iterator[Finding]:
     if driver.exists():
-        says = "NVIDIA's driver is here and cannot be asked: no module pynvml"
+        says = "the NVIDIA driver is installed but cannot be queried: pynvml is missing"
         yield problem(TOPIC, says, "pip install nvidia-ml-py")
     else:
-        yield ok(TOPIC, f"none: {discovery.CPU_RANKS} CPU ranks")
+        yield ok(TOPIC, f"none; a session has {discovery.DEFAULT_CPU_RANKS} CPU ranks")
 
 
-def _visible(there: int, found: discovery.Machine, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _visible(
+    installed: int, found: discovery.Machine, environ: Mapping[str, str]
+) -> Iterator[Finding]:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if found.gpus:
         yield ok(TOPIC, found.describe())
-    elif not there:
-        yield ok(TOPIC, f"none: {discovery.CPU_RANKS} CPU ranks")
+    elif not installed:
+        yield ok(TOPIC, f"none; a session has {discovery.DEFAULT_CPU_RANKS} CPU ranks")
     for warning in found.warnings:
         says, _, do = warning.partition("; ")
         yield problem(TOPIC, says, do)
-    if len(found.gpus) < there and visible is not None:
-        says = f"CUDA_VISIBLE_DEVICES={visible!r} shows {len(found.gpus)} of {there} GPUs"
+    if len(found.gpus) < installed and visible is not None:
+        says = f"CUDA_VISIBLE_DEVICES={visible!r} shows {len(found.gpus)} of {installed} GPUs"
         make = note if found.gpus or not visible else problem
-        yield make(TOPIC, says, "unset it before Jupyter starts, if that is not meant")
+        yield make(TOPIC, says, "if this is not intended, unset it before you start Jupyter")
 
 
 def _gpu(nvml: Any, index: int, gpu: discovery.Gpu, own: Collection[int]) -> Iterator[Finding]:
     topic = f"GPU {index}"
     handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    says = f"{size(memory.free)} of {size(memory.total)} free"
+    says = f"{format_bytes(memory.free)} of {format_bytes(memory.total)} free"
     holders = _holders(nvml, handle)
-    others = [words for pid, words in holders if pid not in own]
+    others = [description for pid, description in holders if pid not in own]
     if others:
-        do = "end what you no longer need, or leave this GPU out with --gpus"
-        yield note(topic, f"{says}; held by {listed(others)}", do)
+        do = "end the processes that you no longer need, or exclude this GPU with --gpus"
+        yield note(topic, f"{says}; held by {summarize_list(others)}", do)
     else:
         yield ok(topic, f"{says}; held by this session" if holders else says)
     if refused := discovery.refusal(nvml, gpu, own=own):
@@ -95,27 +100,27 @@ def _gpu(nvml: Any, index: int, gpu: discovery.Gpu, own: Collection[int]) -> Ite
 
 
 def _holders(nvml: Any, handle: Any) -> list[tuple[int, str]]:
-    """Processes that hold memory, each with who and how much."""
+    """Processes that hold memory of the GPU, as (process id, description)."""
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
-        return []  # not told on some MIG instances
-    return [(one.pid, _words(one.pid, one.usedGpuMemory)) for one in running]
+        return []  # not supported on some MIG instances
+    return [(process.pid, _words(process.pid, process.usedGpuMemory)) for process in running]
 
 
 def _words(pid: int, used: int | None) -> str:
-    """Say who: the program's name and never its arguments, which may hold secrets."""
-    memory = "" if used is None else f", {size(used)}"
+    # The program's name only: its arguments may hold secrets.
+    memory = "" if used is None else f", {format_bytes(used)}"
     try:
         process = psutil.Process(pid)
         return f"{process.name()} of {process.username()} (pid {pid}{memory})"
     except psutil.Error:
-        return f"pid {pid} of another container (it cannot be seen from here{memory})"
+        return f"pid {pid} of another container (not visible from here{memory})"
 
 
 def _used_by_the_kernel() -> Iterator[Finding]:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        says = "this notebook's own process has used CUDA and holds memory of a GPU"
-        do = "ranks do not mind; restart the kernel to have the memory back"
+        says = "this notebook's own process has initialized CUDA and holds GPU memory"
+        do = "the ranks are not affected; restart the kernel to free the memory"
         yield note(TOPIC, says, do)

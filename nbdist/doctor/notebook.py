@@ -1,4 +1,4 @@
-"""The notebook itself: can it show the panel."""
+"""Check of whether the notebook can show the live panel."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ if TYPE_CHECKING:
 
     from nbdist.doctor.finding import Finding
 
-WIDGETS = ("anywidget", "ipywidgets")
+WIDGET_PACKAGES = ("anywidget", "ipywidgets")
 
 
-def look(*, missing: list[str] | None = None, built: bool | None = None) -> Iterator[Finding]:
-    """Look for what the live panel needs.
+def check_notebook(
+    *, missing: list[str] | None = None, built: bool | None = None
+) -> Iterator[Finding]:
+    """Check what the live panel needs.
 
     Args:
-        missing: packages of the widget that are not there, for tests.
-        built: whether the front end was built, for tests.
+        missing: missing packages of the widget, for tests.
+        built: whether the front end is built, for tests.
     """
     if missing is None:
-        missing = [name for name in WIDGETS if importlib.util.find_spec(name) is None]
-    built = assets.present() if built is None else built
-    instead = "%nbdist panel shows a page without script instead"
+        missing = [name for name in WIDGET_PACKAGES if importlib.util.find_spec(name) is None]
+    built = assets.has_built_assets() if built is None else built
+    instead = "%nbdist panel shows a static page instead"
     if missing:
-        says = f"no {', '.join(missing)}: {instead}"
+        says = f"{', '.join(missing)} not installed: {instead}"
         yield note("panel", says, f"pip install {' '.join(missing)}, and restart the kernel")
     elif not built:
-        do = "install nbdist again without NBDIST_SKIP_FRONTEND"
-        yield note("panel", f"its front end was not built: {instead}", do)
+        do = "reinstall nbdist without NBDIST_SKIP_FRONTEND"
+        yield note("panel", f"the front end is not built: {instead}", do)
     else:
-        says = "live where the notebook is trusted (File, Trust Notebook); a page elsewhere"
+        says = "live in trusted notebooks (File > Trust Notebook); a static page elsewhere"
         yield ok("panel", says)
     if "ipykernel" not in sys.modules:
-        yield ok("kernel", "a script, no notebook")
+        yield ok("kernel", "none: this is a script, not a notebook")

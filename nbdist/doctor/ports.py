@@ -1,4 +1,4 @@
-"""Does loopback work, and is anything of ours listening where others can reach it."""
+"""Checks that loopback works and that no process of the session listens on other interfaces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.doctor.finding import listed, note, ok, problem
+from nbdist.doctor.finding import note, ok, problem, summarize_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,69 +18,83 @@ if TYPE_CHECKING:
     from nbdist.doctor.finding import Finding
 
 LOOPBACK = "127.0.0.1"
-WITHIN_S = 1.0
+LOOPBACK_TIMEOUT_S = 1.0
 
 
-def look(pids: Iterable[int] = ()) -> Iterator[Finding]:
-    """Try loopback, and list listeners.
+def check_ports(pids: Iterable[int] = ()) -> Iterator[Finding]:
+    """Check loopback and list listeners that other machines can reach.
 
     Args:
-        pids: launcher and ranks of the session, with their children.
+        pids: process ids of the launcher, the ranks and their children.
     """
-    why = loopback()
-    if why:
-        do = "ranks meet there: allow it in the firewall, and bring up the interface lo"
-        yield problem("loopback", f"{LOOPBACK} does not work: {why}", do)
+    error = loopback_error()
+    if error:
+        do = "ranks connect over loopback: allow it in the firewall and bring up the interface lo"
+        yield problem("loopback", f"{LOOPBACK} does not work: {error}", do)
     else:
         yield ok("loopback", f"{LOOPBACK} works")
-    yield from listeners(open_to_others(pids), open_to_others([os.getpid()]))
+    yield from exposed_listener_findings(exposed_listeners(pids), exposed_listeners([os.getpid()]))
 
 
-def listeners(session: list[str], kernel: list[str]) -> Iterator[Finding]:
-    """Findings for listeners that others can reach.
+def exposed_listener_findings(session: list[str], kernel: list[str]) -> Iterator[Finding]:
+    """Yield findings for listeners that other machines can reach.
 
     Args:
-        session: of launcher and ranks.
-        kernel: of the notebook's own process.
+        session: addresses of the launcher and the ranks.
+        kernel: addresses of the notebook kernel.
     """
     if session:
-        says = f"the session listens where other machines can reach it: {listed(session)}"
-        yield problem("ports", says, "code in a cell opened this, or nbdist is at fault: report it")
+        says = (
+            "the session listens on addresses that other machines can reach:"
+            f" {summarize_list(session)}"
+        )
+        yield problem(
+            "ports",
+            says,
+            "close it if code in a cell opened it; otherwise report this as a bug of nbdist",
+        )
     else:
-        yield ok("ports", "launcher and ranks listen on loopback at most")
+        yield ok("ports", "launcher and ranks listen on loopback only")
     if kernel:
-        says = f"this kernel listens where other machines can reach it: {listed(kernel)}"
-        do = "Jupyter's or a library's doing: start kernels with the ip 127.0.0.1"
+        says = (
+            "this kernel listens on addresses that other machines can reach:"
+            f" {summarize_list(kernel)}"
+        )
+        do = "opened by Jupyter or a library: start kernels with ip 127.0.0.1"
         yield note("ports", says, do)
 
 
-def loopback() -> str:
-    """Why loopback does not work; empty where a byte came through."""
+def loopback_error() -> str:
+    """Return why loopback does not work, or "" if a byte was received."""
     try:
         with (
             closing(socket.create_server((LOOPBACK, 0))) as server,
-            closing(socket.create_connection(server.getsockname(), WITHIN_S)) as out,
+            closing(socket.create_connection(server.getsockname(), LOOPBACK_TIMEOUT_S)) as client,
         ):
-            server.settimeout(WITHIN_S)
-            with closing(server.accept()[0]) as into:
-                out.sendall(b"x")
-                into.settimeout(WITHIN_S)
-                return "" if into.recv(1) == b"x" else "what was sent did not arrive"
+            server.settimeout(LOOPBACK_TIMEOUT_S)
+            with closing(server.accept()[0]) as connection:
+                client.sendall(b"x")
+                connection.settimeout(LOOPBACK_TIMEOUT_S)
+                return (
+                    ""
+                    if connection.recv(1) == b"x"
+                    else "the received byte differs from the sent one"
+                )
     except OSError as error:
         return str(error)
 
 
-def open_to_others(pids: Iterable[int]) -> list[str]:
-    """Listening addresses of processes that are not on loopback: "0.0.0.0:29500 (pid 4711)"."""
-    found = []
+def exposed_listeners(pids: Iterable[int]) -> list[str]:
+    """Return non-loopback listening addresses of processes: "0.0.0.0:29500 (pid 4711)"."""
+    addresses = []
     for pid in pids:
         with suppress(psutil.Error):
-            found += [
-                f"{one.laddr.ip}:{one.laddr.port} (pid {pid})"
-                for one in psutil.Process(pid).net_connections("inet")
-                if one.status == psutil.CONN_LISTEN and not _is_loopback(one.laddr.ip)
+            addresses += [
+                f"{connection.laddr.ip}:{connection.laddr.port} (pid {pid})"
+                for connection in psutil.Process(pid).net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN and not _is_loopback(connection.laddr.ip)
             ]
-    return found
+    return addresses
 
 
 def _is_loopback(ip: str) -> bool:

@@ -1,4 +1,4 @@
-"""All findings together: looked for, put in order, shown as text, HTML or JSON."""
+"""Runs all checks, sorts the findings and formats them as text, HTML or JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import nbdist
-from nbdist.cluster.orphan_cleanup import of_this_kernel
+from nbdist._version import __version__
+from nbdist.cluster.orphan_cleanup import kernel_descendants
 from nbdist.doctor import (
     clusters,
     compilers,
@@ -27,7 +27,7 @@ from nbdist.doctor import (
     versions,
 )
 from nbdist.doctor.finding import LEVELS, Finding, note
-from nbdist.session.session import current
+from nbdist.session.session import current_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,98 +35,106 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WIDTH, TOPIC_WIDTH = 110, 15
-"""Of a line, and of the column of topics."""
-PASTED = "%nbdist switch "
-"""Beginning of a remedy that is a line to paste."""
+"""Characters of a line, and of the topic column."""
+SWITCH_COMMAND_PREFIX = "%nbdist switch "
+"""Prefix of a remedy that is a command to paste."""
 COLORS = {"problem": "#c0392b", "note": "#b7791f", "ok": "#2f855a"}
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What `%nbdist doctor` found, problems first; displays itself in a notebook."""
+    """Findings of `%nbdist doctor`, worst first. Displays itself in a notebook."""
 
     findings: tuple[Finding, ...]
 
     @property
     def level(self) -> str:
-        """Of the worst finding: problem, note or ok."""
-        return next((one.level for one in self.findings), "ok")
+        """Level of the worst finding: problem, note or ok."""
+        return next((finding.level for finding in self.findings), "ok")
 
     def to_json(self) -> str:
-        """All findings; the schema is that of `Finding`, secrets are not in it."""
-        found = [asdict(one) for one in self.findings]
-        tree = {"nbdist": nbdist.__version__, "level": self.level, "findings": found}
+        """Return all findings as JSON, with the fields of `Finding` and without secrets."""
+        findings = [asdict(finding) for finding in self.findings]
+        tree = {"nbdist": __version__, "level": self.level, "findings": findings}
         return json.dumps(tree, indent=2)
 
     def __str__(self) -> str:
-        """The page as text."""
-        return "\n".join([self._heading(), *(_text(one) for one in self.findings)])
+        """Return the findings as text."""
+        return "\n".join([self._heading(), *(_text(finding) for finding in self.findings)])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The page as a table."""
-        rows = "".join(_row(one) for one in self.findings)
+        """Return the findings as an HTML table."""
+        rows = "".join(_row(finding) for finding in self.findings)
         style = "border-collapse: collapse; text-align: left"
         return f'<div><b>{escape(self._heading())}</b><table style="{style}">{rows}</table></div>'
 
     def _heading(self) -> str:
-        counts = Counter(one.level for one in self.findings)
-        words = [f"{counts[level]} {_plural(level, counts[level])}" for level in LEVELS]
-        return f"nbdist {nbdist.__version__} \N{MIDDLE DOT} {', '.join(words)}"
+        counts = Counter(finding.level for finding in self.findings)
+        parts = [f"{counts[level]} {_plural(level, counts[level])}" for level in LEVELS]
+        return f"nbdist {__version__} \N{MIDDLE DOT} {', '.join(parts)}"
 
 
-def diagnose() -> Diagnosis:
-    """Look at everything."""
-    running, pids = current(), of_this_kernel()
-    ranks = None if running is None else running.world_size
-    root = None if running is None else running.checkpoints.root
+def diagnose_machine() -> Diagnosis:
+    """Run all checks of the machine, the kernel and the session."""
+    active, pids = current_session(), kernel_descendants()
+    ranks = None if active is None else active.world_size
+    root = None if active is None else active.checkpoints.root
     checkpoints = root if isinstance(root, Path) else None
-    looks: Sequence[tuple[str, Callable[[], Iterable[Finding]]]] = (
-        ("session", lambda: session.look(running)),
-        ("versions", versions.look),
-        ("GPUs", lambda: gpus.look(own=pids)),
-        ("limits", lambda: resources.look(ranks=ranks, checkpoints=checkpoints)),
-        ("building", compilers.look),
-        ("leftovers", stale_resources.look),
-        ("environment", environment.look),
-        ("clusters", clusters.look),
-        ("ports", lambda: ports.look(pids)),
-        ("notebook", notebook.look),
+    checks: Sequence[tuple[str, Callable[[], Iterable[Finding]]]] = (
+        ("session", lambda: session.check_session(active)),
+        ("versions", versions.check_versions),
+        ("GPUs", lambda: gpus.check_gpus(own=pids)),
+        ("limits", lambda: resources.check_resources(ranks=ranks, checkpoints=checkpoints)),
+        ("building", compilers.check_compilers),
+        ("leftovers", stale_resources.check_stale_resources),
+        ("environment", environment.check_environment),
+        ("clusters", clusters.check_clusters),
+        ("ports", lambda: ports.check_ports(pids)),
+        ("notebook", notebook.check_notebook),
     )
-    found = [one for topic, look in looks for one in _looked(topic, look)]
-    found.sort(key=lambda one: LEVELS.index(one.level))
-    return Diagnosis(tuple(found))
+    findings = [finding for topic, check in checks for finding in _looked(topic, check)]
+    findings.sort(key=lambda finding: LEVELS.index(finding.level))
+    return Diagnosis(tuple(findings))
 
 
 def diagnose_run() -> Diagnosis:
-    """Look at the training that runs, or has ended."""
-    running = current()
+    """Check the current or last training run."""
+    running = current_session()
     profiles = [] if running is None else running.profiles
-    look = _looked("run", lambda: training_checks.findings(next(reversed(profiles), None), running))
-    return Diagnosis(tuple(look))
+    findings = _looked(
+        "run", lambda: training_checks.check_training(next(reversed(profiles), None), running)
+    )
+    return Diagnosis(tuple(findings))
 
 
 def _looked(topic: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Findings of one kind; a look that fails is a finding too, and the page stays whole."""
-    found: list[Finding] = []
+    """Run one check. An exception becomes a finding; earlier findings are kept."""
+    findings: list[Finding] = []
     try:
-        found.extend(look())  # what was found before a failure is kept
-    except Exception as error:  # whatever a strange machine does to one look
-        log.exception("the doctor could not look at %s", topic)
-        says = f"could not be looked at: {type(error).__name__}: {error}"
-        found.append(note(topic, says, "please report this with your system's name and version"))
-    return found
+        findings.extend(look())  # keep the findings that were yielded before an exception
+    except Exception as error:  # one failing check must not prevent the others
+        log.exception("the check of %s failed", topic)
+        says = f"the check failed: {type(error).__name__}: {error}"
+        findings.append(
+            note(
+                topic,
+                says,
+                "please report this, with the name and version of your operating system",
+            )
+        )
+    return findings
 
 
-def _text(one: Finding) -> str:
-    first = f"{one.level:<8} {one.topic:<{TOPIC_WIDTH}} "
+def _text(finding: Finding) -> str:
+    first = f"{finding.level:<8} {finding.topic:<{TOPIC_WIDTH}} "
     indent = " " * len(first)
-    lines = [_filled(first + one.says, indent)]
-    if one.do.startswith(PASTED):
-        lines.append(f"{indent}-> {one.do}")  # a break would be pasted too
-    elif one.do:
-        lines.append(_filled(f"{indent}-> {one.do}", indent))
+    lines = [_filled(first + finding.says, indent)]
+    if finding.do.startswith(SWITCH_COMMAND_PREFIX):
+        lines.append(f"{indent}-> {finding.do}")  # a line break would be pasted too
+    elif finding.do:
+        lines.append(_filled(f"{indent}-> {finding.do}", indent))
     return "\n".join(lines)
 
 
@@ -136,11 +144,11 @@ def _filled(line: str, indent: str) -> str:
     )
 
 
-def _row(one: Finding) -> str:
-    level = f'<td style="color: {COLORS[one.level]}"><b>{one.level}</b></td>'
-    do = f"<br><i>{escape(one.do)}</i>" if one.do else ""
-    cells = f"{level}<td>{escape(one.topic)}</td>"
-    return f'<tr>{cells}<td style="text-align: left">{escape(one.says)}{do}</td></tr>'
+def _row(finding: Finding) -> str:
+    level = f'<td style="color: {COLORS[finding.level]}"><b>{finding.level}</b></td>'
+    do = f"<br><i>{escape(finding.do)}</i>" if finding.do else ""
+    cells = f"{level}<td>{escape(finding.topic)}</td>"
+    return f'<tr>{cells}<td style="text-align: left">{escape(finding.says)}{do}</td></tr>'
 
 
 def _plural(level: str, count: int) -> str:

@@ -1,4 +1,4 @@
-"""The session of this kernel, where there is one: does it live."""
+"""Check of the session of this kernel."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 TOPIC = "session"
 
 
-def look(session: Session | None) -> Iterator[Finding]:
-    """Say what runs; nothing is asked of the ranks, which may be busy."""
+def check_session(session: Session | None) -> Iterator[Finding]:
+    """Report the state of the session without a request to the ranks, which may be busy."""
     if session is None:
         yield ok(TOPIC, "none; a %%distribute cell starts one")
         return
     if session.death is not None:
         yield problem(TOPIC, f"{session.death}", "%nbdist restart, then %nbdist load NAME")
         return
-    ended = [one["rank"] for one in session.status()["ranks"] if not one["alive"]]
+    ended = [process["rank"] for process in session.status()["ranks"] if not process["alive"]]
     if ended:
         yield problem(TOPIC, f"ranks {ended} have ended", "%nbdist restart")
         return

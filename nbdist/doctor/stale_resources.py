@@ -1,4 +1,4 @@
-"""What killed sessions have left on this machine."""
+"""Check for processes, folders and shared memory that killed sessions left on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nbdist.cluster import orphan_cleanup, run_dir
-from nbdist.doctor.finding import listed, note, ok
+from nbdist.doctor.finding import note, ok, summarize_list
 from nbdist.hardware import process_identity, shm_cleanup
 
 if TYPE_CHECKING:
@@ -18,42 +18,49 @@ if TYPE_CHECKING:
 TOPIC = "leftovers"
 
 
-def look(
-    found: orphan_cleanup.Leftovers | None = None, *, shm: Path = shm_cleanup.FOLDER
+def check_stale_resources(
+    found: orphan_cleanup.OrphanResources | None = None, *, shm: Path = shm_cleanup.SHM_FOLDER
 ) -> Iterator[Finding]:
-    """Name what is ours and will go, and what may be and stays.
+    """List leftovers that the next start removes, and those of unknown origin, which it keeps.
 
     Args:
-        found: what is certainly ours.
-        shm: shared memory, where files of unknown processes may lie.
+        found: leftovers that certainly belong to nbdist. Default: search for them.
+        shm: shared memory folder, in which files of unknown processes may be.
     """
-    found = orphan_cleanup.find() if found is None else found
+    found = orphan_cleanup.find_orphans() if found is None else found
     kinds = {
         "processes": found.processes,
         "folders": found.folders,
-        "shared tensors": found.shared,
+        "shared tensors": found.shared_memory_files,
     }
     if found:
-        says = "; ".join(f"{name}: {listed(some)}" for name, some in kinds.items() if some)
-        do = "nothing: the next start (%load_ext, %%distribute) ends and removes them"
-        yield note(TOPIC, f"of sessions that were killed, {says}", do)
+        says = "; ".join(
+            f"{name}: {summarize_list(resources)}" for name, resources in kinds.items() if resources
+        )
+        do = "no action needed: the next start (%load_ext, %%distribute) removes them"
+        yield note(TOPIC, f"left by killed sessions: {says}", do)
     else:
-        yield ok(TOPIC, "none of killed sessions")
+        yield ok(TOPIC, "none")
     unknown = [path for path in shm.glob("nccl-*") if _is_mine(path)]
     unknown += [
-        path for root in run_dir.roots() for path in root.glob("nbdist-*") if _unknown(path)
+        path
+        for root in run_dir.private_folder_roots()
+        for path in root.glob("nbdist-*")
+        if _unknown(path)
     ]
-    unknown = shm_cleanup.unused(unknown)
+    unknown = shm_cleanup.filter_unused(unknown)
     if unknown:
-        says = f"whose these are cannot be told from here: {listed(unknown)}"
-        do = "if nothing of yours runs in another container or machine, remove them by hand"
+        says = f"the owner of these is not visible from here: {summarize_list(unknown)}"
+        do = (
+            "if none of your processes runs in another container or on another machine, remove them"
+        )
         yield note(TOPIC, says, do)
 
 
 def _unknown(folder: Path) -> bool:
-    """Whether it is a session's, of this user, and its maker cannot be asked."""
-    of = process_identity.of(folder) if process_identity.is_private(folder) else None
-    return of is not None and not of.can_be_asked
+    """Return whether a session folder of this user has an owner that is not visible from here."""
+    owner = process_identity.read_owner(folder) if process_identity.is_private(folder) else None
+    return owner is not None and not owner.is_checkable
 
 
 def _is_mine(path: Path) -> bool:

@@ -1,7 +1,7 @@
-"""`%nbdist doctor --run`: what is wrong with this run, from its profile, options and errors.
+"""`%nbdist doctor --run`: checks of a training run, from its profile, options and errors.
 
-Each symptom is one rule, which gives the engine's own option for it as a line to paste. Nothing
-is asked of the ranks.
+Each symptom has one rule, which returns a finding with the engine option that fixes it, as a
+command to paste. No request is sent to the ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from nbdist.doctor import training_checks_fsdp, training_checks_zero
-from nbdist.doctor.evidence import LESS_MEMORY, NO_MEMORY, Case, last_errors
+from nbdist.doctor.evidence import (
+    OUT_OF_MEMORY_ADVICE,
+    OUT_OF_MEMORY_PATTERN,
+    RunEvidence,
+    last_errors,
+)
 from nbdist.doctor.finding import LEVELS, note, ok, problem
 from nbdist.hardware import discovery
 
@@ -18,119 +23,119 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from nbdist.doctor.finding import Finding
-    from nbdist.profiler.measurements import RankFigures
+    from nbdist.profiler.measurements import RankProfile
     from nbdist.session.session import Session
     from nbdist.strategies import Options
 
-    Rule = Callable[[Case], Finding | None]
+    Rule = Callable[[RunEvidence], Finding | None]
 
 TOPIC = "run"
 
 
-class Setting(Protocol):
-    """What was profiled."""
+class ProfiledConfigLike(Protocol):
+    """Setting in which a profile was recorded."""
 
     @property
     def options(self) -> Options:
-        """Of the session, then."""
+        """Options of the session at the time of the profile."""
 
 
-class Profiled(Protocol):
-    """A profile, as far as it is needed here."""
-
-    @property
-    def ranks(self) -> Sequence[RankFigures]:
-        """Of all ranks that took part."""
+class ProfileLike(Protocol):
+    """The attributes of a profile that the rules use."""
 
     @property
-    def setting(self) -> Setting:
-        """What was profiled."""
+    def ranks(self) -> Sequence[RankProfile]:
+        """Measurements of all ranks that took part."""
+
+    @property
+    def setting(self) -> ProfiledConfigLike:
+        """Setting in which the profile was recorded."""
 
 
-def findings(profile: Profiled | None, session: Session | None) -> tuple[Finding, ...]:
-    """Say what is recognised, problems first; one sentence where there is nothing to go by.
+def check_training(profile: ProfileLike | None, session: Session | None) -> tuple[Finding, ...]:
+    """Return the symptoms of a run, worst first, or one finding if there is nothing to check.
 
     Args:
-        profile: the last one; None where the run was not profiled.
-        session: None where none was started.
+        profile: the last profile; None if the run was not profiled.
+        session: None if no session was started.
     """
     if session is None:
-        return (note(TOPIC, "no session was started", "start one with a %%distribute cell"),)
+        return (note(TOPIC, "no session was started", "run a %%distribute cell to start one"),)
     errors, frames = last_errors(session)
-    before = profile.setting.options if profile is not None else session.options
-    older = _engine(before) != _engine(session.options)
-    case = Case(
-        figures=profile.ranks if profile is not None and not older else (),
+    profiled = profile.setting.options if profile is not None else session.options
+    older = _engine(profiled) != _engine(session.options)
+    case = RunEvidence(
+        rank_profiles=profile.ranks if profile is not None and not older else (),
         options=session.options,
         hardware=session.hardware,
         errors=errors,
-        frames=frames,
-        host_bytes=discovery.host_bytes(),
+        traceback_frames=frames,
+        host_bytes=discovery.host_memory_bytes(),
     )
     if older:
-        return (*recognised(case), _older(before, session.options))
-    return (*recognised(case), *_unseen(case))
+        return (*match_symptoms(case), _older(profiled, session.options))
+    return (*match_symptoms(case), *_unseen(case))
 
 
 def _engine(options: Options) -> Options:
-    """What decides how the engine lays the model out and moves it."""
+    """The options without those that do not affect the engine's sharding and communication."""
     return replace(options, accumulate=1, precision=None)
 
 
 def _older(before: Options, now: Options) -> Finding:
-    """The figures are those of another engine."""
+    """Note that the profile belongs to another engine."""
     was, is_now = before.describe(), now.describe()
-    words = (
+    subject = (
         f"{was}, and the engine is now {is_now}" if was != is_now else f"{was} with other config"
     )
-    says = f"the last profile is of {words}: only the options and last errors were looked at"
+    says = f"the last profile is of {subject}: only options and last errors were checked"
     return note(TOPIC, says, "%nbdist profile, then %nbdist doctor --run")
 
 
-def recognised(case: Case) -> tuple[Finding, ...]:
-    """All symptoms of a run, problems first."""
-    rules = (*_RULES[case.options.strategy.engine], missing_keys, out_of_memory)
-    found = [one for rule in rules if (one := rule(case)) is not None]
-    if {one.topic for one in found} & {"all_gather", "pinned memory"}:
-        found = [one for one in found if one.topic != "memory"]
-    return tuple(sorted(found, key=lambda one: LEVELS.index(one.level)))
+def match_symptoms(case: RunEvidence) -> tuple[Finding, ...]:
+    """Return all symptoms of a run, worst first."""
+    rules = (*_RULES[case.options.strategy.engine], check_missing_keys, check_out_of_memory)
+    findings = [finding for rule in rules if (finding := rule(case)) is not None]
+    if {finding.topic for finding in findings} & {"all_gather", "pinned memory"}:
+        findings = [finding for finding in findings if finding.topic != "memory"]
+    return tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.level)))
 
 
-def missing_keys(case: Case) -> Finding | None:
-    """Names in the checkpoint that are not the model's; no option of an engine mends that."""
-    said = case.error(
+def check_missing_keys(case: RunEvidence) -> Finding | None:
+    """Report checkpoint keys that the model does not have, or vice versa."""
+    error = case.find_error(
         r"Missing key\(s\)|Unexpected key\(s\)|size mismatch for|Error\(s\) in loading state_dict"
     )
-    if not said:
+    if not error:
         return None
     return problem(
         "loading",
-        f"checkpoint and model do not fit together: {said}",
-        "load before accelerator.prepare(), or %nbdist load PATH after it: it takes away what"
-        " wrappers put before names (module., _fsdp_wrapped_module., _orig_mod.)",
+        f"the checkpoint does not match the model: {error}",
+        "load it before accelerator.prepare(), or after it with %nbdist load PATH, which removes"
+        " the prefixes of wrappers (module., _fsdp_wrapped_module., _orig_mod.)",
     )
 
 
-def out_of_memory(case: Case) -> Finding | None:
-    """Memory ended outside of a gather."""
-    said = case.error(NO_MEMORY)
-    if not said:
+def check_out_of_memory(case: RunEvidence) -> Finding | None:
+    """Report an out-of-memory error outside of an all-gather."""
+    error = case.find_error(OUT_OF_MEMORY_PATTERN)
+    if not error:
         return None
-    return problem("memory", said, LESS_MEMORY)
+    return problem("memory", error, OUT_OF_MEMORY_ADVICE)
 
 
-def _unseen(case: Case) -> list[Finding]:
-    """What could not be looked at, or that all was well."""
-    if not case.figures:
-        says = "this run was not profiled: only its options and last errors were looked at"
+def _unseen(case: RunEvidence) -> list[Finding]:
+    """Note that there is no profile, or that no symptom was found."""
+    if not case.rank_profiles:
+        says = "this run was not profiled: only its options and last errors were checked"
         return [note(TOPIC, says, "%nbdist profile, then %nbdist doctor --run")]
-    if recognised(case):
+    if match_symptoms(case):
         return []
-    return [ok(TOPIC, f"nothing of {case.options.describe()} stands out in the profile")]
+    return [ok(TOPIC, f"no symptom of {case.options.describe()} in the profile")]
 
 
 _RULES: Mapping[str, Sequence[Rule]] = {
     "ddp": (),
-    "fsdp": training_checks_fsdp.RULES,
-    "deepspeed": training_checks_zero.RULES,
+    "fsdp": training_checks_fsdp.FSDP_CHECKS,
+    "deepspeed": training_checks_zero.ZERO_CHECKS,
 }

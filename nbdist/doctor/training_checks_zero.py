@@ -1,4 +1,4 @@
-"""What goes wrong under DeepSpeed ZeRO, and the option of its own that mends it.
+"""Symptoms of problems under DeepSpeed ZeRO, each with the DeepSpeed option that fixes it.
 
 The options are those of DeepSpeedZeroConfig (deepspeed 0.19.8, deepspeed/runtime/zero/config.py),
 of its offload sections (zero/offload_config.py) and of aio (runtime/swap_tensor/constants.py).
@@ -8,17 +8,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.doctor.evidence import LESS_MEMORY, NO_MEMORY, PINNING
-from nbdist.doctor.finding import note, problem, size
-from nbdist.doctor.training_checks_fsdp import GATHERS, MANY, SMALL_BYTES, WAITS
+from nbdist.doctor.evidence import (
+    OUT_OF_MEMORY_ADVICE,
+    OUT_OF_MEMORY_PATTERN,
+    PINNED_MEMORY_PATTERN,
+)
+from nbdist.doctor.finding import format_bytes, note, problem
+from nbdist.doctor.training_checks_fsdp import (
+    GATHER_COLLECTIVES,
+    MANY_MESSAGES,
+    MIN_EXPOSED_SHARE,
+    SMALL_MESSAGE_BYTES,
+)
 
 if TYPE_CHECKING:
-    from nbdist.doctor.evidence import Case
+    from nbdist.doctor.evidence import RunEvidence
     from nbdist.doctor.finding import Finding
 
-REDUCES = ("all_reduce", "reduce", "reduce_scatter")
-SHARDED = 3
-"""The stage that shards parameters."""
+REDUCE_COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter")
+SHARDED_PARAMETERS_STAGE = 3
+"""The ZeRO stage that shards parameters."""
 _GATHERING = r"all_?gather|fetch_sub_module|partitioned_param|_allgather_params"
 _PREFETCH, _PERSISTENT, _LIVE, _BUCKET = 50_000_000, 100_000, 1_000_000_000, 500_000_000
 """Defaults of zero/config.py, in elements."""
@@ -26,151 +35,176 @@ _SMALL_BUCKET = 5_000_000
 _AIO_BLOCK, _AIO_DEPTH = 1 << 20, 8
 """Defaults of swap_tensor/constants.py."""
 _STATE_BYTES = 16
-"""A parameter's, in host memory, offloaded: fp32 copy, two moments, gradient."""
+"""Host memory per offloaded parameter: fp32 copy, two moments and gradient."""
 
 
-def gathered_out_of_memory(case: Case) -> Finding | None:
-    """What ZeRO keeps gathered, or fetches ahead, does not fit beside the rest."""
-    said = case.error(NO_MEMORY, _GATHERING)
-    if not said:
+def check_gather_out_of_memory(case: RunEvidence) -> Finding | None:
+    """Report that gathered or prefetched parameters do not fit beside the rest."""
+    error = case.find_error(OUT_OF_MEMORY_PATTERN, _GATHERING)
+    if not error:
         return None
-    if case.options.strategy.level == SHARDED:
-        # zero/partitioned_param_coordinator.py: fetches ahead while fewer are live than allowed
-        line = case.zero_line(
+    if case.options.strategy.level == SHARDED_PARAMETERS_STAGE:
+        # zero/partitioned_param_coordinator.py: prefetches below this number of live parameters
+        line = case.zero_config_line(
             stage3_max_live_parameters=_less(case, "stage3_max_live_parameters", _LIVE // 10),
             stage3_max_reuse_distance=_less(case, "stage3_max_reuse_distance", _LIVE // 10),
             stage3_prefetch_bucket_size=_less(case, "stage3_prefetch_bucket_size", _PREFETCH // 5),
         )
     else:
         # zero/stage_1_and_2.py: updated weights are gathered in pieces of this many elements
-        line = case.zero_line(
+        line = case.zero_config_line(
             allgather_bucket_size=_less(case, "allgather_bucket_size", _BUCKET // 10),
             reduce_bucket_size=_less(case, "reduce_bucket_size", _BUCKET // 10),
         )
-    says = f"out of memory while parameters were gathered: {said}"
-    return problem("all_gather", says, line or LESS_MEMORY)
+    says = f"out of memory during the all-gather of parameters: {error}"
+    return problem("all_gather", says, line or OUT_OF_MEMORY_ADVICE)
 
 
-def small_parameters(case: Case) -> Finding | None:
-    """Parameters below a threshold stay whole on each rank; a low one costs a message each."""
-    count, num_bytes = case.messages(GATHERS)
-    waits = case.exposed(GATHERS)
-    sharded = case.options.strategy.level == SHARDED
-    if not sharded or count < MANY or num_bytes >= SMALL_BYTES or waits < WAITS:
+def check_small_parameters(case: RunEvidence) -> Finding | None:
+    """Report small sharded parameters, whose all-gathers are bound by latency."""
+    count, num_bytes = case.collective_messages(GATHER_COLLECTIVES)
+    exposed = case.exposed_collective_share(GATHER_COLLECTIVES)
+    sharded = case.options.strategy.level == SHARDED_PARAMETERS_STAGE
+    if (
+        not sharded
+        or count < MANY_MESSAGES
+        or num_bytes >= SMALL_MESSAGE_BYTES
+        or exposed < MIN_EXPOSED_SHARE
+    ):
         return None
-    now = _number(case.zero("stage3_param_persistence_threshold"), _PERSISTENT)
-    changed, why = _held_back(case)
-    changed["stage3_param_persistence_threshold"] = max(10 * now, _PERSISTENT)
+    threshold = _number(case.zero_option("stage3_param_persistence_threshold"), _PERSISTENT)
+    changed, reasons = _held_back(case)
+    changed["stage3_param_persistence_threshold"] = max(10 * threshold, _PERSISTENT)
+    sharded_alone = f"parameters above {threshold} elements are sharded and gathered one by one"
     return note(
         "small modules",
-        f"{count:.0f} all_gathers of {size(num_bytes)} in a step take {waits:.0%} of it:"
-        f" {', '.join([f'parameters above {now} elements are shared out one by one', *why])}",
-        case.zero_line(**changed),
+        f"{count:.0f} all_gathers of {format_bytes(num_bytes)} per step take {exposed:.0%} of it:"
+        f" {', '.join([sharded_alone, *reasons])}",
+        case.zero_config_line(**changed),
     )
 
 
-def slow_gathers(case: Case) -> Finding | None:
-    """ZeRO-3 waits for parameters although it could fetch them ahead."""
-    waits = case.exposed(GATHERS)
-    count, num_bytes = case.messages(GATHERS)
-    small = count >= MANY and num_bytes < SMALL_BYTES
-    if case.options.strategy.level != SHARDED or waits < 2 * WAITS or small:
+def check_slow_gathers(case: RunEvidence) -> Finding | None:
+    """Report that ZeRO-3 waits for parameters that it could prefetch."""
+    exposed = case.exposed_collective_share(GATHER_COLLECTIVES)
+    count, num_bytes = case.collective_messages(GATHER_COLLECTIVES)
+    small = count >= MANY_MESSAGES and num_bytes < SMALL_MESSAGE_BYTES
+    if (
+        case.options.strategy.level != SHARDED_PARAMETERS_STAGE
+        or exposed < 2 * MIN_EXPOSED_SHARE
+        or small
+    ):
         return None
-    prefetch = _number(case.zero("stage3_prefetch_bucket_size"), _PREFETCH)
+    prefetch = _number(case.zero_option("stage3_prefetch_bucket_size"), _PREFETCH)
     largest = case.model.largest_unit if case.model is not None else 0
-    changed, why = _held_back(case)
+    changed, reasons = _held_back(case)
     changed["stage3_prefetch_bucket_size"] = max(4 * prefetch, largest, _PREFETCH)
-    ahead = f"at most {prefetch:,} parameters are fetched ahead"
+    limit = f"at most {prefetch:,} parameters are prefetched"
     return note(
         "slow ZeRO-3",
-        f"{waits:.0%} of a step waits for all_gather: {', '.join(dict.fromkeys([ahead, *why]))}",
-        case.zero_line(**changed),
+        f"{exposed:.0%} of a step waits for all_gather:"
+        f" {', '.join(dict.fromkeys([limit, *reasons]))}",
+        case.zero_config_line(**changed),
     )
 
 
-def _held_back(case: Case) -> tuple[dict[str, object], list[str]]:
-    """What the user's config takes from the fetching ahead, given back; and why."""
+def _held_back(case: RunEvidence) -> tuple[dict[str, object], list[str]]:
+    """Settings of the user's config that limit prefetching, reset to defaults; and the reasons."""
     changed: dict[str, object] = {}
-    why = []
-    prefetch = _number(case.zero("stage3_prefetch_bucket_size"), _PREFETCH)
+    reasons = []
+    prefetch = _number(case.zero_option("stage3_prefetch_bucket_size"), _PREFETCH)
     if prefetch < _PREFETCH // 10:
         changed["stage3_prefetch_bucket_size"] = _PREFETCH
-        why.append(f"at most {prefetch:,} parameters are fetched ahead")
-    if case.zero("overlap_comm") is False:  # zero/config.py: true under stage 3 unless said
+        reasons.append(f"at most {prefetch:,} parameters are prefetched")
+    if case.zero_option("overlap_comm") is False:  # zero/config.py: defaults to true under stage 3
         changed["overlap_comm"] = True
-        why.append("overlap_comm is off")
-    if _number(case.zero("stage3_max_live_parameters"), _LIVE) < _LIVE:
+        reasons.append("overlap_comm is off")
+    if _number(case.zero_option("stage3_max_live_parameters"), _LIVE) < _LIVE:
         changed |= {"stage3_max_live_parameters": _LIVE, "stage3_max_reuse_distance": _LIVE}
-        why.append("parameters are given up early (stage3_max_live_parameters)")
-    return changed, why
+        reasons.append("parameters are released early (stage3_max_live_parameters)")
+    return changed, reasons
 
 
-def small_buckets(case: Case) -> Finding | None:
-    """Gradients leave in many small messages because the config says so."""
-    said = case.zero("reduce_bucket_size")
-    count, num_bytes = case.messages(REDUCES)
+def check_small_buckets(case: RunEvidence) -> Finding | None:
+    """Report small gradient buckets set by the config."""
+    bucket_size = case.zero_option("reduce_bucket_size")
+    count, num_bytes = case.collective_messages(REDUCE_COLLECTIVES)
     # accelerate/accelerator.py makes "auto" the square of hidden_size: small for small models
-    little = said is not None and _number(said, 0) < _SMALL_BUCKET
-    if not little or count < 2 or case.exposed(REDUCES) < WAITS:  # noqa: PLR2004 - one is the least
+    is_small = bucket_size is not None and _number(bucket_size, 0) < _SMALL_BUCKET
+    if (
+        not is_small
+        or count < 2  # noqa: PLR2004 - a single message cannot be merged with another
+        or case.exposed_collective_share(REDUCE_COLLECTIVES) < MIN_EXPOSED_SHARE
+    ):
         return None
     return note(
         "small buckets",
-        f"gradients are reduced in {count:.0f} messages of {size(num_bytes)} a step, which take"
-        f" {case.exposed(REDUCES):.0%} of it: reduce_bucket_size is {said}",
-        case.zero_line(reduce_bucket_size=_BUCKET),
+        f"gradients are reduced in {count:.0f} messages of {format_bytes(num_bytes)} per step,"
+        f" which take {case.exposed_collective_share(REDUCE_COLLECTIVES):.0%} of it:"
+        f" reduce_bucket_size is {bucket_size}",
+        case.zero_config_line(reduce_bucket_size=_BUCKET),
     )
 
 
-def loads(case: Case) -> Finding | None:
-    """A checkpoint of another number of ranks, or with its parameters laid out otherwise."""
+def check_checkpoint_layout(case: RunEvidence) -> Finding | None:
+    """Report a checkpoint saved with another number of ranks or another parameter alignment."""
     # runtime/engine.py _load_zero_checkpoint raises it; checkpoint.load_universal of
     # runtime/constants.py reads what deepspeed/checkpoint/ds_to_universal.py has written.
-    if said := case.error(r"world size of \d+ but the|DP world size"):
-        line = case.deepspeed_line({"checkpoint": {"load_universal": True}})
+    if error := case.find_error(r"world size of \d+ but the|DP world size"):
+        line = case.deepspeed_config_line({"checkpoint": {"load_universal": True}})
         return problem(
             "loading",
-            "the checkpoint is of another number of ranks; %nbdist load PATH reads it, DeepSpeed"
-            f" itself once its ds_to_universal.py has made it universal: {said}",
+            "the checkpoint was saved with another number of ranks. %nbdist load PATH reads it;"
+            f" DeepSpeed reads it after a conversion with its ds_to_universal.py: {error}",
             line,
         )
     # zero/stage_1_and_2.py _load_global_state compares it with zero/config.py parameter_alignment
-    if said := case.error("parameter-alignment layout"):
-        line = case.zero_line(parameter_alignment=case.zero("parameter_alignment") is not True)
-        return problem("loading", f"the checkpoint was written with the other layout: {said}", line)
+    if error := case.find_error("parameter-alignment layout"):
+        line = case.zero_config_line(
+            parameter_alignment=case.zero_option("parameter_alignment") is not True
+        )
+        return problem(
+            "loading", f"the checkpoint was saved with another parameter alignment: {error}", line
+        )
     return None
 
 
-def pinned(case: Case) -> Finding | None:
-    """Host memory that is page-locked cannot be swapped, and there is only so much."""
+def check_pinned_memory(case: RunEvidence) -> Finding | None:
+    """Report exhausted or extensive pinned memory, which is limited and cannot be swapped."""
     if case.options.offload_device == "none":
         return None
     changed: dict[str, object] = {"offload_optimizer": {"pin_memory": False}}
     if case.options.offload_params:
         changed["offload_param"] = {"pin_memory": False}
-    said = case.error(PINNING) or case.error(NO_MEMORY, PINNING)
-    if said:  # zero/offload_config.py: "Disable only on hosts with tight memlock limits"
-        says = f"no more host memory can be page-locked: {said}"
-        return problem("pinned memory", says, case.zero_line(**changed) or LESS_MEMORY)
-    on_host = case.options.offload_device == "cpu" and case.hardware.kind == "cuda"
+    error = case.find_error(PINNED_MEMORY_PATTERN) or case.find_error(
+        OUT_OF_MEMORY_PATTERN, PINNED_MEMORY_PATTERN
+    )
+    if error:  # zero/offload_config.py: "Disable only on hosts with tight memlock limits"
+        says = f"cannot pin more host memory: {error}"
+        return problem(
+            "pinned memory", says, case.zero_config_line(**changed) or OUT_OF_MEMORY_ADVICE
+        )
+    to_cpu = case.options.offload_device == "cpu" and case.hardware.kind == "cuda"
     pins = _section(case, "offload_optimizer").get("pin_memory", True)
     need = _STATE_BYTES * case.model.params if case.model is not None else 0
-    if not on_host or not pins or not case.host_bytes or need < case.host_bytes // 2:
+    if not to_cpu or not pins or not case.host_bytes or need < case.host_bytes // 2:
         return None
-    says = f"the offload page-locks about {size(need)} of {size(case.host_bytes)} host memory"
-    return note("pinned memory", says, case.zero_line(**changed))
+    total = format_bytes(case.host_bytes)
+    says = f"the offload pins about {format_bytes(need)} of {total} host memory"
+    return note("pinned memory", says, case.zero_config_line(**changed))
 
 
-def nvme(case: Case) -> Finding | None:
-    """The disk is asked for too little at a time."""
-    waits = case.share("offload")
-    if case.options.offload_device != "nvme" or waits < 2 * WAITS:
+def check_nvme_io(case: RunEvidence) -> Finding | None:
+    """Report NVMe reads and writes with too small blocks or too few requests."""
+    share = case.step_share("offload")
+    if case.options.offload_device != "nvme" or share < 2 * MIN_EXPOSED_SHARE:
         return None
     aio = (case.options.deepspeed_config or {}).get("aio") or {}
     block = _number(aio.get("block_size"), _AIO_BLOCK)
     depth = _number(aio.get("queue_depth"), _AIO_DEPTH)
-    # zero/offload_config.py: reads and writes of the next tile run beside the computing
+    # zero/offload_config.py: reads and writes of the next tile overlap with the computation
     pipelined = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 5}
-    line = case.deepspeed_line(
+    line = case.deepspeed_config_line(
         {
             "aio": {
                 "block_size": max(8 * _AIO_BLOCK, block),
@@ -181,33 +215,33 @@ def nvme(case: Case) -> Finding | None:
     )
     return note(
         "NVMe",
-        f"{waits:.0%} of a step moves state to and from the disk, in blocks of {size(block)},"
-        f" {depth} at a time",
-        line or "the disk is the limit: --offload cpu, where host memory holds it",
+        f"{share:.0%} of a step moves state to and from the disk, in blocks of"
+        f" {format_bytes(block)}, {depth} at a time",
+        line or "the disk is the bottleneck: use --offload cpu if host memory is large enough",
     )
 
 
-def _section(case: Case, name: str) -> dict[str, object]:
-    section = case.zero(name)
+def _section(case: RunEvidence, name: str) -> dict[str, object]:
+    section = case.zero_option(name)
     return section if isinstance(section, dict) else {}
 
 
 def _number(value: object, default: int) -> int:
-    """A number of elements; "auto" and what is not said are the default."""
+    """Number of elements; the default for "auto" and None."""
     return int(value) if isinstance(value, (int, float)) else default
 
 
-def _less(case: Case, key: str, wanted: int) -> int:
-    """So many elements, and at the most half of what the config in force has."""
-    return min(wanted, _number(case.zero(key), 2 * wanted) // 2)
+def _less(case: RunEvidence, key: str, wanted: int) -> int:
+    """The wanted number of elements, but at most half of the current value."""
+    return min(wanted, _number(case.zero_option(key), 2 * wanted) // 2)
 
 
-RULES = (
-    gathered_out_of_memory,
-    loads,
-    pinned,
-    small_parameters,
-    slow_gathers,
-    small_buckets,
-    nvme,
+ZERO_CHECKS = (
+    check_gather_out_of_memory,
+    check_checkpoint_layout,
+    check_pinned_memory,
+    check_small_parameters,
+    check_slow_gathers,
+    check_small_buckets,
+    check_nvme_io,
 )

@@ -1,1 +1,1 @@
-"""GPUs, memory and processes of this machine, through NVML and /proc."""
+"""GPUs, memory and processes of this machine, read from NVML and /proc."""

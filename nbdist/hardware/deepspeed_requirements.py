@@ -1,4 +1,4 @@
-"""What a build of DeepSpeed's ops needs of this machine, and where builds are kept; pure."""
+"""Checks the requirements for compiling DeepSpeed ops, and locates the build cache."""
 
 from __future__ import annotations
 
@@ -15,59 +15,57 @@ if TYPE_CHECKING:
 
 NVME_OP = "async_io"
 STALE_S = 1800.0
-"""No build takes so long: a lock of that age was left by one that was killed."""
+"""An older lock was left by a killed build: no build takes this long."""
 
 
 def cache_dir() -> Path:
-    """Folder for what nbdist keeps between sessions: NBDIST_CACHE_DIR or ~/.cache/nbdist."""
+    """Return the folder for files kept between sessions: NBDIST_CACHE_DIR or ~/.cache/nbdist."""
     if given := os.environ.get("NBDIST_CACHE_DIR"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbdist"
 
 
-def search_path() -> str:
-    """PATH with this environment's programs in front.
-
-    ninja's console script lies beside the interpreter, whose folder need not be on PATH.
-    """
+def build_search_path() -> str:
+    """Return PATH with this environment's programs in front."""
+    # ninja's console script is next to the interpreter, whose folder may not be on PATH
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-def missing(ops: Sequence[str], kind: str) -> str:
-    """What a build of the ops would miss and what to do, in one sentence; empty where nothing.
+def missing_requirements(ops: Sequence[str], kind: str) -> str:
+    """Return what is missing to build the ops and how to install it, or "".
 
     Args:
         ops: names of the ops.
-        kind: of the ranks, "cpu" or "cuda".
+        kind: device of the ranks, "cpu" or "cuda".
     """
-    compiler, path = os.environ.get("CXX", "c++"), search_path()
+    compiler, path = os.environ.get("CXX", "c++"), build_search_path()
     for tool, package in ((compiler, "g++"), ("ninja", "ninja (`pip install ninja`)")):
         if shutil.which(tool, path=path) is None:
             return (
-                f"this offload compiles DeepSpeed's {', '.join(ops)} once, and {tool} is not on"
-                f" PATH; install {package}, or leave the offload out."
+                f"This offload compiles DeepSpeed's {', '.join(ops)} once, and {tool} is not on"
+                f" PATH. Install {package}, or leave the offload out."
             )
     if NVME_OP in ops and not _has_header(compiler, "libaio.h"):
         return (
-            f"offload to NVMe compiles DeepSpeed's {NVME_OP}, and libaio.h is missing; install it"
+            f"Offload to NVMe compiles DeepSpeed's {NVME_OP}, and libaio.h is missing. Install it"
             " (Debian, Ubuntu: apt install libaio-dev; Fedora: dnf install libaio-devel), or use"
             " offload cpu."
         )
-    # deepspeed 0.19.8: of the ops of an offload this alone is a CUDAOpBuilder
+    # deepspeed 0.19.8: the only offload op that is a CUDAOpBuilder
     if NVME_OP in ops and kind == "cuda" and not _has_cuda_toolkit():
         return (
-            f"offload to NVMe on GPUs compiles DeepSpeed's {NVME_OP} with the CUDA toolkit, and"
-            " nvcc or CUDA's headers are missing; install the toolkit of torch's CUDA version and"
+            f"Offload to NVMe on GPUs compiles DeepSpeed's {NVME_OP} with the CUDA toolkit, and"
+            " nvcc or CUDA's headers are missing. Install the toolkit of torch's CUDA version and"
             " set CUDA_HOME to its folder, or use offload cpu."
         )
     return ""
 
 
-def stale_locks() -> list[Path]:
-    """Locks that killed builds have left in torch's own folder of extensions.
+def stale_build_locks() -> list[Path]:
+    """Return locks that killed builds left in torch's default extension folder.
 
-    Whoever builds one of these later waits for ever (torch 2.13). nbdist keeps its builds in a
-    folder of its own, under a lock that ends with its holder.
+    torch 2.13 waits forever for such a lock. nbdist builds in its own folder, under a lock that the
+    operating system releases with its holder.
     """
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -80,11 +78,11 @@ def _age_s(path: Path) -> float:
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
-        return 0.0  # released by now
+        return 0.0  # already released
 
 
 def _has_cuda_toolkit() -> bool:
-    """Whether nvcc and CUDA's headers are where torch.utils.cpp_extension looks for them."""
+    """Return True if nvcc and CUDA's headers are where torch.utils.cpp_extension expects them."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is None:
         nvcc = shutil.which("nvcc")
@@ -94,6 +92,6 @@ def _has_cuda_toolkit() -> bool:
 
 
 def _has_header(compiler: str, header: str) -> bool:
-    """Whether the compiler finds a header."""
+    """Return True if the compiler finds a header."""
     command = [compiler, "-x", "c++", "-fsyntax-only", "-include", header, os.devnull]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603

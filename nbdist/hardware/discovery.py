@@ -1,11 +1,11 @@
-"""The devices of this machine, as NVML and the operating system report them.
+"""The devices of this machine, as reported by NVML and the operating system.
 
-Any process may ask. NVML is asked and never torch: importing torch costs seconds, and a CUDA
-context would take device memory. No GPU, no driver, or no `pynvml` (package nvidia-ml-py):
-there are CPUs only.
+Every process may use this module. It queries NVML and never imports torch, which takes seconds and
+whose CUDA context would use device memory. Without a GPU, a driver or the `pynvml` module (package
+nvidia-ml-py) only CPUs are reported.
 
-A GPU's index is its place in CUDA_VISIBLE_DEVICES where that is set, else its number by PCI
-bus, which is what nvidia-smi shows.
+The index of a GPU is its position in CUDA_VISIBLE_DEVICES if that is set, else its number in PCI
+bus order, as in nvidia-smi.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 CGROUP = Path("/sys/fs/cgroup")
-CPU_RANKS = 2
-"""Default number of ranks where no GPU is."""
+DEFAULT_CPU_RANKS = 2
+"""Default number of ranks on a machine without GPUs."""
 
 DRIVER = Path("/proc/driver/nvidia/version")
-"""There where NVIDIA's driver is loaded."""
+"""Exists if the NVIDIA driver is loaded."""
 
 _INDEX = re.compile(r"[0-9]{1,4}")
 _BOARD = re.compile(r"-(?:SXM[0-9]?|PCIE|PCIe)(?=-|$)")  # "NVIDIA A100-SXM4-80GB"
@@ -40,85 +40,85 @@ _BOARD = re.compile(r"-(?:SXM[0-9]?|PCIE|PCIe)(?=-|$)")  # "NVIDIA A100-SXM4-80G
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One visible GPU, or MIG instance of one."""
+    """A visible GPU, or a MIG instance of one."""
 
     uuid: str
-    """As CUDA_VISIBLE_DEVICES takes it: GPU-... or MIG-..."""
+    """In the form that CUDA_VISIBLE_DEVICES accepts: GPU-... or MIG-..."""
     name: str
     memory_bytes: int
     capability: tuple[int, int]
-    """Compute capability; (0, 0) where NVML does not say."""
+    """Compute capability; (0, 0) if NVML does not report it."""
 
     @property
     def is_instance(self) -> bool:
-        """Whether it is a MIG instance."""
+        """True for a MIG instance."""
         return self.uuid.startswith("MIG-")
 
     @property
     def title(self) -> str:
-        """Name with memory: "NVIDIA A100 80GB"."""
+        """Name and memory: "NVIDIA A100 80GB"."""
         name = _BOARD.sub("", self.name).replace("-", " ")
         return name if "GB" in name else f"{name} {round(self.memory_bytes / 2**30)}GB"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was found here."""
+    """Devices, CPUs and host memory of a machine."""
 
     gpus: tuple[Gpu, ...] = ()
     link: Literal["NVLink", "PCIe"] | None = None
-    """Between the visible GPUs; None for fewer than two."""
+    """Interconnect of the visible GPUs; None for fewer than two."""
     num_cpus: int = 1
-    """CPUs that this process may run on."""
+    """CPUs available to this process."""
     memory_bytes: int = 0
-    """Of the host, or what this container may take."""
+    """Host memory, or the memory limit of this container."""
     processor: str = ""
     warnings: tuple[str, ...] = ()
-    """What the user should know of the GPUs: which ones fail, what was assumed."""
+    """Messages for the user about the GPUs: failures and assumptions."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
-        """Read what `to_json` made."""
-        gpus = (Gpu(**{**one, "capability": tuple(one["capability"])}) for one in given["gpus"])
+        """Rebuild from `to_json()`."""
+        gpus = (Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in given["gpus"])
         warnings = tuple(given.get("warnings", ()))
         return cls(**{**given, "gpus": tuple(gpus), "warnings": warnings})
 
     def describe(self) -> str:
-        """Describe in a few words: "4 x NVIDIA A100 80GB, NVLink", "no GPU: 2 CPU ranks"."""
+        """Return a short summary: "4 x NVIDIA A100 80GB, NVLink", "no GPU: 2 CPU ranks"."""
         if not self.gpus:
-            return f"no GPU: {CPU_RANKS} CPU ranks"
+            return f"no GPU: {DEFAULT_CPU_RANKS} CPU ranks"
         kinds = Counter(gpu.title for gpu in self.gpus)
         gpus = " + ".join(f"{count} x {title}" for title, count in kinds.items())
         return f"{gpus}, {self.link}" if self.link else gpus
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """A machine of a cluster that ranks of a session are on."""
+class SessionNode:
+    """A machine of a cluster that runs ranks of a session."""
 
     name: str
     ranks: tuple[int, ...]
     machine: Machine
-    """With the GPUs of these ranks alone, in their order."""
+    """Its GPUs are limited to those of these ranks, in rank order."""
 
     def describe(self) -> str:
-        """Describe in a few words: "4 x NVIDIA A100 80GB, NVLink, 64 cores"."""
+        """Return a short summary: "4 x NVIDIA A100 80GB, NVLink, 64 cores"."""
         count = len(self.ranks)
         ranks = f"{count} CPU {'rank' if count == 1 else 'ranks'}"
         devices = self.machine.describe() if self.machine.gpus else ranks
         return f"{devices}, {self.machine.num_cpus} cores"
 
 
-def to_runs(nodes: Iterable[Node]) -> list[dict[str, Any]]:
-    """Nodes as plain values; those in a row that are alike once, with their number.
+def nodes_to_json(nodes: Iterable[SessionNode]) -> list[dict[str, Any]]:
+    """Return nodes as JSON values, run-length encoded: consecutive equal nodes give one entry.
 
-    Without names, the GPUs' UUIDs and warnings, by which no two are alike.
+    Node names, GPU UUIDs and warnings are left out because they differ between equal nodes.
     """
-    nameless = ((_without_names(one.machine), len(one.ranks)) for one in nodes)
+    nameless = ((_without_names(node.machine), len(node.ranks)) for node in nodes)
     return [
         {"nodes": len(list(alike)), "ranks": ranks, "machine": machine.to_json()}
         for (machine, ranks), alike in groupby(nameless)
@@ -130,64 +130,69 @@ def _without_names(machine: Machine) -> Machine:
     return replace(machine, gpus=gpus, warnings=())
 
 
-def from_runs(told: Iterable[Mapping[str, Any]]) -> list[Node]:
-    """Read what `to_runs` made; the nodes are named by their numbers."""
-    nodes: list[Node] = []
+def nodes_from_json(descriptions: Iterable[Mapping[str, Any]]) -> list[SessionNode]:
+    """Rebuild the list from ``nodes_to_json``; the nodes are named by their numbers."""
+    nodes: list[SessionNode] = []
     first = 0
-    for one in told:
-        machine = Machine.from_json(one["machine"])
-        for _ in range(one["nodes"]):
-            ranks = tuple(range(first, first + one["ranks"]))
-            nodes.append(Node(f"node {len(nodes)}", ranks, machine))
+    for run in descriptions:
+        machine = Machine.from_json(run["machine"])
+        for _ in range(run["nodes"]):
+            ranks = tuple(range(first, first + run["ranks"]))
+            nodes.append(SessionNode(f"node {len(nodes)}", ranks, machine))
             first += len(ranks)
     return nodes
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """Memory of one GPU at this moment."""
+class GpuFreeMemory:
+    """Current memory usage of one GPU."""
 
     free_bytes: int
     holders: tuple[str, ...] = ()
-    """Other processes that hold memory of it: "python (pid 4711)"."""
+    """Other processes that hold memory of the GPU: "python (pid 4711)"."""
 
 
-def found(
+def discover_machine(
     *, nvml: Any = None, environ: Mapping[str, str] = os.environ, driver: Path = DRIVER
 ) -> Machine:
     """Find the GPUs that CUDA_VISIBLE_DEVICES leaves visible, and count the CPUs.
 
-    Initialises no device. An answer without a failure is kept for the life of the process.
+    Initialises no device. Results without a failure are cached for the life of the process.
 
     Args:
         nvml: a module with the functions of `pynvml`, for tests.
-        environ: where CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER are read.
-        driver: a file that is there where the driver is.
+        environ: source of CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+        driver: a file that exists if the driver is loaded.
     """
-    nvml = nvml or pynvml()
+    nvml = nvml or import_pynvml()
     variables = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER")
     seen = _cached(nvml, *variables, driver) if nvml else _Seen()
     return Machine(
-        seen.gpus, seen.link, _num_cpus(), host_bytes(), _processor(), (*seen.failures, *seen.notes)
+        seen.gpus,
+        seen.link,
+        _num_cpus(),
+        host_memory_bytes(),
+        _processor(),
+        (*seen.failures, *seen.notes),
     )
 
 
-def pynvml() -> ModuleType | None:
-    """NVML's module, or None where it is not installed."""
+def import_pynvml() -> ModuleType | None:
+    """Return the NVML module, or None if it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
         return None
 
 
-def host(machine: Machine) -> str:
-    """What tells this host from others, but no name of it: "Intel Xeon ... @ 2.5GHz, 2 cores"."""
+def host_fingerprint(machine: Machine) -> str:
+    """Return a description of the hardware without its host name: "Xeon @ 2.5GHz, 2 cores"."""
     return f"{machine.processor}, {machine.num_cpus} cores"
 
 
 @lru_cache(maxsize=1)
 def _processor() -> str:
-    """The processor's own name, where Linux tells it."""
+    """Processor name from /proc/cpuinfo, else the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -203,17 +208,17 @@ def _num_cpus() -> int:
 
 
 class _Seen(NamedTuple):
-    """What NVML has answered."""
+    """Result of an NVML query."""
 
     gpus: tuple[Gpu, ...] = ()
     link: Literal["NVLink", "PCIe"] | None = None
     failures: tuple[str, ...] = ()
-    """Sentences on GPUs that were left out."""
+    """Messages about GPUs that are not used."""
     notes: tuple[str, ...] = ()
 
 
 _answers: dict[tuple[Any, str | None, str | None], _Seen] = {}
-"""Of calls that did not fail, by module and environment."""
+"""Successful queries by module and environment."""
 
 
 def _cached(nvml: Any, visible: str | None, order: str | None, driver: Path) -> _Seen:
@@ -221,10 +226,10 @@ def _cached(nvml: Any, visible: str | None, order: str | None, driver: Path) -> 
     if key in _answers:
         return _answers[key]
     try:
-        with opened(nvml):
+        with open_nvml(nvml):
             seen = _seen(nvml, visible, order)
     except nvml.NVMLError as error:
-        failure = f"NVIDIA's driver does not answer ({error}), so no GPU is used; run nvidia-smi"
+        failure = f"NVIDIA's driver does not respond ({error}), so no GPU is used; run nvidia-smi"
         return _Seen(failures=(failure,) if driver.exists() else ())
     if not seen.failures:
         _answers[key] = seen
@@ -232,13 +237,13 @@ def _cached(nvml: Any, visible: str | None, order: str | None, driver: Path) -> 
 
 
 def _failures(nvml: Any) -> tuple[type[Exception], ...]:
-    """What NVML raises, and pynvml 13.615 where an older driver cannot list processes."""
-    return (nvml.NVMLError, getattr(nvml, "NVMLLibraryMismatchError", nvml.NVMLError))
+    mismatch = getattr(nvml, "NVMLLibraryMismatchError", nvml.NVMLError)
+    return (nvml.NVMLError, mismatch)  # pynvml 13.615: an older driver cannot list processes
 
 
 @contextmanager
-def opened(nvml: Any) -> Iterator[None]:
-    """Initialise NVML for a while."""
+def open_nvml(nvml: Any) -> Iterator[None]:
+    """Context manager that initialises NVML and shuts it down."""
     nvml.nvmlInit()
     try:
         yield
@@ -247,10 +252,10 @@ def opened(nvml: Any) -> Iterator[None]:
 
 
 def _seen(nvml: Any, visible: str | None, order: str | None) -> _Seen:
-    """The visible GPUs that work, what links them, and what there is to say of them."""
+    """Return the working visible GPUs, their interconnect, and messages about the others."""
     boards, failures = _boards(nvml)
     chosen = _visible(nvml, visible, boards)
-    told = [failures[index] for index in failures if visible is None or index in chosen]
+    problems = [failures[index] for index in failures if visible is None or index in chosen]
     handles, gpus = [], []
     for name, handle in chosen.items():
         if handle is None:
@@ -259,24 +264,24 @@ def _seen(nvml: Any, visible: str | None, order: str | None) -> _Seen:
             gpus.append(_gpu(nvml, handle))
             handles.append(handle)
         except nvml.NVMLError as error:
-            told.append(_left_out(name, error))
-    if len({gpu.uuid for gpu in gpus}) < len(gpus):  # as CUDA: one twice hides all
-        return _Seen(failures=tuple(told))
+            problems.append(_left_out(name, error))
+    if len({gpu.uuid for gpu in gpus}) < len(gpus):  # CUDA shows no GPU if one is listed twice
+        return _Seen(failures=tuple(problems))
     notes = _assumed(nvml, visible, order, boards)
     instances = [i for i, gpu in enumerate(gpus) if gpu.is_instance]
     if instances and len(gpus) > 1:
-        # CUDA shows a process one compute instance, and beside it no whole GPU
+        # CUDA shows a process a single compute instance, and no whole GPU beside it
         kept = instances[0]
         notes.append(
             f"{gpus[kept].name} is the only one of {len(gpus)} devices that is used: CUDA shows a"
-            " process a single MIG instance; CUDA_VISIBLE_DEVICES chooses another"
+            " single MIG instance to a process; select another with CUDA_VISIBLE_DEVICES"
         )
         handles, gpus = [handles[kept]], [gpus[kept]]
-    return _Seen(tuple(gpus), _link(nvml, handles), tuple(told), tuple(notes))
+    return _Seen(tuple(gpus), _link(nvml, handles), tuple(problems), tuple(notes))
 
 
 def _boards(nvml: Any) -> tuple[list[Any], dict[int | str, str]]:
-    """Handles in NVML's order, None for a GPU that fails, and a sentence on each of those."""
+    """Handles in NVML order, None for a GPU that fails, and a message for each failure."""
     handles: list[Any] = []
     failures: dict[int | str, str] = {}
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -292,13 +297,13 @@ def _boards(nvml: Any) -> tuple[list[Any], dict[int | str, str]]:
 
 def _left_out(name: int | str, error: Exception) -> str:
     gpu = f"GPU {name}" if isinstance(name, int) else name
-    return f"{gpu} fails ({error}) and is left out; run nvidia-smi"
+    return f"{gpu} fails ({error}) and is not used; run nvidia-smi"
 
 
 def _visible(nvml: Any, visible: str | None, boards: Sequence[Any]) -> dict[int | str, Any]:
     """Handles by number or UUID, in the order of CUDA_VISIBLE_DEVICES; None for one that fails.
 
-    As in CUDA a wrong entry ends the list.
+    As in CUDA, an invalid entry ends the list.
     """
     if visible is None:
         return {i: _instance(nvml, handle) for i, handle in enumerate(boards)}
@@ -312,58 +317,56 @@ def _visible(nvml: Any, visible: str | None, boards: Sequence[Any]) -> dict[int 
             handle = _by_uuid(nvml, entry, boards)
             if handle is None:
                 break
-        # named twice, it must be seen twice
+        # keep duplicates: the caller rejects a GPU that is listed twice
         chosen[name if name not in chosen else f"entry {number}"] = _instance(nvml, handle)
     return chosen
 
 
 def _by_uuid(nvml: Any, entry: str, boards: Sequence[Any]) -> Any:
-    """The GPU or MIG instance with this UUID; None where there is none."""
+    """Return the GPU or MIG instance with this UUID, or None."""
     if entry.startswith("MIG-"):
         try:
             return nvml.nvmlDeviceGetHandleByUUID(entry)
         except nvml.NVMLError:
             return None
-    # CUDA takes the beginning of a UUID, where only one GPU has it
+    # CUDA accepts a unique prefix of a UUID
     working = [board for board in boards if board is not None]
     same = [board for board in working if nvml.nvmlDeviceGetUUID(board).startswith(entry)]
     return same[0] if entry.startswith("GPU-") and len(same) == 1 else None
 
 
 def _assumed(nvml: Any, visible: str | None, order: str | None, boards: Sequence[Any]) -> list[str]:
-    """Say which GPUs numbers in CUDA_VISIBLE_DEVICES were taken to mean, where CUDA may differ.
-
-    CUDA counts the fastest first unless CUDA_DEVICE_ORDER is PCI_BUS_ID, and says nowhere what
-    it takes for fast.
-    """
+    """Return a warning if CUDA may number the GPUs in a different order than assumed here."""
+    # CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is PCI_BUS_ID, and does not
+    # document how it ranks them.
     if order == "PCI_BUS_ID" or not re.search(r"(^|,)\s*[0-9]", visible or ""):
         return []
     kinds = {nvml.nvmlDeviceGetName(board) for board in boards if board is not None}
-    if len(kinds) < 2:  # noqa: PLR2004 - a difference has two sides
+    if len(kinds) < 2:  # noqa: PLR2004 - one kind has no order
         return []
     sentence = (
-        f"CUDA_VISIBLE_DEVICES={visible} is taken to count GPUs as nvidia-smi does; CUDA may count"
-        " unlike GPUs in another order: set CUDA_DEVICE_ORDER=PCI_BUS_ID before Jupyter starts"
+        f"CUDA_VISIBLE_DEVICES={visible} is assumed to number GPUs as nvidia-smi does; CUDA may"
+        " order different GPUs differently: set CUDA_DEVICE_ORDER=PCI_BUS_ID before Jupyter starts"
     )
     return [sentence]
 
 
 def cuda_visible_devices(uuids: Sequence[str], *, nvml: Any = None) -> str:
-    """CUDA_VISIBLE_DEVICES for these GPUs, to be used with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """Return CUDA_VISIBLE_DEVICES for these GPUs, for use with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
-    Numbers, since DeepSpeed (0.19.8) and torch's inductor (2.13) read the variable as such. UUIDs
-    where CUDA may not count as NVML does: beside MIG instances, or a GPU that fails.
+    Numbers, because DeepSpeed 0.19.8 and torch 2.13's inductor parse the variable as numbers.
+    UUIDs where the numbering of CUDA and NVML may differ: with MIG instances or a failing GPU.
 
     Args:
-        uuids: of GPUs of this machine.
+        uuids: GPUs of this machine.
         nvml: a module with the functions of `pynvml`, for tests.
     """
-    nvml = nvml or pynvml()
+    nvml = nvml or import_pynvml()
     by_uuid = ",".join(uuids)
     if nvml is None:
         return by_uuid
     try:
-        with opened(nvml):
+        with open_nvml(nvml):
             boards, failures = _boards(nvml)
             if failures or any(_in_mig_mode(nvml, board) for board in boards):
                 return by_uuid
@@ -376,7 +379,7 @@ def cuda_visible_devices(uuids: Sequence[str], *, nvml: Any = None) -> str:
 
 
 def _instance(nvml: Any, handle: Any) -> Any:
-    """Of a GPU in MIG mode its first instance, the only one CUDA then shows; else itself."""
+    """Return the first instance of a GPU in MIG mode, the only one CUDA shows; else the GPU."""
     if handle is None or not _in_mig_mode(nvml, handle):
         return handle
     try:
@@ -406,82 +409,84 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
 
 
 def _memory_bytes(nvml: Any, handle: Any) -> int:
-    """A GPU's memory; the host's where they share it, and NVML counts none of its own."""
+    """Memory of a GPU. NVML reports none of a GPU that shares the host's memory."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     except nvml.NVMLError as error:
         if getattr(error, "value", None) == nvml.NVML_ERROR_NOT_SUPPORTED:
-            return host_bytes()
+            return host_memory_bytes()
         raise
 
 
 def _whole(nvml: Any, handle: Any) -> Any:
-    """The GPU that a MIG instance is part of; else the GPU itself."""
+    """Return the GPU that contains a MIG instance, or the GPU itself."""
     if not nvml.nvmlDeviceGetUUID(handle).startswith("MIG-"):
         return handle
     return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
 
 
 def _link(nvml: Any, handles: Sequence[Any]) -> Literal["NVLink", "PCIe"] | None:
-    """NVLink where each GPU reaches the next one by it."""
+    """Return NVLink if every GPU is connected to the next one by it."""
     if len(handles) < 2:  # noqa: PLR2004 - a link has two ends
         return None
     try:
         states = [
-            nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            for one, other in pairwise(handles)
+            nvml.nvmlDeviceGetP2PStatus(handle, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            for handle, other in pairwise(handles)
         ]
     except nvml.NVMLError:
         return "PCIe"
     return "NVLink" if all(state == nvml.NVML_P2P_STATUS_OK for state in states) else "PCIe"
 
 
-def usage(machine: Machine, *, own: Collection[int] = (), nvml: Any = None) -> tuple[Usage, ...]:
-    """Free memory of each GPU now, and who else holds some; empty where NVML does not answer.
+def gpu_memory_usage(
+    machine: Machine, *, own: Collection[int] = (), nvml: Any = None
+) -> tuple[GpuFreeMemory, ...]:
+    """Return the free memory and other users of each GPU; empty if NVML does not respond.
 
     Args:
-        machine: from `found()`.
+        machine: from ``discover_machine()``.
         own: processes whose memory counts as free: ranks that a plan would replace.
         nvml: a module with the functions of `pynvml`, for tests.
     """
-    nvml = nvml or pynvml()
+    nvml = nvml or import_pynvml()
     if nvml is None or not machine.gpus:
         return ()
     try:
-        with opened(nvml):
+        with open_nvml(nvml):
             return tuple(_usage(nvml, gpu, own) for gpu in machine.gpus)
     except _failures(nvml):
         return ()
 
 
-def _usage(nvml: Any, gpu: Gpu, own: Collection[int]) -> Usage:
+def _usage(nvml: Any, gpu: Gpu, own: Collection[int]) -> GpuFreeMemory:
     handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
-        running = None  # not told on some MIG instances
+        running = None  # not reported on some MIG instances
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    unlisted = not running and memory.used > _DRIVERS_OWN
+    unlisted = not running and memory.used > _MAX_DRIVER_BYTES
     if own and (unlisted or hides_processes(running, own)):
-        return Usage(memory.free + memory.used, ())
+        return GpuFreeMemory(memory.free + memory.used, ())
     known = running or ()
     ours = sum(process.usedGpuMemory or 0 for process in known if process.pid in own)
     others = tuple(process_name(process.pid) for process in known if process.pid not in own)
-    return Usage(memory.free + ours, others)
+    return GpuFreeMemory(memory.free + ours, others)
 
 
-_DRIVERS_OWN = 1 << 30
-"""The driver itself has less of a GPU's memory in use."""
+_MAX_DRIVER_BYTES = 1 << 30
+"""Memory in use by the driver itself is below this."""
 
 
 def hides_processes(running: Sequence[Any] | None, own: Collection[int]) -> bool:
-    """Whether NVML does not tell our processes from others.
+    """Return True if NVML's process ids cannot be matched with those of this session.
 
-    In a container it has the host's pids, which are no process here, or none.
+    In a container NVML lists the host's process ids, or none.
 
     Args:
-        running: processes on a GPU, as NVML lists them; None where it does not.
-        own: pids of our processes, as this container has them.
+        running: processes on a GPU, as NVML lists them; None if it does not.
+        own: process ids of this session, as seen in this container.
     """
     import psutil
 
@@ -494,14 +499,14 @@ def hides_processes(running: Sequence[Any] | None, own: Collection[int]) -> bool
 
 
 class Refusal(NamedTuple):
-    """Why a GPU takes no further process, and what to do."""
+    """The reason why a GPU accepts no further process, and the remedy."""
 
     says: str
     do: str
 
 
 def refusal(nvml: Any, gpu: Gpu, *, own: Collection[int] = ()) -> Refusal | None:
-    """Look at a GPU's compute mode; None where ranks can use it.
+    """Check a GPU's compute mode; None if ranks can use the GPU.
 
     Args:
         nvml: a module with the functions of `pynvml`, initialised.
@@ -511,12 +516,12 @@ def refusal(nvml: Any, gpu: Gpu, *, own: Collection[int] = ()) -> Refusal | None
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
         mode = nvml.nvmlDeviceGetComputeMode(handle)
-        running = [one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        running = [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
     except _failures(nvml):
-        return None  # not told on some MIG instances
-    ask = f"ask who runs the machine: nvidia-smi -i {gpu.uuid} -c DEFAULT"
+        return None  # not reported on some MIG instances
+    ask = f"ask the administrator to run: nvidia-smi -i {gpu.uuid} -c DEFAULT"
     if mode == nvml.NVML_COMPUTEMODE_PROHIBITED:
-        return Refusal("its compute mode lets nobody use it", ask)
+        return Refusal("its compute mode is PROHIBITED", ask)
     import psutil  # as in `process_name`
 
     others = [pid for pid in running if pid not in own]
@@ -530,23 +535,23 @@ def refusal(nvml: Any, gpu: Gpu, *, own: Collection[int] = ()) -> Refusal | None
 
 
 def _uses_cuda() -> bool:
-    """Whether this very process does; in a container NVML tells its number on the host."""
+    """Return True if this process uses CUDA: NVML reports a different pid in a container."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda.is_initialized()
 
 
 def process_name(pid: int) -> str:
-    """A process in words: "python (pid 4711)"."""
-    import psutil  # 20 ms that a kernel need not wait for when it loads the extension
+    """Return name and process id: "python (pid 4711)"."""
+    import psutil  # takes 20 ms; not needed when the extension loads
 
     try:
         return f"{psutil.Process(pid).name()} (pid {pid})"
     except psutil.Error:
-        return f"pid {pid}"  # of another container, or ended by now
+        return f"pid {pid}"  # in another container, or already ended
 
 
-def host_free_bytes() -> int:
-    """Host memory that processes can still take: of the machine, or of this container."""
+def host_free_memory_bytes() -> int:
+    """Return the available host memory of the machine or, if less, of this container."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -554,15 +559,15 @@ def host_free_bytes() -> int:
     return free if limit is None or used is None else min(free, max(0, limit - used))
 
 
-def host_bytes() -> int:
-    """Host memory of this machine, or what this container may take."""
+def host_memory_bytes() -> int:
+    """Return the host memory of the machine or, if less, the limit of this container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _cgroup_number("memory.max")
     return total if limit is None else min(total, limit)
 
 
 def _cgroup_number(name: str) -> int | None:
-    """A figure of this process's memory cgroup (version 2); None for "max" or without one."""
+    """A value of this process's memory cgroup (version 2); None for "max" or without one."""
     try:
         text = (CGROUP / name).read_text().strip()
     except OSError:

@@ -1,8 +1,8 @@
-"""Whose a folder or a process is: told apart from whatever gets its number later; pure.
+"""Identifies the owner of a process or folder, safe against reused process ids.
 
-Whoever makes a private folder signs it with its own identity, and a launcher's processes carry
-the identity of their kernel in their environment. So what a killed process left behind can be
-removed, and nothing else is ever touched: a name or a number alone proves nothing.
+The process that creates a private folder writes its identity into it, and the environment of a
+launcher's processes holds the identity of their kernel. Files of a killed process can thus be
+removed without touching anything else: a name or a process id alone does not prove ownership.
 """
 
 from __future__ import annotations
@@ -17,45 +17,47 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-OWNER = ".owner.json"
-"""File in a folder that says which process made it."""
-KERNEL = "NBDIST_KERNEL"
-"""Variable of a launcher's environment, and so of all that it starts: its kernel, as JSON."""
-RUN_DIR = "NBDIST_RUN_DIR"
-"""The same for the launcher's private folder: it tells launchers of one kernel apart."""
-_ELSEWHERE = "elsewhere"
-"""File in a private folder: paths of further ones in other places, one a line."""
-ABANDONED_S = 24 * 3600.0
-"""A process that cannot be asked (another machine, another container) is given so long."""
-UNSIGNED_S = 60.0
-"""A folder that is younger may be about to be signed."""
-_MADE_BY = re.compile(r"nbdist-(?:.*-)?(?P<pid>[0-9]{1,9})-[^-]*")
+OWNER_FILE = ".owner.json"
+"""File that identifies the process that created its folder."""
+KERNEL_VARIABLE = "NBDIST_KERNEL"
+"""Environment variable of a launcher and its descendants: identity of their kernel, as JSON."""
+RUN_DIR_VARIABLE = "NBDIST_RUN_DIR"
+"""Environment variable with the launcher's private folder, to distinguish a kernel's launchers."""
+_OTHER_FOLDERS_FILE = "elsewhere"
+"""File in a private folder: paths of its other private folders, one per line."""
+ABANDONED_AFTER_S = 24 * 3600.0
+"""A process that cannot be checked (other machine or container) counts as ended after this."""
+UNSIGNED_AFTER_S = 60.0
+"""A younger folder without an owner file may still get one."""
+_PRIVATE_NAME = re.compile(r"nbdist-(?:.*-)?(?P<pid>[0-9]{1,9})-[^-]*")
 _PROC = Path("/proc")
 _MAX_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """A process, told apart from any later one that gets its number."""
+class ProcessIdentity:
+    """Identity of a process that stays unique when its process id is reused."""
 
     pid: int
     started: int
-    """When it started, in ticks since the machine did."""
+    """Start time in clock ticks since boot."""
     uid: int
     boot: str
-    """The machine, since it was last started."""
+    """Boot id of the machine."""
     space: str
-    """The container: process numbers mean something within it alone."""
+    """PID namespace: process ids are valid only within it."""
 
     @classmethod
-    def me(cls) -> Owner:
-        """This process."""
+    def current_process(cls) -> ProcessIdentity:
+        """Return the identity of the current process."""
         pid = os.getpid()
-        return cls(pid=pid, started=started(pid), uid=os.getuid(), boot=_boot(), space=_space())
+        return cls(
+            pid=pid, started=process_start_ticks(pid), uid=os.getuid(), boot=_boot(), space=_space()
+        )
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Owner | None:
-        """Read what `to_json` wrote; None for anything else."""
+    def from_json(cls, text: str | bytes) -> ProcessIdentity | None:
+        """Rebuild from `to_json()`; None for anything else."""
         try:
             tree = json.loads(text)
         except (ValueError, RecursionError):
@@ -68,108 +70,108 @@ class Owner:
         return cls(**tree)
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the identity as one line of JSON."""
         return json.dumps(asdict(self))
 
-    def write(self, folder: Path) -> None:
-        """Sign a folder."""
-        (folder / OWNER).write_text(self.to_json())
+    def write_owner_file(self, folder: Path) -> None:
+        """Write this identity into a folder."""
+        (folder / OWNER_FILE).write_text(self.to_json())
 
     @property
-    def can_be_asked(self) -> bool:
-        """Whether it is of this user, and of this container since this start of the machine."""
+    def is_checkable(self) -> bool:
+        """True if it is of this user, boot and PID namespace."""
         me = os.getuid(), _boot(), _space()
         return (self.uid, self.boot, self.space) == me
 
     @property
-    def ended(self) -> bool:
-        """Whether the process is certainly gone, though another may have its number."""
-        return self.can_be_asked and started(self.pid) != self.started
+    def has_ended(self) -> bool:
+        """True if the process has certainly ended, even if its id is in use again."""
+        return self.is_checkable and process_start_ticks(self.pid) != self.started
 
-    def gone(self, folder: Path) -> bool:
-        """Whether the process has ended, or its folder has long been left alone."""
-        if self.uid != os.getuid() or self.can_be_asked:
-            return self.ended
-        return time.time() - folder.stat().st_mtime > ABANDONED_S
+    def has_abandoned(self, folder: Path) -> bool:
+        """Return True if the process has ended or its folder was not modified for a long time."""
+        if self.uid != os.getuid() or self.is_checkable:
+            return self.has_ended
+        return time.time() - folder.stat().st_mtime > ABANDONED_AFTER_S
 
 
-def of(folder: Path) -> Owner | None:
-    """Read whose a folder is; None where nobody has signed it."""
+def read_owner(folder: Path) -> ProcessIdentity | None:
+    """Read the owner of a folder; None without a valid owner file."""
     try:
         within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        return Owner.from_json(_small_file(OWNER, within))
+        return ProcessIdentity.from_json(_small_file(OWNER_FILE, within))
     except OSError:
         return None
     finally:
         os.close(within)
 
 
-def abandoned(folder: Path) -> bool:
-    """Whether a private folder is this user's own and the process that made it has ended.
+def is_abandoned(folder: Path) -> bool:
+    """Return True if a private folder is this user's own and its creator has ended.
 
-    A symbolic link, a folder of somebody else or one that others may enter is never.
+    Always False for a symbolic link, another user's folder, or one that others can access.
     """
     if not is_private(folder):
         return False
-    owner = of(folder)
+    owner = read_owner(folder)
     if owner is not None:
-        return owner.ended
+        return owner.has_ended
     return _never_signed(folder)
 
 
 def _never_signed(folder: Path) -> bool:
-    """Whether its maker, whose number is in the name, was killed between making and signing."""
-    named = _MADE_BY.fullmatch(folder.name)
-    if named is None or started(int(named["pid"])):
+    """True if the creator, whose pid is in the name, was killed before it wrote the owner file."""
+    named = _PRIVATE_NAME.fullmatch(folder.name)
+    if named is None or process_start_ticks(int(named["pid"])):
         return False
     with contextlib.suppress(OSError):
-        return not any(folder.iterdir()) and time.time() - folder.stat().st_mtime > UNSIGNED_S
+        return not any(folder.iterdir()) and time.time() - folder.stat().st_mtime > UNSIGNED_AFTER_S
     return False
 
 
-def remove(folder: Path) -> None:
-    """Delete a private folder, its signature last: a removal cut short leaves what is still ours.
+def remove_folder(folder: Path) -> None:
+    """Delete a private folder, its owner file last, so that an aborted removal can be repeated.
 
-    What cannot be deleted stays.
+    Files that cannot be deleted remain.
     """
     with contextlib.suppress(OSError):
-        for one in folder.iterdir():
-            if one.is_dir() and not one.is_symlink():
-                shutil.rmtree(one, ignore_errors=True)
-            elif one.name != OWNER:
-                one.unlink(missing_ok=True)
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != OWNER_FILE:
+                entry.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def note_elsewhere(folder: Path, other: Path) -> None:
-    """Note in a private folder that there is another one, so that both are found later."""
-    with (folder / _ELSEWHERE).open("a", errors="surrogateescape") as noted:
+def record_linked_folder(folder: Path, other: Path) -> None:
+    """Record a further private folder in a private folder so that both can be found later."""
+    with (folder / _OTHER_FOLDERS_FILE).open("a", errors="surrogateescape") as noted:
         noted.write(f"{other}\n")
 
 
-def elsewhere(folder: Path) -> list[Path]:
-    """Folders noted in a private one; each must prove itself whose it is."""
+def linked_folders(folder: Path) -> list[Path]:
+    """Return the folders recorded in a private one; check the owner of each before use."""
     with contextlib.suppress(OSError):
-        noted = (folder / _ELSEWHERE).read_text(errors="surrogateescape")
+        noted = (folder / _OTHER_FOLDERS_FILE).read_text(errors="surrogateescape")
         return [Path(line) for line in noted.splitlines()]
     return []
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a real folder of this user that nobody else may enter."""
+    """Return True if it is a real folder of this user that others cannot access."""
     try:
         status = folder.lstat()
-    except (OSError, ValueError):  # there is none, or its name holds a zero
+    except (OSError, ValueError):  # missing, or a null byte in the name
         return False
     shut = not stat.S_IMODE(status.st_mode) & 0o077
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and shut
 
 
-def environ(pid: int) -> dict[str, str]:
-    """The environment that a process of this user was started with; empty where it is not told."""
+def process_environ(pid: int) -> dict[str, str]:
+    """Return the initial environment of a process of this user; empty if it cannot be read."""
     folder = _PROC / str(pid)
     try:
         if folder.stat().st_uid != os.getuid():
@@ -180,27 +182,28 @@ def environ(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
 
 
-def started(pid: int) -> int:
-    """When a process started, in ticks since the machine did; 0 of one that has ended."""
+def process_start_ticks(pid: int) -> int:
+    """Return the start time of a process in clock ticks since boot; 0 if it has ended."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return 0
-    told = text.rpartition(")")[2].split()  # from field 3 on; the name may hold anything
-    return 0 if told[0] in "ZX" else int(told[19])  # field 22; a zombie has ended
+    # fields from the third on; the second, the name, may contain spaces and parentheses
+    stat_fields = text.rpartition(")")[2].split()
+    return 0 if stat_fields[0] in "ZX" else int(stat_fields[19])  # field 22; a zombie has ended
 
 
-def processes() -> list[int]:
-    """Numbers of all processes that can be seen from here."""
+def visible_pids() -> list[int]:
+    """Return the ids of all visible processes."""
     return [int(name) for name in os.listdir(_PROC) if name.isdecimal()]  # noqa: PTH208 - no paths
 
 
 def _small_file(name: str, within: int) -> bytes:
-    """Read a regular file of an open folder; neither a link nor a pipe is waited for."""
+    """Read a regular file of an open folder; never follows a link or blocks on a pipe."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(name, flags, dir_fd=within), "rb") as file:  # noqa: PTH123 - by descriptor
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{name} is no regular file")
+            raise OSError(f"{name} is not a regular file")
         return file.read(_MAX_BYTES)
 
 

@@ -1,9 +1,9 @@
-"""What the GPUs and processes of this machine hold and do now.
+"""Current memory, load and power of the GPUs and processes of this machine.
 
-In the kernel while a panel is open, in the agent of a node while the kernel asks. NVML is asked and
-never CUDA: no context, no torch. Every figure is None where NVML does not have it. Of processes
-NVML tells host pids: in a container with pids of its own nothing can be told apart, and the reading
-says so. A CPU rank is its process's resident memory.
+Used by the kernel while a panel is open, and by a node agent while the kernel requests it. Reads
+NVML and never initialises CUDA or imports torch. A value that NVML does not report is None. NVML
+reports host process ids: in a container with its own process ids, processes cannot be matched, and
+the reading carries a note. For a CPU rank the memory is the resident memory of its process.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any, Self
 import psutil
 
 from nbdist.hardware import discovery
-from nbdist.hardware.discovery import Usage
+from nbdist.hardware.discovery import GpuFreeMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from nbdist.hardware.discovery import Node
+    from nbdist.hardware.discovery import SessionNode
 
 _KB = 1024
 _LINK_FIELDS = ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX")
 _ALL_LINKS = 0xFFFFFFFF
-"""Scope of a field value: the sum of all links (NVML's UINT_MAX)."""
+"""Scope of a field value: sum over all links (NVML's UINT_MAX)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """One device at one moment. What nobody tells is None."""
+class GpuReading:
+    """State of one device at one moment. Values that are not available are None."""
 
     used_bytes: int | None = None
-    """By the session's ranks."""
+    """Memory in use by the session's ranks."""
     others_bytes: int = 0
     holders: tuple[str, ...] = ()
     utilization: float | None = None
@@ -48,85 +48,84 @@ class Reading:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of the device, by anybody."""
+        """Memory in use by all processes."""
         return None if self.used_bytes is None else self.used_bytes + self.others_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Now:
-    """A node at one moment."""
+class UsageSnapshot:
+    """State of a node at one moment."""
 
     host_free_bytes: int
-    readings: dict[int, Reading] = field(default_factory=dict)
-    """Of each rank's device, by rank."""
+    readings: dict[int, GpuReading] = field(default_factory=dict)
+    """By rank, of the rank's device."""
 
-    def usage(self, node: Node) -> tuple[Usage, ...]:
-        """Memory of a node's GPUs; what its own ranks hold counts as free."""
-        known = [self.readings.get(rank, Reading()) for rank in node.ranks]
+    def gpu_memory_usage(self, node: SessionNode) -> tuple[GpuFreeMemory, ...]:
+        """Return the memory usage of a node's GPUs; memory of its own ranks counts as free."""
+        readings = [self.readings.get(rank, GpuReading()) for rank in node.ranks]
         return tuple(
-            Usage(gpu.memory_bytes - one.others_bytes, one.holders)
-            for gpu, one in zip(node.machine.gpus, known, strict=False)
+            GpuFreeMemory(gpu.memory_bytes - reading.others_bytes, reading.holders)
+            for gpu, reading in zip(node.machine.gpus, readings, strict=False)
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        readings = {rank: _told(one) for rank, one in self.readings.items()}
+        """Return the fields as JSON values."""
+        readings = {rank: _changed_fields(reading) for rank, reading in self.readings.items()}
         return {"host_free_bytes": self.host_free_bytes, "readings": readings}
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
-        """Read what `to_json` made."""
+        """Rebuild from `to_json()`."""
         readings = {
-            int(rank): Reading(**{**one, "holders": tuple(one.get("holders", ()))})
-            for rank, one in given["readings"].items()
+            int(rank): GpuReading(**{**reading, "holders": tuple(reading.get("holders", ()))})
+            for rank, reading in given["readings"].items()
         }
         return cls(int(given["host_free_bytes"]), readings)
 
 
-def _told(reading: Reading) -> dict[str, Any]:
-    """What is known of it: a node sends one for each rank, every second."""
-    nothing = asdict(Reading())
-    return {name: value for name, value in asdict(reading).items() if value != nothing[name]}
+def _changed_fields(reading: GpuReading) -> dict[str, Any]:
+    """Fields that differ from the default: nodes send one reading per rank and second."""
+    defaults = asdict(GpuReading())
+    return {name: value for name, value in asdict(reading).items() if value != defaults[name]}
 
 
-class Gauge:
-    """Reads devices and processes; NVML is open from the first GPU that is read until `close`.
+class GpuMonitor:
+    """Reads devices and processes. Opens NVML at the first GPU and keeps it open until `close`.
 
     Args:
         nvml: a module with the functions of `pynvml`, for tests.
     """
 
     def __init__(self, *, nvml: Any = None) -> None:
-        """Look at nothing yet."""
         self._nvml = nvml
         self._open: Any = None
         self._processes: dict[int, psutil.Process] = {}
-        self._links = LinkCounters()
+        self._links = NvlinkCounters()
 
     def close(self) -> None:
-        """Let NVML go; the next `read` opens it again."""
+        """Shut NVML down; the next read opens it again."""
         if self._open is not None:
             self._open.nvmlShutdown()
             self._open = None
 
-    def read(self, devices: Iterable[tuple[str, Collection[int]]]) -> list[Reading]:
-        """Read devices at this moment.
+    def read_gpus(self, devices: Iterable[tuple[str, Collection[int]]]) -> list[GpuReading]:
+        """Read the current state of devices.
 
         Args:
-            devices: the UUID of each GPU, or "" for a CPU rank, and the processes of its ranks.
+            devices: for each rank the UUID of its GPU, or "" for a CPU rank, and its processes.
         """
-        asked = [(uuid, set(own)) for uuid, own in devices]
-        living = {pid for _, own in asked for pid in own}
+        wanted = [(uuid, set(own)) for uuid, own in devices]
+        living = {pid for _, own in wanted for pid in own}
         self._processes = {pid: self._processes[pid] for pid in living & self._processes.keys()}
-        return [self._gpu(uuid, own) if uuid else self._process(own) for uuid, own in asked]
+        return [self._gpu(uuid, own) if uuid else self._process(own) for uuid, own in wanted]
 
-    def _gpu(self, uuid: str, own: set[int]) -> Reading:
+    def _gpu(self, uuid: str, own: set[int]) -> GpuReading:
         nvml = self._driver()
-        return _gpu(nvml, uuid, own, self._links) if nvml else Reading()
+        return _gpu(nvml, uuid, own, self._links) if nvml else GpuReading()
 
     def _driver(self) -> Any:
-        """NVML, initialised; None where there is none or it does not answer."""
-        nvml = self._open or self._nvml or discovery.pynvml()
+        """Return NVML, initialised; None if it is missing or does not respond."""
+        nvml = self._open or self._nvml or discovery.import_pynvml()
         if self._open is None and nvml is not None:
             try:
                 nvml.nvmlInit()
@@ -135,98 +134,99 @@ class Gauge:
             self._open = nvml
         return self._open
 
-    def _process(self, own: set[int]) -> Reading:
-        """A CPU rank: resident memory, and its share of the cores since the last time."""
+    def _process(self, own: set[int]) -> GpuReading:
+        """Read a CPU rank: resident memory, and CPU utilization since the last call."""
         if not own:
-            return Reading()
+            return GpuReading()
         pid = min(own)
         try:
             process = self._processes.get(pid)
             if process is None:
                 process = self._processes[pid] = psutil.Process(pid)
             share = process.cpu_percent() / 100 / (psutil.cpu_count() or 1)
-            return Reading(used_bytes=int(process.memory_info().rss), utilization=min(1.0, share))
+            return GpuReading(
+                used_bytes=int(process.memory_info().rss), utilization=min(1.0, share)
+            )
         except psutil.Error:
-            return Reading()  # it has just ended
+            return GpuReading()  # it has just ended
 
 
-def _gpu(nvml: Any, uuid: str, own: set[int], links: LinkCounters) -> Reading:
-    """One GPU, or MIG instance, as NVML tells it."""
+def _gpu(nvml: Any, uuid: str, own: set[int], links: NvlinkCounters) -> GpuReading:
+    """Read one GPU or MIG instance through NVML."""
 
-    def asked(question: Callable[[], Any]) -> Any:
+    def query(call: Callable[[], Any]) -> Any:
         try:
-            return question()
+            return call()
         except (nvml.NVMLError, AttributeError):
-            return None  # this board, driver or instance does not tell
+            return None  # not supported by this GPU, driver or instance
 
-    handle = asked(lambda: nvml.nvmlDeviceGetHandleByUUID(uuid))
+    handle = query(lambda: nvml.nvmlDeviceGetHandleByUUID(uuid))
     if handle is None:
-        return Reading(note="NVML does not answer for this device")
-    memory = asked(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        return GpuReading(note="NVML does not respond for this device")
+    memory = query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     total_used = None if memory is None else int(memory.total) - int(memory.free)
-    running = asked(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    rates = asked(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-    power = asked(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-    limit = asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
-    sent = asked(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
-    heard = asked(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES))
-    over_links = asked(lambda: links.rates(nvml, uuid, handle)) or (None, None)
-    return Reading(
+    running = query(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    rates = query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+    power = query(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+    limit = query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+    sent = query(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
+    received = query(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES))
+    over_links = query(lambda: links.bytes_per_s(nvml, uuid, handle)) or (None, None)
+    return GpuReading(
         utilization=None if rates is None else rates.gpu / 100,
         power_w=None if power is None else power / 1000,
         power_limit_w=None if limit is None else limit / 1000,
-        temperature_c=asked(
+        temperature_c=query(
             lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         ),
         pcie_tx=None if sent is None else float(sent) * _KB,
-        pcie_rx=None if heard is None else float(heard) * _KB,
+        pcie_rx=None if received is None else float(received) * _KB,
         nvlink_tx=over_links[0],
         nvlink_rx=over_links[1],
-        **_told_apart(total_used, running, own),
+        **_memory_by_owner(total_used, running, own),
     )
 
 
-def _told_apart(
+def _memory_by_owner(
     total_used: int | None, running: Sequence[Any] | None, own: set[int]
 ) -> dict[str, Any]:
-    """This session's share of the memory, and that of others, as far as NVML tells."""
+    """Split the memory in use between this session and other processes, if NVML reports it."""
     if total_used is None:
-        return {"note": "NVML does not tell this device's memory"}
+        return {"note": "NVML does not report the memory of this device"}
     known = list(running or ())
-    ours = [one for one in known if one.pid in own]
-    foreign = [one for one in known if one.pid not in own]
+    ours = [process for process in known if process.pid in own]
+    foreign = [process for process in known if process.pid not in own]
     if own and discovery.hides_processes(running, own):
-        note = "NVML does not tell this session's processes from others here: all counts as its own"
-        return {"used_bytes": total_used, "note": note}
-    used = sum(int(one.usedGpuMemory) for one in ours)
-    told = [one.usedGpuMemory for one in foreign]
-    others = total_used - used if None in told else sum(map(int, told))
+        note = "NVML cannot tell this session's processes from others here: all memory is counted"
+        return {"used_bytes": total_used, "note": f"{note} as the session's own"}
+    used = sum(int(process.usedGpuMemory) for process in ours)
+    foreign_used = [process.usedGpuMemory for process in foreign]
+    others = total_used - used if None in foreign_used else sum(map(int, foreign_used))
     return {
         "used_bytes": used,
         "others_bytes": max(0, others),
-        "holders": tuple(discovery.process_name(one.pid) for one in foreign),
+        "holders": tuple(discovery.process_name(process.pid) for process in foreign),
     }
 
 
-class LinkCounters:
-    """Rates out of NVLink's counters, which only grow."""
+class NvlinkCounters:
+    """Transfer rates computed from NVLink's cumulative counters."""
 
     def __init__(self) -> None:
-        """Nothing is counted yet."""
         self._before: dict[str, tuple[float, list[int]]] = {}
 
-    def rates(self, nvml: Any, uuid: str, handle: Any) -> tuple[float | None, float | None]:
-        """Bytes a second sent and received over all links since the last call."""
+    def bytes_per_s(self, nvml: Any, uuid: str, handle: Any) -> tuple[float | None, float | None]:
+        """Return bytes per second sent and received over all links since the last call."""
         fields = [(getattr(nvml, name), _ALL_LINKS) for name in _LINK_FIELDS]
         answers = nvml.nvmlDeviceGetFieldValues(handle, fields)
-        if any(one.nvmlReturn != nvml.NVML_SUCCESS for one in answers):
+        if any(answer.nvmlReturn != nvml.NVML_SUCCESS for answer in answers):
             return None, None
-        now, counts = time.monotonic(), [int(one.value.ullVal) * _KB for one in answers]
+        now, counts = time.monotonic(), [int(answer.value.ullVal) * _KB for answer in answers]
         since, before = self._before.get(uuid, (now, counts))
         self._before[uuid] = now, counts
         if now <= since:
             return None, None
-        sent, heard = (
+        sent, received = (
             max(0, new - old) / (now - since) for new, old in zip(counts, before, strict=True)
         )
-        return sent, heard
+        return sent, received

@@ -1,5 +1,5 @@
-"""The warm process between kernel and ranks: imports the libraries once and forks ranks.
+"""Launcher process between the kernel and the ranks: imports the libraries once and forks ranks.
 
-Runs in its own session (setsid), ends when the kernel's end of its link closes.
-Sees no GPU and initialises no device. Nobody imports this package but the launcher itself.
+Runs in its own session (setsid) and ends when the kernel closes its end of the link. Sees no GPU
+and initialises no device. Only the launcher imports this package.
 """

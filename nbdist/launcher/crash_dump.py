@@ -1,7 +1,7 @@
-"""Stacks that survive their process: written by faulthandler, from signals alone.
+"""Writes Python stacks to files on a crash or on a signal, with faulthandler.
 
-Called first thing in the launcher and in each rank. The files are read by the kernel: one
-when the process has crashed, the other when it does not answer.
+Installed first in the launcher and in each rank. The kernel reads the crash file of a process that
+crashed, and the stacks file of one that does not respond.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _files: list[TextIO] = []
-"""faulthandler keeps the number of a file only: these hold the files open."""
+"""Keeps the files open: faulthandler stores only their descriptors."""
 
 
-def install(folder: str | Path, name: str) -> None:
-    """Write stacks into `folder`, on a crash and on `wire.STACKS_SIGNAL`.
+def install_crash_dump(folder: str | Path, name: str) -> None:
+    """Write stacks into `folder` on a crash and on `messages.STACKS_SIGNAL`.
 
-    A rank calls it again after the fork: its stacks are its own.
+    A rank calls it again after the fork to use its own files.
     """
     crash = _own_file(messages.crash_file(folder, name))
     stacks = _own_file(messages.stacks_file(folder, name))
@@ -33,6 +33,6 @@ def install(folder: str | Path, name: str) -> None:
 
 
 def _own_file(path: Path) -> TextIO:
-    """Open a file that nobody else can read, whatever the umask."""
+    """Open a file with mode 0600, whatever the umask."""
     path.touch(mode=0o600)
     return path.open("w")

@@ -1,12 +1,12 @@
-"""DeepSpeed's compiled ops: built once, kept, loaded before the ranks are forked.
+"""Builds DeepSpeed's ops once and loads them before the ranks are forked.
 
-Runs in the launcher, on its main thread. DeepSpeed compiles the ops of an offload at their
-first use (1-4 minutes each), on all ranks at once, and a build killed half-way makes every
-later one wait for ever (torch 2.13 leaves a file `lock`). Here they are built in a process
-of their own, one at a time under a lock that ends with its holder, into a folder of
-nbdist's, and are then loaded, so that forked ranks have them and build nothing.
+Runs on the launcher's main thread. DeepSpeed itself compiles the ops of an offload at their first
+use (1-4 minutes each) on all ranks at once, and a killed build blocks every later one forever
+(torch 2.13 leaves a file `lock`). Here each op is built in its own process, under a lock that is
+released with its holder, in a folder of nbdist. The launcher then loads the ops, so that forked
+ranks have them and build nothing.
 
-Plain ZeRO needs no op (`worker.engines.cpu` says why it needs none on a CPU either).
+Plain ZeRO needs no ops, not even on CPUs: see `worker.engines.cpu`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import ModuleType
 
-LIMIT_S: Final = 1800.0
-"""For the build of one op; the slowest seen took 262 s on a loaded machine of two cores."""
+BUILD_TIMEOUT_S: Final = 1800.0
+"""Timeout of one build; the slowest observed took 262 s on a busy machine with two cores."""
 TICK_S: Final = 1.0
-"""Between two progress lines."""
+"""Interval of progress messages."""
 END_S: Final = 10.0
-"""For a building process to end its compilers."""
-BUILT: Final = "nbdist-built"
-"""File in an op's folder that says its build came to an end."""
+"""Time for a build process to end its compilers."""
+BUILT_FILE: Final = "nbdist-built"
+"""File in an op's folder that marks its build as complete."""
 
 _BUILDERS: Final = {
     "cpu_adam": "CPUAdamBuilder",
@@ -50,26 +50,26 @@ _BUILDERS: Final = {
 }
 
 
-def ensure(
+def build_missing_ops(
     ops: Sequence[str],
     *,
     progress: Callable[[str], None],
     shown: Mapping[str, str] = os.environ,
-    limit_s: float = LIMIT_S,
+    limit_s: float = BUILD_TIMEOUT_S,
 ) -> None:
-    """Build the ops that are missing and load all of them into this process.
+    """Build missing ops and load all of them into this process.
 
-    Sets TORCH_EXTENSIONS_DIR and DS_ACCELERATOR for this process and its children, with
-    no ops too. Blocks for minutes when something has to be built.
+    Sets TORCH_EXTENSIONS_DIR and DS_ACCELERATOR for this process and its children, also without
+    ops. A build blocks for minutes.
 
     Args:
-        ops: names as `Strategy.extensions` gives them, in the order of loading.
-        progress: is given a line of text about once a second during a build.
-        shown: environment variables that show the ranks their GPUs; default: a rank asks.
-        limit_s: for the build of one op.
+        ops: names from ``Strategy.required_ops``, in loading order.
+        progress: called about once a second with a line of text during a build.
+        shown: environment variables that show the ranks their GPUs; default: this process's.
+        limit_s: timeout of one build.
 
     Raises:
-        StartError: a tool or library is missing, or a build failed or took too long.
+        StartError: a tool or library is missing, or a build failed or timed out.
     """
     kind = os.environ["DS_ACCELERATOR"] = "cuda" if device_visibility.is_gpu(shown) else "cpu"
     if not ops:
@@ -77,12 +77,12 @@ def ensure(
     folder = deepspeed_requirements.cache_dir() / "extensions" / _key(kind)
     _check_owner(folder)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
-    missing = [op for op in ops if not (folder / op / BUILT).exists()]
+    missing = [op for op in ops if not (folder / op / BUILT_FILE).exists()]
     if missing:
         _check_tools(missing, kind)
         with _locked(folder, progress=progress, limit_s=limit_s) as lock:
             for op in missing:
-                if not (folder / op / BUILT).exists():
+                if not (folder / op / BUILT_FILE).exists():
                     environ = {**os.environ, **shown}
                     _build(op, folder / op, environ, lock=lock, progress=progress, limit_s=limit_s)
     for op in ops:
@@ -90,30 +90,29 @@ def ensure(
 
 
 def _check_owner(folder: Path) -> None:
-    """Refuse a folder that others may write to: what lies there is loaded, and so is run."""
+    """Raise if others can write to the folder: libraries in it are loaded and executed."""
     for path in (folder, *folder.parents):
         if path == deepspeed_requirements.cache_dir().parent:
             return
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not there yet
-            found = path.stat()
-            if found.st_uid not in {os.geteuid(), 0} or found.st_mode & 0o022:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not created yet
+            status = path.stat()
+            if status.st_uid not in {os.geteuid(), 0} or status.st_mode & 0o022:
                 message = (
-                    f"{str(path)!r} can be written to by others, and what is built there is run;"
-                    " make it yours alone (chmod go-w), or set NBDIST_CACHE_DIR to a folder that"
-                    " is."
+                    f"{str(path)!r} can be written to by others, and code built there is executed."
+                    " Make it private (chmod go-w), or set NBDIST_CACHE_DIR to a private folder."
                 )
                 raise StartError(message)
 
 
 def _key(kind: str) -> str:
-    """Name the folder of builds that fit this Python, torch, DeepSpeed, and processor."""
+    """Return the folder name for builds of this Python, torch, DeepSpeed and processor."""
     version = f"py{sys.version_info.major}.{sys.version_info.minor}"
     torch, deepspeed = (importlib.metadata.version(name) for name in ("torch", "deepspeed"))
     return f"{version}-torch{torch}-deepspeed{deepspeed}-{kind}-{_processor()}"
 
 
 def _processor() -> str:
-    """Return a short hash of the processor's features: builds use all of them."""
+    """Return a short hash of the processor's features, which builds depend on."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):
@@ -122,20 +121,20 @@ def _processor() -> str:
 
 
 def _check_tools(ops: Sequence[str], kind: str) -> None:
-    """Put this environment's programs on PATH, and say what a build would miss."""
-    os.environ["PATH"] = deepspeed_requirements.search_path()
-    if text := deepspeed_requirements.missing(ops, kind):
+    """Put this environment's programs on PATH; raise if a build tool is missing."""
+    os.environ["PATH"] = deepspeed_requirements.build_search_path()
+    if text := deepspeed_requirements.missing_requirements(ops, kind):
         raise StartError(text)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, *, progress: Callable[[str], None], limit_s: float) -> Iterator[int]:
-    """Hold the folder's lock; the kernel frees it when its last holder ends."""
+    """Hold the folder's lock; the operating system releases it when its last holder ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / "nbdist-lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        message = f"cannot write to {str(folder)!r} ({error}); set NBDIST_CACHE_DIR to a folder."
+        message = f"Cannot write to {str(folder)!r} ({error}). Set NBDIST_CACHE_DIR to a folder."
         raise StartError(message) from error
     try:
         _wait_for(lock, progress=progress, limit_s=limit_s)
@@ -145,7 +144,7 @@ def _locked(folder: Path, *, progress: Callable[[str], None], limit_s: float) ->
 
 
 def _wait_for(lock: int, *, progress: Callable[[str], None], limit_s: float) -> None:
-    """Take the lock, or say that another session holds it for too long."""
+    """Take the lock; raise if another session holds it too long."""
     start = time.monotonic()
     while True:
         try:
@@ -153,9 +152,9 @@ def _wait_for(lock: int, *, progress: Callable[[str], None], limit_s: float) -> 
         except BlockingIOError as error:
             waited = time.monotonic() - start
             if waited > limit_s:
-                message = f"another session has been building DeepSpeed's ops for {waited:.0f} s."
+                message = f"Another session has been building DeepSpeed's ops for {waited:.0f} s."
                 raise StartError(message) from error
-            progress(f"another session builds DeepSpeed's ops, waiting: {waited:.0f} s")
+            progress(f"waiting for another session that builds DeepSpeed's ops: {waited:.0f} s")
             time.sleep(TICK_S)
         else:
             return
@@ -170,12 +169,12 @@ def _build(
     progress: Callable[[str], None],
     limit_s: float,
 ) -> None:
-    """Build one op in its own process, which holds the lock too and ends with us.
+    """Build one op in a child process that inherits the lock and ends with this process.
 
-    It sees the ranks' GPUs: DeepSpeed builds async_io for a CPU where it sees none.
+    The child sees the ranks' GPUs: without one, DeepSpeed builds async_io for the CPU.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # We hold the lock, so nobody builds: torch's own lock file is a killed build's.
+    # The lock is held, so no build is running: torch's own lock file is from a killed build.
     (folder / "lock").unlink(missing_ok=True)
     log = folder / "build.log"
     command = [sys.executable, "-m", "nbdist.launcher.deepspeed_builds", op]
@@ -194,7 +193,7 @@ def _build(
         while child.poll() is None:
             elapsed = time.monotonic() - start
             if elapsed > limit_s:
-                message = f"building DeepSpeed's {op} took more than {limit_s:.0f} s; see {log}."
+                message = f"Building DeepSpeed's {op} took more than {limit_s:.0f} s. See {log}."
                 raise StartError(message)
             progress(f"building DeepSpeed's {op}, once (1-4 minutes): {elapsed:.0f} s")
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -202,13 +201,13 @@ def _build(
     finally:
         _end(child)
     if child.returncode != 0 or not (folder / f"{op}.so").exists():
-        message = f"DeepSpeed's {op} could not be built ({_last_line(log)}); see {log}."
+        message = f"Cannot build DeepSpeed's {op} ({_last_line(log)}). See {log}."
         raise StartError(message)
-    (folder / BUILT).touch()
+    (folder / BUILT_FILE).touch()
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a building process with its compilers; nothing where it has ended."""
+    """End a build process and its compilers."""
     child.terminate()
     try:
         child.wait(END_S)
@@ -218,11 +217,11 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _last_line(log: Path) -> str:
-    """Return the line of a build's log that says most."""
+    """Return the most informative line of a build log: the last error, else the last line."""
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    said = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in said if "error" in line.lower()]
-    return (errors or said or ["no output"])[-1][:300]
+    output = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in output if "error" in line.lower()]
+    return (errors or output or ["no output"])[-1][:300]
 
 
 def _load(op: str, folder: Path) -> None:
@@ -234,32 +233,30 @@ def _load(op: str, folder: Path) -> None:
         return
     loaded[op] = _imported(op, folder / f"{op}.so")
     if op == "pin_memory":
-        # deepspeed 0.19: async_io finds symbols of this one in the global table.
+        # deepspeed 0.19: async_io resolves symbols of pin_memory in the global table.
         from deepspeed.ops.op_builder import PinMemoryBuilder
 
         PinMemoryBuilder().load(verbose=False)
 
 
 def _imported(op: str, library: Path) -> ModuleType:
-    """Import an extension module from its file; initialises no device."""
+    """Import an extension module from its file without initialising a device."""
     loader = importlib.machinery.ExtensionFileLoader(op, str(library))
     spec = importlib.util.spec_from_file_location(op, library, loader=loader)
     try:
         module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
         loader.exec_module(module)
     except ImportError as error:
-        (library.parent / BUILT).unlink(missing_ok=True)
-        message = f"DeepSpeed's {op} does not load ({error}); start again to build it anew."
+        (library.parent / BUILT_FILE).unlink(missing_ok=True)
+        message = f"Cannot load DeepSpeed's {op} ({error}). Start again to rebuild it."
         raise StartError(message) from error
     return module
 
 
 def _main(op: str) -> None:
-    """Build one op: the whole life of the building process.
-
-    Ended by its parent, or by its parent's death, it ends its compilers first: ninja puts each
-    into a process group of its own, and one that stayed would write into the next build.
-    """
+    """Build one op. This is the main function of the build process."""
+    # When the parent ends it, or dies, this process first ends its compilers: ninja puts each into
+    # its own process group, and a remaining one would write into the next build.
     process_tree.adopt_orphans()
     signal.signal(signal.SIGTERM, _end_compilers)
     process_tree.die_with_parent(signal.SIGTERM)
@@ -269,7 +266,7 @@ def _main(op: str) -> None:
 
 
 def _end_compilers(*_: object) -> NoReturn:
-    """End everything that this process has started, then this process."""
+    """End all child processes, then this process."""
     process_tree.end_descendants()
     os._exit(1)
 

@@ -1,8 +1,8 @@
-"""The launcher sees no GPU, its ranks see theirs.
+"""Controls which GPUs the launcher and its ranks see.
 
-A process that has initialised CUDA cannot fork others that use it. Libraries may do so when
-they are imported, so the launcher hides all GPUs from itself for as long as it lives. Ranks,
-and the processes that build DeepSpeed's ops, are given theirs.
+A process that has initialised CUDA cannot fork processes that use it, and libraries may initialise
+CUDA at import. So the launcher hides all GPUs from itself; ranks, and the processes that build
+DeepSpeed's ops, see theirs.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def hide() -> None:
-    """Show this process no GPU."""
+    """Hide all GPUs from this process."""
     os.environ[VISIBLE] = ""
-    # torch 2.13: is_available() would call cuInit without it, and so break forks
+    # torch 2.13: without it is_available() calls cuInit, which breaks forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 def shown(uuids: Sequence[str] | None) -> dict[str, str]:
-    """Environment variables that show a process these GPUs of this machine.
+    """Return environment variables that show a process these GPUs of this machine.
 
     Args:
-        uuids: as in `wire.Launch.devices`; None for CPU ranks.
+        uuids: as in ``LaunchRanks.devices``; None for CPU ranks.
     """
     if not uuids:
         return {VISIBLE: ""}
-    # CUDA would put the fastest first; NVML, and so DeepSpeed and torch, count by PCI bus
+    # CUDA's default order is fastest first; NVML, DeepSpeed and torch use PCI bus order
     return {VISIBLE: discovery.cuda_visible_devices(uuids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def is_gpu(shown: Mapping[str, str]) -> bool:
-    """Whether a process with these variables sees a GPU."""
+    """Return True if a process with these variables sees a GPU."""
     return bool(shown.get(VISIBLE))
 
 
 def close_nvml() -> None:
-    """Close NVML, which promises nothing about forks; DeepSpeed 0.19.8 opens it at import.
+    """Close NVML before forking; `worker.device_visibility.open_nvml` reopens it on the ranks.
 
-    `worker.device_visibility.open_nvml` opens it again on the ranks.
+    NVML does not guarantee to work across forks, and DeepSpeed 0.19.8 opens it at import.
     """
     accelerator: Any = sys.modules.get("deepspeed.accelerator.cuda_accelerator")
     if accelerator is not None and accelerator.pynvml is not None:

@@ -1,4 +1,4 @@
-"""The launcher's end of the link to the kernel, read on a thread of its own."""
+"""The launcher's end of the link to the kernel, read by its own thread."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from nbdist.launcher import process_tree
 from nbdist.protocol import messages
 
 log = logging.getLogger("nbdist.launcher")
-"""Its messages go to stderr, which is the launcher's log."""
+"""Writes to stderr, which is the launcher's log."""
 
 
-class Link:
+class KernelLink:
     """The launcher's end of the link to the kernel."""
 
     def __init__(self, fd: int, run_dir: Path, folders: list[str]) -> None:
-        """Take over the inherited socket and start to read it.
+        """Take over the inherited socket and start the reading thread.
 
         Args:
-            fd: of the socket.
+            fd: file descriptor of the socket.
             run_dir: the launcher's private folder.
-            folders: further ones to remove when the kernel is gone.
+            folders: further folders to remove when the kernel ends.
         """
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
@@ -37,60 +37,61 @@ class Link:
         self._own = tuple(folders)
         self._ending = False
         self._pid = os.getpid()
-        self.launches: SimpleQueue[messages.Launch] = SimpleQueue()
+        self.launch_queue: SimpleQueue[messages.LaunchRanks] = SimpleQueue()
         threading.Thread(target=self._read, name="link", daemon=True).start()
 
-    def send(self, message: messages.LinkMessage) -> None:
-        """Send one message; a kernel that is gone is the reading thread's business."""
+    def send(self, message: messages.LauncherMessage) -> None:
+        """Send one message. Errors are only logged: the reading thread handles a closed link."""
         if self._ending:
-            return  # it would hear of ranks that this launcher has ended itself
+            return  # do not report ranks that this launcher ends itself
         try:
-            self._socket.sendall(messages.to_line(message))
+            self._socket.sendall(messages.encode_line(message))
         except OSError as error:
-            log.warning("not sent, the kernel is gone: %s (%s)", message, error)
+            log.warning("cannot send %s, the kernel has ended (%s)", message, error)
 
-    def remove_at_end(self, folder: str) -> None:
-        """Remove this folder too when the kernel is gone: the main thread gets no time for it.
+    def register_folder_cleanup(self, folder: str) -> None:
+        """Remove this folder too when the kernel ends, on the reading thread.
 
-        It is noted for the next start, in case this process is killed as well.
+        It is also recorded for the next start, in case this process is killed.
         """
         self._folders.append(folder)
-        process_identity.note_elsewhere(self._run_dir, Path(folder))
+        process_identity.record_linked_folder(self._run_dir, Path(folder))
 
     def close_in_rank(self) -> None:
-        """Let go of the link in a forked rank: only the launcher may hold it open."""
+        """Close the link in a forked rank: only the launcher may keep it open."""
         os.close(self._socket.detach())  # close() would wait for the reader's file object
 
     def _read(self) -> None:
         with self._socket.makefile("rb") as lines:
             for line in lines:
-                message = messages.from_line(line)
-                if isinstance(message, messages.Launch):
-                    self.launches.put(message)
-                elif isinstance(message, messages.Halt):
+                message = messages.decode_line(line)
+                if isinstance(message, messages.LaunchRanks):
+                    self.launch_queue.put(message)
+                elif isinstance(message, messages.StopRanks):
                     self._halt()
-                elif isinstance(message, messages.RemoveAtEnd):
-                    self._folders = [one for one in self._folders if one != message.folder]
+                elif isinstance(message, messages.CleanupFolder):
+                    self._folders = [folder for folder in self._folders if folder != message.folder]
                     self._folders += [message.folder] if message.remove else []
         self._kernel_is_gone()
 
-    def take_signals(self) -> None:
-        """Let SIGTERM and SIGHUP end everything, and SIGINT nothing: Stop is the ranks' business.
+    def install_signal_actions(self) -> None:
+        """Make SIGTERM and SIGHUP end everything, and ignore SIGINT, which only ranks handle.
 
-        On the main thread, again after each fork: torch elastic puts handlers of its own in
-        their place before it forks (2.13), and accelerate leaves no way to say otherwise.
+        Call it on the main thread and again after each fork.
         """
+        # torch elastic 2.13 replaces the handlers before it forks, and accelerate does not pass on
+        # torch's option against it
         if os.getpid() != self._pid:
-            return  # a rank forks
+            return  # a rank forked
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self.end_by)
+            signal.signal(number, self.exit_by_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def end_by(self, number: int, _frame: object = None) -> None:
-        """End the ranks, then this process by the very signal that asked for it.
+    def exit_by_signal(self, number: int, _frame: object = None) -> None:
+        """End the ranks, then end this process by the signal it received.
 
-        A handler of SIGTERM and SIGHUP: a job scheduler, or the end of a login. The kernel
-        sees which signal it was, and still reads the log: its folders stay.
+        Handles SIGTERM and SIGHUP, from a job scheduler or a logout. The kernel sees the signal and
+        still reads the log, so the launcher's own folders are kept.
         """
         self._ending = True
         process_tree.end_descendants()
@@ -101,13 +102,13 @@ class Link:
 
     def _halt(self) -> None:
         if stuck := process_tree.end_descendants():
-            # torch elastic would wait for them: the kernel takes another launcher
-            log.error("these processes cannot be killed: %s", stuck)
+            # torch elastic would wait for them; the kernel starts another launcher instead
+            log.error("cannot kill these processes: %s", stuck)
             os._exit(1)
 
     def _kernel_is_gone(self) -> None:
         process_tree.end_descendants()
-        shm_cleanup.remove_left(self._run_dir)
+        shm_cleanup.remove_orphaned_files(self._run_dir)
         for folder in (*map(Path, self._folders), self._run_dir):
-            process_identity.remove(folder)
-        os._exit(0)  # the main thread may sit in torch elastic; nothing is left to save
+            process_identity.remove_folder(folder)
+        os._exit(0)  # the main thread may be blocked in torch elastic

@@ -1,8 +1,8 @@
-"""The folder of an NVMe offload: a session's own, gone when its ranks are.
+"""Temporary folder for NVMe offload, removed when the ranks end.
 
-Runs in the launcher, around the life of the ranks. DeepSpeed leaves its swap files behind,
-gigabytes of them; a session gets a folder of its own inside the user's, and one whose
-launcher was killed is removed by the next.
+DeepSpeed leaves gigabytes of swap files behind. So the launcher gives each session its own folder
+inside the user's folder and removes it afterwards; the next session removes that of a killed
+launcher.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.errors import StartError
 from nbdist.hardware import process_identity
-from nbdist.hardware.process_identity import Owner
+from nbdist.hardware.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def folder(options: Options) -> Iterator[Options]:
+def create_nvme_folder(options: Options) -> Iterator[Options]:
     """Yield the options with the session's own folder in place of the user's.
 
-    Without an offload to NVMe the options are yielded as they are.
+    Options without NVMe offload are yielded unchanged.
 
     Raises:
-        StartError: the user's folder cannot be written to.
+        StartError: the user's folder is not writable.
     """
     if options.offload_path is None:
         yield options
@@ -44,9 +44,9 @@ def folder(options: Options) -> Iterator[Options]:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(parent, prefix)
         own = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
-        Owner.me().write(own)
+        ProcessIdentity.current_process().write_owner_file(own)
     except OSError as error:
-        message = f"cannot write to {str(parent)!r} for offload {options.offload}: {error}."
+        message = f"Cannot write to {str(parent)!r} for offload {options.offload}: {error}."
         raise StartError(message) from error
     try:
         yield replace(options, offload=f"nvme:{own}")
@@ -56,6 +56,6 @@ def folder(options: Options) -> Iterator[Options]:
 
 def _remove_orphans(parent: Path, prefix: str) -> None:
     """Remove this user's folders whose launcher has ended."""
-    for found in parent.glob(f"{prefix}*"):
-        if process_identity.abandoned(found):
-            shutil.rmtree(found, ignore_errors=True)
+    for orphan in parent.glob(f"{prefix}*"):
+        if process_identity.is_abandoned(orphan):
+            shutil.rmtree(orphan, ignore_errors=True)

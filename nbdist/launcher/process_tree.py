@@ -1,4 +1,4 @@
-"""The launcher's descendants: adopted, ended and reaped; touches no other process."""
+"""Adopts, ends and reaps the launcher's descendants; never affects other processes."""
 
 from __future__ import annotations
 
@@ -12,53 +12,52 @@ import psutil
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 1.0
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 POLL_S = 0.005
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent ends.
+    """Become the parent of descendants whose own parent ends.
 
-    DataLoader processes and user subprocesses of a killed rank stay findable.
+    DataLoader workers and user subprocesses of a killed rank thus remain descendants.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Send this process a signal, SIGKILL, when the thread that forked it ends.
+    """Send this process a signal when the thread that forked it ends.
 
-    torch's own guard is SIGINT, which an idle ipykernel ignores (ipykernel 7.4).
+    torch itself uses SIGINT, which an idle ipykernel ignores (ipykernel 7.4).
     """
     parent = os.getppid()
     _prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), number)
 
 
 def end_descendants(*, grace_s: float = GRACE_S) -> list[int]:
-    """SIGTERM every descendant, then SIGKILL; returns when all are gone, or after `grace_s` each.
+    """Send SIGTERM to every descendant, then SIGKILL; wait up to `grace_s` after each.
 
-    Never waits for a process in the sense of waitpid: torch elastic's main thread wants
-    the exit codes of the ranks itself.
+    Does not reap: torch elastic's main thread collects the exit codes of the ranks.
 
     Returns:
-        Processes that cannot be killed: they sit in a call of the operating system.
+        Processes that cannot be killed: they are blocked in a system call.
     """
     living: list[psutil.Process] = []
     for number in (signal.SIGTERM, signal.SIGKILL):
-        # asked anew: what a dead rank left behind now hangs on the launcher
+        # list again: the children of a dead rank are now children of the launcher
         living = [process for process in _descendants() if _alive(process)]
         for process in living:
             _signal(process, number)
-            _signal(process, signal.SIGCONT)  # one that is stopped takes its SIGTERM only then
+            _signal(process, signal.SIGCONT)  # a stopped process gets SIGTERM when continued
         deadline = time.monotonic() + grace_s
         while any(map(_alive, living)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
     return [process.pid for process in living if _alive(process)]
 
 
-def reap() -> None:
-    """Collect adopted orphans that have ended; call only when torch elastic waits for none."""
+def reap_orphans() -> None:
+    """Reap adopted orphans that have ended; call only while torch elastic waits for no child."""
     for process in psutil.Process().children():
         if not _alive(process):
             os.waitpid(process.pid, os.WNOHANG)
@@ -79,7 +78,7 @@ def _signal(process: psutil.Process, number: int) -> None:
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
-        return  # gone, which is what was wanted
+        return  # already ended
 
 
 def _prctl(option: int, value: int) -> None:

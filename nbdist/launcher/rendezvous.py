@@ -1,9 +1,9 @@
-"""A rendezvous without a network: there is one agent, and what it stores stays in its memory.
+"""In-memory rendezvous for torch elastic with a single agent and without a network.
 
-torch elastic brings agents of several machines together through a store. Here one agent
-forks all ranks. torch 2.13's TCPStore listens on every interface, whatever address it is
-given, and asks for no password; c10d's own rendezvous unpickles what it finds there. The
-ranks meet in a file (`worker.rendezvous_store`).
+torch elastic's rendezvous connects agents of several machines through a store; here one agent forks
+all ranks. torch 2.13's TCPStore listens on every interface, whatever address it is given, without
+authentication, and c10d's rendezvous unpickles data from it. The ranks use a file store instead
+(`worker.rendezvous_store`).
 """
 
 from __future__ import annotations
@@ -17,43 +17,42 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-NAME = "nbdist"
+BACKEND_NAME = "nbdist"
 ENDPOINT = "127.0.0.1:0"
-"""torch elastic wants one; nothing listens there."""
+"""Required by torch elastic; nothing listens there."""
 _NOWHERE = RendezvousStoreInfo("127.0.0.1", -1)
-"""MASTER_ADDR and MASTER_PORT of the ranks: who tries to connect or to listen fails at once."""
+"""MASTER_ADDR and MASTER_PORT of the ranks: connecting or listening fails immediately."""
 
 
-class OneAgent(RendezvousHandler):
-    """One machine, one group: rank 0 of 1 as torch elastic counts agents."""
+class SingleAgentRendezvous(RendezvousHandler):
+    """A single agent on one machine: rank 0 of 1 as torch elastic counts agents."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        """Make the agent's store."""
         self._run_id = parameters.run_id
         self._store = HashStore()
 
     def get_backend(self) -> str:
-        """Name under which torch elastic finds this handler."""
-        return NAME
+        """Name of this handler in torch elastic."""
+        return BACKEND_NAME
 
     @property
     def use_agent_store(self) -> bool:
-        """Not to open a TCPStore: with False, torch's rank 0 would serve one."""
+        """True, so that torch's rank 0 does not serve a TCPStore."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Give the only agent the store."""
+        """Return the store and the only agent's rank."""
         return RendezvousInfo(self._store, 0, 1, _NOWHERE)
 
     def is_closed(self) -> bool:
-        """Never closed to its only agent."""
+        """Return False: it stays open for its agent."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to tell: there is no other agent."""
+        """Do nothing: there are no other agents."""
 
     def num_nodes_waiting(self) -> int:
-        """No other machine ever waits."""
+        """Return 0: there are no other nodes."""
         return 0
 
     def get_run_id(self) -> str:
@@ -66,6 +65,6 @@ class OneAgent(RendezvousHandler):
         return True
 
 
-def register() -> None:
-    """Make the handler known to torch elastic under `NAME`."""
-    rendezvous_handler_registry.register(NAME, OneAgent)
+def register_rendezvous() -> None:
+    """Register the handler with torch elastic as ``BACKEND_NAME``."""
+    rendezvous_handler_registry.register(BACKEND_NAME, SingleAgentRendezvous)

@@ -1,4 +1,4 @@
-"""Options of the commands of `%nbdist`, one parser each; pure but for IPython's argparse."""
+"""Argument parsers for the commands of `%nbdist`, one per command."""
 
 from __future__ import annotations
 
@@ -9,135 +9,139 @@ from IPython.core.error import UsageError
 from IPython.core.magic_arguments import MagicArgumentParser
 
 from nbdist.operations import export as operations_export
-from nbdist.output.sink import FACES
+from nbdist.output.sink import PANEL_FORMATS
 
 
-def command(name: str, description: str) -> MagicArgumentParser:
-    """A parser of one command, which has only its help yet."""
-    made = MagicArgumentParser(f"%nbdist {name}", description=description, add_help=False)
-    made.add_argument("-h", "--help", action="store_true", help="show this text")
-    return made
+def command_parser(name: str, description: str) -> MagicArgumentParser:
+    """Return a parser for one command, with only its help option."""
+    # IPython puts the "%" before the name in the usage.
+    parser = MagicArgumentParser(f"nbdist {name}", description=description, add_help=False)
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    return parser
 
 
-def export() -> MagicArgumentParser:
-    """The options of `%nbdist export`."""
-    made = command(
-        "export", "Write the prepared model as from_pretrained reads it, whatever the engine."
+def export_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist export`."""
+    parser = command_parser(
+        "export", "Write the prepared model as a from_pretrained folder, under any backend."
     )
-    made.add_argument("folder", nargs="?", metavar="DIR", help="to be made, or empty")
-    made.add_argument("--dtype", metavar="NAME", help="bf16, fp16 or fp32; default: as trained")
-    made.add_argument(
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="a new or empty folder")
+    parser.add_argument("--dtype", metavar="NAME", help="bf16, fp16 or fp32; default: as trained")
+    parser.add_argument(
         "--max-shard-size",
         default=operations_export.MAX_SHARD_SIZE,
         metavar="SIZE",
-        help="of a file, as 500MB; default: 5GB",
+        help="largest size of one file, such as 500MB; default: 5GB",
     )
-    made.add_argument(
-        "--overwrite", action="store_true", help="replace the model in DIR; other files there stay"
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the model in DIR; other files in it stay"
     )
-    made.add_argument("--model", metavar="NAME", help="the variable, where several are prepared")
-    return made
-
-
-def save() -> MagicArgumentParser:
-    """The options of `%nbdist save`."""
-    made = command("save", "Write a checkpoint of the training; the next cell runs meanwhile.")
-    made.add_argument("name", nargs="?", metavar="NAME", help="letters, digits, . - _")
-    made.add_argument("--overwrite", action="store_true", help="replace the checkpoint NAME")
-    made.add_argument(
-        "--keep", type=int, metavar="N", help="remove the oldest beyond N, once this one is whole"
+    parser.add_argument(
+        "--model", metavar="NAME", help="variable of the model, if several are prepared"
     )
-    made.add_argument("--wait", action="store_true", help="return once it is on the disk")
-    _add_folder(made)
-    return made
+    return parser
 
 
-def load() -> MagicArgumentParser:
-    """The options of `%nbdist load`."""
-    made = command("load", "Load a checkpoint into the models that are prepared now.")
-    made.add_argument(
-        "name", nargs="?", metavar="NAME", help="of a checkpoint, or the path of a folder"
+def save_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist save`."""
+    parser = command_parser("save", "Write a checkpoint in the background; the next cell can run.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="letters, digits, . - _")
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint NAME")
+    parser.add_argument(
+        "--keep", type=int, metavar="N", help="keep only the newest N, once this one is complete"
     )
-    made.add_argument(
-        "--weights-only", action="store_true", help="leave optimizer, schedule and loaders alone"
+    parser.add_argument("--wait", action="store_true", help="return when the checkpoint is on disk")
+    _add_folder(parser)
+    return parser
+
+
+def load_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist load`."""
+    parser = command_parser("load", "Load a checkpoint into the prepared models.")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="name of a checkpoint, or path of a folder"
     )
-    made.add_argument(
-        "--trust", action="store_true", help="run code in files that something else wrote"
+    parser.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="do not load optimizer, scheduler and data loaders",
     )
-    _add_folder(made)
-    return made
+    parser.add_argument(
+        "--trust", action="store_true", help="allow code in files that nbdist did not write to run"
+    )
+    _add_folder(parser)
+    return parser
 
 
-def checkpoints() -> MagicArgumentParser:
-    """The options of `%nbdist checkpoints`."""
-    made = command("checkpoints", "List whole checkpoints.")
-    _add_folder(made)
-    return made
+def checkpoints_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist checkpoints`."""
+    parser = command_parser("checkpoints", "List the complete checkpoints.")
+    _add_folder(parser)
+    return parser
 
 
-def profile() -> MagicArgumentParser:
-    """The options of `%nbdist profile`."""
-    made = command(
+def profile_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist profile`."""
+    parser = command_parser(
         "profile",
-        "Say where the steps of the loop go that runs in the background, or of the"
-        " next cell; what would make them faster; and what the last advice has gained.",
+        "Profile the running background cell, or else the next cell: where the time of a step"
+        " goes, what would make it faster, and what the last advice gained.",
     )
-    made.add_argument(
-        "--steps", type=int, metavar="N", help="of the window; default: until it is stable"
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="optimizer steps to record; default: until stable"
     )
-    made.add_argument("--trace", metavar="DIR", help="write a trace of each rank, for Perfetto")
-    made.add_argument(
+    parser.add_argument("--trace", metavar="DIR", help="write a Perfetto trace of each rank")
+    parser.add_argument(
         "--memory",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="tell the peak of memory apart",
+        help="break down the peak memory",
     )
-    made.add_argument("--show", action="store_true", help="show the last profile again")
-    made.add_argument(
+    parser.add_argument("--show", action="store_true", help="show the last profile again")
+    parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="instead measure this machine's bandwidths for %%nbdist plan; a few seconds",
+        help="instead, measure this machine's bandwidths for %%nbdist plan; takes seconds",
     )
-    made.add_argument("--disk", metavar="PATH", help="with --calibrate: of the disk for NVMe too")
-    return made
+    parser.add_argument("--disk", metavar="PATH", help="with --calibrate: also measure this disk")
+    return parser
 
 
-def panel() -> MagicArgumentParser:
-    """The options of `%nbdist panel`."""
-    made = command(
-        "panel", "Predicted memory beside live devices, strategies, curves, ranks, checkpoints."
+def panel_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist panel`."""
+    parser = command_parser(
+        "panel", "Show predicted and live memory, strategies, curves, ranks and checkpoints."
     )
-    made.add_argument(
+    parser.add_argument(
         "--face",
-        choices=FACES,
+        choices=PANEL_FORMATS,
         default="auto",
-        help="widget: live; html: as it is now, without script; text; default: the best possible",
+        help="widget: live; html: a snapshot without scripts; text; default: the best available",
     )
-    return made
+    return parser
 
 
-def doctor() -> MagicArgumentParser:
-    """The options of `%nbdist doctor`."""
-    made = command("doctor", "Look at this machine: what is wrong or disturbs, and what to do.")
-    made.add_argument(
-        "--run", action="store_true", help="the training: its profile, options and last errors"
+def doctor_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist doctor`."""
+    parser = command_parser("doctor", "Check this machine for problems and suggest fixes.")
+    parser.add_argument(
+        "--run", action="store_true", help="check the training: profile, options, last errors"
     )
-    made.add_argument("--json", action="store_true", help="the same as JSON")
-    return made
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
 
 
 def _add_folder(parser: MagicArgumentParser) -> None:
-    """The option of all three that are about checkpoints."""
     parser.add_argument(
         "--dir", metavar="ROOT", help="folder or URL of all checkpoints; default: checkpoints"
     )
 
 
-def words(line: str, command: str) -> list[str]:
+def split_line(line: str, command: str) -> list[str]:
     """Split a line as a shell does.
 
     Raises:
-        UsageError: a quote is left open.
+        UsageError: a quote is not closed.
     """
     try:
         return shlex.split(line)
@@ -146,9 +150,14 @@ def words(line: str, command: str) -> list[str]:
         raise UsageError(msg) from None
 
 
-def flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> list[str]:
-    """Options of a parser by their long names; with `valued` those that take a value, short too."""
-    actions = parser._actions  # noqa: SLF001 - argparse has no other way
+def option_flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> list[str]:
+    """Return the long option names of a parser.
+
+    With `valued`, return all names, short ones included, of the options that take a value.
+    """
+    actions = parser._actions  # noqa: SLF001 - argparse has no public API
     if valued:
-        return [flag for one in actions if one.nargs is None for flag in one.option_strings]
-    return [flag for one in actions for flag in one.option_strings if flag.startswith("--")]
+        return [
+            flag for action in actions if action.nargs is None for flag in action.option_strings
+        ]
+    return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]

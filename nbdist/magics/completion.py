@@ -1,4 +1,4 @@
-"""Tab completion of `%%distribute` and `%nbdist`: their own words and nothing else."""
+"""Tab completion for the lines of `%%distribute` and `%nbdist`."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ if TYPE_CHECKING:
 
     from IPython.core.completer import CompletionContext, MatcherAPIv2, SimpleMatcherResult
 
-VALUES: dict[str, tuple[str, ...]] = {
+OPTION_VALUES: dict[str, tuple[str, ...]] = {
     "--backend": strategies.BACKENDS,
     "-b": strategies.BACKENDS,
     "--precision": strategies.PRECISIONS,
     "--offload": ("none", "cpu", "nvme:"),
-    "--replicate-across": strategies.REPLICATIONS,
+    "--replicate-across": strategies.REPLICATE_ACROSS,
     "--output": ("all", "0", "none"),
     "--on": ("local", "ray", "ray://", "ray://auto", "slurm"),
 }
-"""Options whose values can be listed."""
+"""Options with a fixed list of values."""
 
 
-def matcher(
+def make_matcher(
     *,
     options: Sequence[str],
     valued: Sequence[str],
     commands: Sequence[str],
     of_commands: Mapping[str, Sequence[str]],
 ) -> MatcherAPIv2:
-    """Make IPython's matcher for the lines of the two magics; silent on all others.
+    """Return an IPython matcher for the lines of the two magics; it ignores all other lines.
 
     Args:
-        options: of `%%distribute`.
+        options: options of `%%distribute`.
         valued: those of them that take a value.
-        commands: of `%nbdist`.
-        of_commands: options of those commands that have some.
+        commands: commands of `%nbdist`.
+        of_commands: options of each command that has any.
     """
 
     @context_matcher()
@@ -46,28 +46,30 @@ def matcher(
         line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
         magic, *words = line.lstrip().split(" ")
         choices: Sequence[str] = ()
-        if magic == "%%distribute" and context.cursor_line == first_line(context.full_text):
+        if magic == "%%distribute" and context.cursor_line == first_line_index(context.full_text):
             before = words[-2] if words[1:] else ""
-            choices = VALUES.get(before, () if before in valued else options) if words else ()
+            choices = (
+                OPTION_VALUES.get(before, () if before in valued else options) if words else ()
+            )
         elif magic == "%nbdist" and words and not words[1:]:
             choices = commands
         elif magic == "%nbdist" and words[1:] and words[0] in of_commands:
-            choices = VALUES.get(words[-2], of_commands[words[0]])
+            choices = OPTION_VALUES.get(words[-2], of_commands[words[0]])
         return _result(choices, words[-1] if words else "")
 
     matching: MatcherAPIv2 = complete
     return matching
 
 
-def first_line(text: str) -> int:
-    """Index of the first line that is not blank."""
+def first_line_index(text: str) -> int:
+    """Return the index of the first line that is not blank."""
     return next((i for i, line in enumerate(text.split("\n")) if line.strip()), 0)
 
 
 def _result(choices: Sequence[str], fragment: str) -> SimpleMatcherResult:
-    found = [SimpleCompletion(text=word) for word in choices if word.startswith(fragment)]
+    completions = [SimpleCompletion(text=word) for word in choices if word.startswith(fragment)]
     return {
-        "completions": found,
+        "completions": completions,
         "matched_fragment": fragment,
         "suppress": bool(choices),
         "ordered": True,

@@ -1,4 +1,4 @@
-"""`%%distribute` and `%nbdist`: parse a line, call the session, show what it says."""
+"""The `%%distribute` and `%nbdist` magics: parse a line, call the session, show the result."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from IPython.core.magic_arguments import (
 from IPython.display import display
 from traitlets import Bunch, Enum, Int, TraitError, Unicode, validate
 
-import nbdist
 from nbdist import strategies
-from nbdist.cluster.local import LocalEngine
+from nbdist._version import __version__
+from nbdist.cluster.local import LocalLauncherProvider
+from nbdist.doctor import doctor
 from nbdist.errors import CellSyntaxError, NbdistError, OptionError, SessionError
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, completion, plan
 from nbdist.session import cell_source, status
 from nbdist.session import checkpoints as session_checkpoints
-from nbdist.session.session import Session, current
+from nbdist.session.session import Session, current_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,20 +36,20 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
-def norm(text: str) -> float | str:
-    """Read --clip: a number, or "none"."""
+def parse_clip_norm(text: str) -> float | str:
+    """Parse the value of --clip: a number, or "none"."""
     return "none" if text == "none" else float(text)
 
 
-def unquoted(text: str) -> str:
-    """Take off the quotes that IPython leaves around an option's value (9.18)."""
+def strip_quotes(text: str) -> str:
+    """Remove the quotes that IPython (9.18) leaves around an option's value."""
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if quoted else text
 
 
 @magics_class
 class NbDist(Magics):
-    """Settings of nbdist (`%config NbDist`): the defaults for a new session."""
+    """Configurable defaults for a new session (`%config NbDist`), and the magics."""
 
     backend = Enum(strategies.BACKENDS, "ddp", help="Default of --backend.").tag(config=True)
     nproc = Int(None, allow_none=True, min=1, help="Default of --nproc.").tag(config=True)
@@ -60,49 +61,49 @@ class NbDist(Magics):
         config=True
     )
     checkpoints = Unicode(
-        None, allow_none=True, help='Folder or URL of checkpoints. Default: "checkpoints" here.'
+        None, allow_none=True, help='Folder or URL of checkpoints. Default: "checkpoints".'
     ).tag(config=True)
     output = Unicode("all", help="Default of --output.").tag(config=True)
 
     shell: InteractiveShell
 
     def __init__(self, shell: InteractiveShell, **traits: Any) -> None:
-        """Start to warm up a launcher."""
         super().__init__(shell, **traits)
         self.observe(self._move_checkpoints, "checkpoints")
-        self.observe(self._say_when_it_counts, [one for one in DEFAULTS if one != "checkpoints"])
-        self.engine = LocalEngine()
+        self.observe(
+            self._warn_on_restart_options,
+            [name for name in CONFIGURABLE_OPTIONS if name != "checkpoints"],
+        )
+        self.launcher_provider = LocalLauncherProvider()
         self.ended: Session | None = None
-        """That `%nbdist stop` has ended last; the panel still shows it."""
+        """The session that `%nbdist stop` ended last; the panel still shows it."""
         self.warm_up()
 
     def warm_up(self) -> None:
         """Start a launcher in the background for the devices found here."""
-        self.engine.warm_up("cuda" if discovery.found().gpus else "cpu")
+        self.launcher_provider.warm_up("cuda" if discovery.discover_machine().gpus else "cpu")
 
     @validate("checkpoints")
-    def _a_place_for_checkpoints(self, proposal: Bunch) -> str | None:
+    def _validate_checkpoint_dir(self, proposal: Bunch) -> str | None:
         given: str | None = proposal.value
         try:
             if given is not None:
-                session_checkpoints.checked(given)
+                session_checkpoints.check_root(given)
         except NbdistError as error:
             raise TraitError(f"The 'checkpoints' trait: {error}") from None
         return given
 
     def _move_checkpoints(self, change: Bunch) -> None:
-        """Let a living session save to where its user says."""
-        session = current()
+        session = current_session()
         if session is not None:
             session.save_to(change.new)
-            print(f"nbdist: checkpoints of this session go to {session.checkpoints.root} from now")
+            print(f"nbdist: checkpoints are now saved to {session.checkpoints.root}")
 
-    def _say_when_it_counts(self, change: Bunch) -> None:
-        """Leave a living session as it is."""
-        if current() is not None:
+    def _warn_on_restart_options(self, change: Bunch) -> None:
+        if current_session() is not None:
             print(
-                f"nbdist: {change.name} = {change.new!r} is for the next session; an option of"
-                " %%distribute changes this one"
+                f"nbdist: {change.name} = {change.new!r} applies to the next session; use an"
+                " option of %%distribute to change this one"
             )
 
     @no_var_expand
@@ -111,50 +112,56 @@ class NbDist(Magics):
         "-b",
         "--backend",
         metavar="NAME",
-        help="ddp, fsdp (= fsdp2), fsdp1, zero1, zero2, zero3; another one switches living models",
+        help="ddp, fsdp (= fsdp2), fsdp1, zero1, zero2, zero3; prepared models are switched to it",
     )
     @argument(
         "--auto",
         action="store_true",
-        help="choose at accelerator.prepare(), from the real model and machine, and say why",
+        help="choose the backend at accelerator.prepare() from model and machine, and explain it",
     )
     @argument(
         "-n",
         "--nproc",
         type=int,
         metavar="N",
-        help="number of ranks; default: every visible GPU, without a GPU 2 CPU ranks",
+        help="number of ranks; default: one per visible GPU, or 2 CPU ranks without a GPU",
     )
-    @argument("--gpus", metavar="LIST", help="these devices, as 0,2")
+    @argument("--gpus", metavar="LIST", help="GPU indices, such as 0,2")
     @argument(
         "--on",
         metavar="WHERE",
-        help="local, ray, ray://HOST:PORT or slurm; default: local, this machine",
+        help="where ranks run: local, ray, ray://HOST:PORT or slurm; default: local",
     )
-    @argument("--nodes", type=int, metavar="N", help="of a cluster, with the same number of ranks")
+    @argument(
+        "--nodes", type=int, metavar="N", help="number of cluster nodes, with equally many ranks"
+    )
     @argument(
         "--gpus-per-node",
         type=int,
         metavar="N",
-        help="GPUs and ranks of each node; 0 for CPU ranks; default: all",
+        help="GPUs and ranks per node; 0 for CPU ranks; default: all",
     )
-    @argument("--partition", metavar="NAME", help="of Slurm")
-    @argument("--time", metavar="TIME", help="for Slurm's job, as 1:00:00")
-    @argument("--account", metavar="NAME", help="for Slurm's job")
-    @argument("--interface", metavar="NAME", help="of the network between nodes, as ib0")
+    @argument("--partition", metavar="NAME", help="Slurm partition")
+    @argument("--time", metavar="TIME", help="time limit of the Slurm job, such as 1:00:00")
+    @argument("--account", metavar="NAME", help="account of the Slurm job")
+    @argument("--interface", metavar="NAME", help="network interface between nodes, such as ib0")
     @argument(
         "--precision",
         metavar="NAME",
-        help="no, fp16, bf16, fp8; default: bf16 where the hardware has it, else no",
+        help="no, fp16, bf16, fp8; default: bf16 if the hardware supports it, else no",
     )
-    @argument("--offload", metavar="WHERE", help="of the optimizer state: none, cpu, nvme:PATH")
     @argument(
-        "--offload-params", action=argparse.BooleanOptionalAction, help="offload the parameters too"
+        "--offload", metavar="WHERE", help="where to offload optimizer state: none, cpu, nvme:PATH"
+    )
+    @argument(
+        "--offload-params",
+        action=argparse.BooleanOptionalAction,
+        help="also offload the parameters",
     )
     @argument(
         "--replicate-across",
         metavar="WHAT",
-        help="fsdp on several machines: nodes keeps shards inside each (HSDP); default: none",
+        help="with fsdp: nodes shards within nodes and replicates across (HSDP); default: none",
     )
     @argument(
         "--activation-checkpointing",
@@ -162,106 +169,112 @@ class NbDist(Magics):
         help="recompute activations in the backward pass",
     )
     @argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile at prepare()")
-    @argument("--accumulate", type=int, metavar="N", help="micro batches in one optimizer step")
-    @argument("--clip", type=norm, metavar="NORM", help="largest gradient norm, or none")
+    @argument("--accumulate", type=int, metavar="N", help="micro-batches per optimizer step")
+    @argument("--clip", type=parse_clip_norm, metavar="NORM", help="maximum gradient norm, or none")
     @argument(
         "--deepspeed-config",
-        type=unquoted,
+        type=strip_quotes,
         metavar="FILE",
-        help="your own DeepSpeed config: a file, JSON or YAML, or '{...}' in the line",
+        help="your own DeepSpeed config: a JSON or YAML file, or '{...}' inline",
     )
     @argument(
         "--fsdp-config",
-        type=unquoted,
+        type=strip_quotes,
         metavar="FILE",
-        help="your own FSDP settings with Accelerate's names: a file or '{...}' as above",
+        help="your own FSDP settings with Accelerate's names: a file or '{...}' inline",
     )
-    @argument("--ranks", metavar="LIST", help="run on these ranks only, as 0,2-3")
+    @argument("--ranks", metavar="LIST", help="run on these ranks only, such as 0,2-3")
     @argument(
         "--push",
         metavar="NAMES",
-        help="variables of the notebook to all ranks before the cell, as a,b",
+        help="copy notebook variables to all ranks before the cell, such as a,b",
     )
     @argument(
-        "--pull", metavar="NAMES", help="variables of rank 0 to the notebook after the cell, as c,d"
+        "--pull",
+        metavar="NAMES",
+        help="copy variables of rank 0 to the notebook after the cell, such as c,d",
     )
-    @argument("--background", action="store_true", help="return at once; %%nbdist wait joins")
     @argument(
-        "--output", metavar="WHOSE", help="whose output is shown: all, none or ranks; default: all"
+        "--background", action="store_true", help="return at once; %%nbdist wait waits for it"
+    )
+    @argument(
+        "--output",
+        metavar="WHOSE",
+        help="ranks whose output is shown: all, none or a list; default: all",
     )
     @argument("--fresh", action="store_true", help="restart the ranks first")
     @argument(
         "--profile",
         action="store_true",
-        help="say where the steps of this cell go, and what would make them faster",
+        help="report where the time of a training step goes, and what would make it faster",
     )
-    @argument("--steps", type=int, metavar="N", help="with --profile: length of its window")
+    @argument("--steps", type=int, metavar="N", help="with --profile: steps to record")
     @argument("--trace", metavar="DIR", help="with --profile: write a trace of each rank")
     @argument("-h", "--help", action="store_true", help="show this text")
     @cell_magic
     def distribute(self, line: str, cell: str) -> None:
-        """Run the cell on every rank; start the ranks if there are none.
+        """Run the cell on every rank; start the ranks if needed.
 
-        The ranks stay alive between cells and keep their variables. From the start they
-        have `accelerator`, `rank`, `local_rank`, `world_size`, `device`, `report`, `send`,
-        `save` and `torch`. The last expression is displayed, per rank, once where equal.
+        The ranks stay alive between cells and keep their variables. Predefined names:
+        `accelerator`, `rank`, `local_rank`, `world_size`, `device`, `report`, `send`,
+        `save` and `torch`. The last expression is displayed per rank; equal values once.
 
         Example:
             %%distribute --backend fsdp --pull final
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             final = train(model, optimizer, loader)
         """
-        asked = asked_of(line)
-        if asked.help:
+        options = parse_distribute_line(line)
+        if options.help:
             print(self.distribute.__doc__)
             return
-        refuse_contradictions(asked)
-        # IPython 9.18 counts execution_count up before the cell runs, older ones after
+        check_contradictory_options(options)
+        # IPython 9.18 increments execution_count before the cell runs, older versions after it
         count = len(self.shell.user_ns["_ih"]) - 1
-        code = numbered(line, cell)
+        code = keep_line_numbers(line, cell)
         try:
-            cell_source.check(code)
+            cell_source.check_code(code)
         except SyntaxError as error:
-            raise CellSyntaxError(place_in_cell(error, count)) from None
-        session = self.session_for(asked)
-        if asked.push:
-            session.push(**self.notebook_values(asked.push))
+            raise CellSyntaxError(format_syntax_error(error, count)) from None
+        session = self.get_or_start_session(options)
+        if options.push:
+            session.push(**self.notebook_values(options.push))
         session.run(
             code,
-            asked.ranks,
-            asked.background,
-            output=asked.output or self.output,
+            options.ranks,
+            options.background,
+            output=options.output or self.output,
             count=count,
-            profile={"steps": asked.steps, "trace": asked.trace} if asked.profile else False,
+            profile={"steps": options.steps, "trace": options.trace} if options.profile else False,
         )
-        if asked.pull:
-            self.bind_pulled(session, asked.pull)
+        if options.pull:
+            self.bind_pulled(session, options.pull)
 
     @no_var_expand
     @line_magic
     def nbdist(self, line: str) -> None:
-        """Look at the session and steer it: `%nbdist COMMAND`.
+        """Inspect and control the session: `%nbdist COMMAND`.
 
         status          state of the session and of each rank
-        pull NAMES      variables of rank 0 into the notebook, as a,b; a model as its state dict
-        push NAMES      variables of the notebook to all ranks
-        wait            join the cell that runs in the background
-        interrupt       stop what runs on all ranks; variables are kept; a third Stop ends the ranks
-        restart         new ranks with the same options; variables are lost; after the death of a
-                        node on those that are left, with --wait once there is another
-        stop            end ranks and launcher
-        log [RANK]      last lines of a rank; without RANK, of the launcher
-        log --stacks    what every thread of each rank is doing now
-        doctor          what is wrong with this machine; --run: with this training; --json
-        export DIR      the model as from_pretrained reads it; -h for its options
-        switch NAME     another engine for the living models; -h for its options
-        save NAME       a checkpoint of the training, written while it goes on; -h for its options
-        load NAME       a checkpoint into the prepared models, under any engine and ranks
-        checkpoints     those there are, the newest last
+        pull NAMES      copy variables of rank 0 to the notebook; a model as its state dict
+        push NAMES      copy notebook variables to all ranks
+        wait            wait for the cell that runs in the background
+        interrupt       interrupt all ranks; variables are kept; a third interrupt ends the ranks
+        restart         start new ranks with the same options; variables are lost; after a node
+                        failure on the remaining nodes, or with --wait on a full set again
+        stop            end the ranks and the launcher
+        log [RANK]      last output lines of a rank; without RANK, of the launcher
+        log --stacks    current stack of every thread of each rank
+        doctor          problems of this machine; --run: of this training; --json
+        export DIR      write the model as a from_pretrained folder; -h for its options
+        switch NAME     switch the prepared models to another backend; -h for its options
+        save NAME       write a checkpoint in the background; -h for its options
+        load NAME       load a checkpoint into the prepared models, under any backend and world size
+        checkpoints     list the checkpoints, newest last
         plan [MODEL]    predicted memory and speed under every strategy; -h for its options
-        plan --check    predicted beside measured, for the model on the ranks
+        plan --check    compare prediction and measurement for the model on the ranks
         panel           memory, curves, ranks and buttons, live; --face auto, widget, html, text
-        profile         where the steps of the loop that runs go, and what would make them faster
+        profile         where the time of a step goes, and what would make it faster
         """
         command, _, rest = line.strip().partition(" ")
         if not command:
@@ -269,256 +282,273 @@ class NbDist(Magics):
         elif command in COMMANDS:
             COMMANDS[command](self, rest.strip())
         else:
-            msg = f"%nbdist has no command {command!r}; it has {', '.join(COMMANDS)}."
+            msg = f"Unknown command %nbdist {command!r}. Use one of {', '.join(COMMANDS)}."
             raise UsageError(msg)
 
     # -- the session
 
-    def session_for(self, asked: argparse.Namespace) -> Session:
-        """The current session with the options of the line, restarted if they differ."""
-        changes = session_options(asked)
-        session = current()
-        if session is not None and asked.on is not None and asked.on != session.on:
-            moved = self.new_session(asked, changes)  # what cannot be had there ends nothing here
+    def get_or_start_session(self, options: argparse.Namespace) -> Session:
+        """Return the current session with the line's options; start or restart it as needed."""
+        changes = session_options(options)
+        session = current_session()
+        if session is not None and options.on is not None and options.on != session.on:
+            # Created first: if it fails, the current session keeps running.
+            moved = self.new_session(options, changes)
             print(
-                f"nbdist: on {session.on} -> {asked.on}: new ranks; the variables of the old ones"
-                " are lost"
+                f"nbdist: on {session.on} -> {options.on}: starting new ranks; variables of the old"
+                " ranks are lost"
             )
             session.stop()
             return moved.start()
         if session is None:
-            return self.new_session(asked, changes).start()
+            return self.new_session(options, changes).start()
         differing = session.differing(**changes)
-        if asked.fresh:
+        if options.fresh:
             session.restart(**changes)
-        elif NEW_RANKS & differing.keys():
+        elif RESTART_OPTIONS & differing.keys():
             words = ", ".join(f"{name} {now} -> {then}" for name, (now, then) in differing.items())
-            print(f"nbdist: {words}: new ranks; the variables of the old ones are lost")
+            print(f"nbdist: {words}: starting new ranks; variables of the old ranks are lost")
             session.restart(**changes)
         elif differing:
             print(session.switch(**changes))
         return session
 
-    def new_session(self, asked: argparse.Namespace, options: Mapping[str, Any]) -> Session:
-        """A session with the options of the line, checked and not started."""
-        return Session(**{**self.defaults(asked), **options}, engine=self.engine)
+    def new_session(self, arguments: argparse.Namespace, options: Mapping[str, Any]) -> Session:
+        """Return a new session with the options of the line; its ranks are not started."""
+        return Session(
+            **{**self.session_defaults(arguments), **options}, engine=self.launcher_provider
+        )
 
-    def defaults(self, asked: argparse.Namespace) -> dict[str, Any]:
-        """Settings for a new session; --auto chooses backend and offload itself."""
-        of_auto = {"backend", "offload"} if asked.auto else set()
-        settings = [name for name in DEFAULTS if name not in of_auto]
+    def session_defaults(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Return the configured options of a new session; --auto sets backend and offload."""
+        of_auto = {"backend", "offload"} if options.auto else set()
+        settings = [name for name in CONFIGURABLE_OPTIONS if name not in of_auto]
         return {name: getattr(self, name) for name in settings}
 
-    def session_now(self) -> Session:
-        """The current session, or an error that says how to get one."""
-        session = current()
+    def require_session(self) -> Session:
+        """Return the current session.
+
+        Raises:
+            SessionError: there is none.
+        """
+        session = current_session()
         if session is None:
-            msg = "There is no session; a %%distribute cell starts one."
+            msg = "There is no session. Run a %%distribute cell to start one."
             raise SessionError(msg)
         return session
 
     def notebook_values(self, names: str) -> dict[str, object]:
-        """Variables of the notebook, by name."""
-        wanted = name_list(names)
+        """Return variables of the notebook by name.
+
+        Raises:
+            OptionError: a variable is not defined.
+        """
+        wanted = parse_names(names)
         missing = [name for name in wanted if name not in self.shell.user_ns]
         if missing:
-            msg = (
-                f"The notebook has no variable {', '.join(missing)}; define it before it is pushed."
-            )
+            msg = f"The notebook has no variable {', '.join(missing)}. Define it before pushing it."
             raise OptionError(msg)
         return {name: self.shell.user_ns[name] for name in wanted}
 
     def bind_pulled(self, session: Session, names: str) -> None:
-        """Fetch variables of rank 0 and bind them in the notebook."""
-        wanted = name_list(names)
+        """Copy variables of rank 0 to the notebook."""
+        wanted = parse_names(names)
         values = session.pull(*wanted)
         self.shell.push(dict(zip(wanted, values if len(wanted) > 1 else [values], strict=True)))
 
     # -- commands
 
     def status_command(self, _: str) -> None:
-        """Print state of the session and of each rank."""
-        for one in status.lines(self.session_now()):
-            print(one)
+        """Print the state of the session and of each rank."""
+        for line in status.status_lines(self.require_session()):
+            print(line)
 
     def pull_command(self, names: str) -> None:
-        """Bind variables of rank 0 in the notebook."""
-        self.bind_pulled(self.session_now(), names)
+        """Copy variables of rank 0 to the notebook."""
+        self.bind_pulled(self.require_session(), names)
 
     def push_command(self, names: str) -> None:
-        """Bind variables of the notebook on all ranks."""
-        self.session_now().push(**self.notebook_values(names))
+        """Copy variables of the notebook to all ranks."""
+        self.require_session().push(**self.notebook_values(names))
 
     def wait_command(self, _: str) -> None:
-        """Join the cell that runs in the background."""
-        self.session_now().wait()
+        """Wait for the cell that runs in the background."""
+        self.require_session().wait()
 
     def interrupt_command(self, _: str) -> None:
-        """Stop the running cell on all ranks."""
-        self.session_now().interrupt()
+        """Interrupt the running cell on all ranks."""
+        self.require_session().interrupt()
 
     def restart_command(self, line: str) -> None:
-        """Take new ranks with the same options, on the nodes that are left or once all are back."""
+        """Start new ranks with the same options.
+
+        After a node failure they start on the remaining nodes, or with --wait on a full set.
+        """
         if line not in {"", "--wait"}:
             message = (
-                f"%nbdist restart takes no options but --wait and was given {line!r}; %nbdist"
-                " switch and %%distribute do."
+                f"%nbdist restart takes only the option --wait, got {line!r}. Use %nbdist switch"
+                " or %%distribute to change options."
             )
             raise UsageError(message)
-        session = self.session_now()
-        before = session.placement.nodes
+        session = self.require_session()
+        before = session.placement.num_nodes
         session.restart(wait=bool(line))
-        if session.placement.nodes < before:
+        if session.placement.num_nodes < before:
             print(
-                f"nbdist: {session.placement.nodes} of {before} nodes are left and have all ranks"
-                " now; %nbdist load NAME continues from a checkpoint"
+                f"nbdist: {session.placement.num_nodes} of {before} nodes remain and now run all"
+                " ranks; %nbdist load NAME continues from a checkpoint"
             )
 
     def stop_command(self, _: str) -> None:
-        """End ranks and launcher; a new launcher warms up."""
-        self.ended = self.session_now()
+        """End the ranks and the launcher; start to warm up a new launcher."""
+        self.ended = self.require_session()
         self.ended.stop()
         self.warm_up()
         print("nbdist: ranks and launcher ended")
 
     def log_command(self, rank: str) -> None:
-        """Print the last lines of a rank, or of the launcher, or all stacks."""
+        """Print the last lines of a rank or of the launcher, or all stacks."""
         if rank == "--stacks":
-            for number, text in self.session_now().stacks().items():
+            for number, text in self.require_session().stacks().items():
                 print(f"-- rank {number} --\n{text}\n")
             return
         if rank and not (rank.isascii() and rank.isdigit()):
-            msg = f"%nbdist log takes a rank such as 0, or --stacks, not {rank!r}."
+            msg = f"%nbdist log takes a rank such as 0, or --stacks, got {rank!r}."
             raise UsageError(msg)
-        print(self.session_now().log(int(rank) if rank else None))
+        print(self.require_session().log(int(rank) if rank else None))
 
     def switch_command(self, line: str) -> None:
-        """Give the living models another engine."""
+        """Switch the prepared models to another backend."""
         parser = switch_parser()
-        asked = parser.parse_args(arguments.words(line, "switch"))
-        changes = session_options(asked)
-        if asked.help or not changes:
+        options = parser.parse_args(arguments.split_line(line, "switch"))
+        changes = session_options(options)
+        if options.help or not changes:
             print(parser.format_help())
             return
-        print(self.session_now().switch(**changes, reset_optimizer=asked.reset_optimizer))
+        print(self.require_session().switch(**changes, reset_optimizer=options.reset_optimizer))
 
     def export_command(self, line: str) -> None:
-        """Write the prepared model as a folder that `from_pretrained` reads."""
-        parser = arguments.export()
-        asked = parser.parse_args(arguments.words(line, "export"))
-        if asked.help or not asked.folder:
+        """Write the prepared model as a `from_pretrained` folder."""
+        parser = arguments.export_parser()
+        options = parser.parse_args(arguments.split_line(line, "export"))
+        if options.help or not options.folder:
             print(parser.format_help())
             return
         print(
-            self.session_now().export(
-                asked.folder,
-                asked.dtype,
-                model=asked.model,
-                max_shard_size=asked.max_shard_size,
-                overwrite=asked.overwrite,
+            self.require_session().export(
+                options.folder,
+                options.dtype,
+                model=options.model,
+                max_shard_size=options.max_shard_size,
+                overwrite=options.overwrite,
             )
         )
 
     def save_command(self, line: str) -> None:
-        """Write a checkpoint of the training in the background."""
-        parser = arguments.save()
-        asked = parser.parse_args(arguments.words(line, "save"))
-        if asked.help or not asked.name:
+        """Write a checkpoint in the background."""
+        parser = arguments.save_parser()
+        options = parser.parse_args(arguments.split_line(line, "save"))
+        if options.help or not options.name:
             print(parser.format_help())
             return
-        save = self.session_now().save(
-            asked.name, asked.overwrite, asked.keep, asked.wait, folder=asked.dir
+        save = self.require_session().save(
+            options.name, options.overwrite, options.keep, options.wait, folder=options.dir
         )
         print(save)
         if not save.done:
-            session_checkpoints.show_later(save)
+            session_checkpoints.show_when_done(save)
 
     def load_command(self, line: str) -> None:
         """Load a checkpoint into the prepared models."""
-        parser = arguments.load()
-        asked = parser.parse_args(arguments.words(line, "load"))
-        if asked.help or not asked.name:
+        parser = arguments.load_parser()
+        options = parser.parse_args(arguments.split_line(line, "load"))
+        if options.help or not options.name:
             print(parser.format_help())
             return
         print(
-            self.session_now().load(
-                asked.name, weights_only=asked.weights_only, folder=asked.dir, trust=asked.trust
+            self.require_session().load(
+                options.name,
+                weights_only=options.weights_only,
+                folder=options.dir,
+                trust=options.trust,
             )
         )
 
     def checkpoints_command(self, line: str) -> None:
-        """List checkpoints, also without a session."""
-        parser = arguments.checkpoints()
-        asked = parser.parse_args(arguments.words(line, "checkpoints"))
-        session = current()
-        if asked.help:
+        """List the checkpoints; works without a session."""
+        parser = arguments.checkpoints_parser()
+        options = parser.parse_args(arguments.split_line(line, "checkpoints"))
+        session = current_session()
+        if options.help:
             print(parser.format_help())
-        elif asked.dir is not None:
-            print(session_checkpoints.Checkpoints(session_checkpoints.checked(asked.dir)))
+        elif options.dir is not None:
+            print(session_checkpoints.Checkpoints(session_checkpoints.check_root(options.dir)))
         elif session is None:
             print(
                 session_checkpoints.Checkpoints(
-                    session_checkpoints.folder(self.checkpoints or session_checkpoints.FOLDER)
+                    session_checkpoints.parse_root(
+                        self.checkpoints or session_checkpoints.DEFAULT_FOLDER
+                    )
                 )
             )
         else:
             print(session.checkpoints)
 
     def plan_command(self, line: str) -> None:
-        """Show what every strategy needs for a model, or how well that was predicted."""
-        answer = plan.run(line, self.shell.user_ns, current())
+        """Show what every strategy needs for a model, or compare a plan with measurements."""
+        answer = plan.run_plan_command(line, self.shell.user_ns, current_session())
         if isinstance(answer, str):
             print(answer)
         else:
             display(answer)
 
     def profile_command(self, line: str) -> None:
-        """Profile the loop that runs, or the next cell; or show the last profile again."""
-        parser = arguments.profile()
-        asked = parser.parse_args(arguments.words(line, "profile"))
-        if asked.help:
+        """Profile the running loop or the next cell, or show the last profile again."""
+        parser = arguments.profile_parser()
+        options = parser.parse_args(arguments.split_line(line, "profile"))
+        if options.help:
             print(parser.format_help())
             return
-        refuse_what_is_ignored(asked)
-        session = current()
+        check_ignored_options(options)
+        session = current_session()
         if session is None:
-            msg = "There is no session to profile; %%distribute --profile starts one."
+            msg = "There is no session to profile. Use %%distribute --profile to start one."
             raise SessionError(msg)
-        if asked.calibrate:
-            display(session.calibrate(disk=asked.disk))
-        elif not asked.show:
-            print(f"nbdist: {session.profile(asked.steps, asked.trace, memory=asked.memory)}")
+        if options.calibrate:
+            display(session.calibrate(disk=options.disk))
+        elif not options.show:
+            print(f"nbdist: {session.profile(options.steps, options.trace, memory=options.memory)}")
         elif session.profiles:
             display(session.profiles[-1])
         else:
             now = session.profiling
-            print(f"nbdist: there is no profile yet{'' if now is None else f'; {now.text}'}.")
+            print(f"nbdist: no profile yet{'' if now is None else f'; {now.text}'}")
 
     def panel_command(self, line: str) -> None:
-        """Show the session: live where that is possible."""
-        parser = arguments.panel()
-        asked = parser.parse_args(arguments.words(line, "panel"))
-        if asked.help:
+        """Show the panel of the session."""
+        parser = arguments.panel_parser()
+        options = parser.parse_args(arguments.split_line(line, "panel"))
+        if options.help:
             print(parser.format_help())
         else:
-            session = current() or self.ended or self.session_now()
-            session.panel(asked.face)
+            session = current_session() or self.ended or self.require_session()
+            session.panel(options.face)
 
     def doctor_command(self, line: str) -> None:
-        """Show what is wrong with this machine, or with this run, and what to do."""
-        parser = arguments.doctor()
-        asked = parser.parse_args(arguments.words(line, "doctor"))
-        if asked.help:
+        """Show problems of this machine or of this training, and what to do about them."""
+        parser = arguments.doctor_parser()
+        options = parser.parse_args(arguments.split_line(line, "doctor"))
+        if options.help:
             print(parser.format_help())
             return
-        found = nbdist.doctor(run=asked.run)
-        if asked.json:
-            print(found.to_json())
+        diagnosis = doctor(run=options.run)
+        if options.json:
+            print(diagnosis.to_json())
         else:
-            display(found)
+            display(diagnosis)
 
 
-PLACE_OPTIONS = (
+CLUSTER_OPTIONS = (
     "on",
     "nodes",
     "gpus_per_node",
@@ -527,7 +557,7 @@ PLACE_OPTIONS = (
     "account",
     "interface",
 )
-"""Where a session is; `%nbdist switch` takes the numbers of them."""
+"""Options for the cluster of a session; `%nbdist switch` accepts the numeric ones."""
 
 ENGINE_OPTIONS = (
     "backend",
@@ -542,11 +572,11 @@ ENGINE_OPTIONS = (
     "clip",
 )
 
-SWITCHED = frozenset(
+SWITCH_OPTIONS = frozenset(
     {*ENGINE_OPTIONS, "gpus", "nodes", "gpus_per_node", "deepspeed_config", "fsdp_config"}
     - {"backend"}
 )
-"""Destinations of options that `%nbdist switch` takes too."""
+"""`dest` names of the options that `%nbdist switch` accepts too."""
 
 
 COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
@@ -571,62 +601,62 @@ COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
 
 
 def switch_parser() -> MagicArgumentParser:
-    """The options of `%nbdist switch`: those of `%%distribute` that name an engine."""
-    made = arguments.command(
-        "switch", "Give the living models another engine; nothing of the training is lost."
+    """Return the parser of `%nbdist switch`, with the backend options of `%%distribute`."""
+    parser = arguments.command_parser(
+        "switch", "Switch the prepared models to another backend; the training state is kept."
     )
-    made.add_argument(
+    parser.add_argument(
         "backend", nargs="?", metavar="NAME", help="ddp, fsdp (= fsdp2), fsdp1, zero1, ..."
     )
-    for action in NbDist.distribute.parser._actions:  # noqa: SLF001 - argparse has no other way
-        if action.dest in SWITCHED:
-            made._add_action(action)  # noqa: SLF001
-    made.add_argument(
-        "--reset-optimizer", action="store_true", help="leave the state of optimizers behind"
+    for action in NbDist.distribute.parser._actions:  # noqa: SLF001 - argparse has no public API
+        if action.dest in SWITCH_OPTIONS:
+            parser._add_action(action)  # noqa: SLF001
+    parser.add_argument(
+        "--reset-optimizer", action="store_true", help="discard the optimizer state"
     )
-    made.set_defaults(auto=None)
-    return made
+    parser.set_defaults(auto=None)
+    return parser
 
 
-MATCHER = completion.matcher(
-    options=arguments.flags(NbDist.distribute.parser),
-    valued=arguments.flags(NbDist.distribute.parser, valued=True),
+MATCHER = completion.make_matcher(
+    options=arguments.option_flags(NbDist.distribute.parser),
+    valued=arguments.option_flags(NbDist.distribute.parser, valued=True),
     commands=list(COMMANDS),
     of_commands={
-        "plan": arguments.flags(plan.parser()),
-        "switch": arguments.flags(switch_parser()),
-        "export": arguments.flags(arguments.export()),
-        "save": arguments.flags(arguments.save()),
-        "load": arguments.flags(arguments.load()),
-        "checkpoints": arguments.flags(arguments.checkpoints()),
-        "profile": arguments.flags(arguments.profile()),
-        "panel": arguments.flags(arguments.panel()),
-        "doctor": arguments.flags(arguments.doctor()),
+        "plan": arguments.option_flags(plan.plan_parser()),
+        "switch": arguments.option_flags(switch_parser()),
+        "export": arguments.option_flags(arguments.export_parser()),
+        "save": arguments.option_flags(arguments.save_parser()),
+        "load": arguments.option_flags(arguments.load_parser()),
+        "checkpoints": arguments.option_flags(arguments.checkpoints_parser()),
+        "profile": arguments.option_flags(arguments.profile_parser()),
+        "panel": arguments.option_flags(arguments.panel_parser()),
+        "doctor": arguments.option_flags(arguments.doctor_parser()),
         "log": ["--stacks"],
         "restart": ["--wait"],
     },
 )
 
-NEW_RANKS = frozenset({"auto"})
-"""Options that living ranks cannot take."""
+RESTART_OPTIONS = frozenset({"auto"})
+"""Options that need new ranks."""
 
-DEFAULTS = ("backend", "nproc", "precision", "offload", "on", "checkpoints")
-"""Settings of `%config NbDist` that a new session takes."""
+CONFIGURABLE_OPTIONS = ("backend", "nproc", "precision", "offload", "on", "checkpoints")
+"""Traits of `%config NbDist` that a new session uses."""
 
 
-def place_in_cell(error: SyntaxError, count: int) -> str:
-    """Say where in the notebook's cell a syntax error is."""
+def format_syntax_error(error: SyntaxError, count: int) -> str:
+    """Format a syntax error with the notebook's name of the cell."""
     text = "".join(traceback.format_exception_only(error))
-    return text.replace(f'File "{cell_source.CELL}"', f"Cell In[{count}]").strip("\n")
+    return text.replace(f'File "{cell_source.CELL_FILE_NAME}"', f"Cell In[{count}]").strip("\n")
 
 
-def session_options(asked: argparse.Namespace) -> dict[str, Any]:
-    """What the line says of the session; what it leaves out stays as it runs."""
-    options = {name: getattr(asked, name, None) for name in (*ENGINE_OPTIONS, *PLACE_OPTIONS)}
-    options["devices"] = asked.gpus
-    options["auto"] = asked.auto or None
+def session_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the session options that the line sets; others stay unchanged."""
+    options = {name: getattr(arguments, name, None) for name in (*ENGINE_OPTIONS, *CLUSTER_OPTIONS)}
+    options["devices"] = arguments.gpus
+    options["auto"] = arguments.auto or None
     for name in ("deepspeed_config", "fsdp_config"):
-        text = getattr(asked, name)
+        text = getattr(arguments, name)
         named = text and text != "none"
         options[name] = strategies.load_config(text) if named else text
     given = {name: value for name, value in options.items() if value is not None}
@@ -636,56 +666,64 @@ def session_options(asked: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def asked_of(line: str) -> argparse.Namespace:
-    """Read the line of a `%%distribute` cell.
+def parse_distribute_line(line: str) -> argparse.Namespace:
+    """Parse the line of a `%%distribute` cell.
 
     Raises:
-        UsageError: an option that there is not, or a quote that is left open.
+        UsageError: an unknown option, or a quote that is not closed.
     """
     try:
-        asked: argparse.Namespace = parse_argstring(NbDist.distribute, line)
+        options: argparse.Namespace = parse_argstring(NbDist.distribute, line)
     except ValueError as error:
         msg = f"%%distribute {line}: {error}."
         raise UsageError(msg) from None
-    return asked
+    return options
 
 
-def refuse_what_is_ignored(asked: argparse.Namespace) -> None:
-    """Raise OptionError for options of `%nbdist profile` that another one makes useless."""
-    other = "--calibrate" if asked.calibrate else "--show" if asked.show else ""
-    plain = asked.steps is None and asked.trace is None and asked.memory
+def check_ignored_options(options: argparse.Namespace) -> None:
+    """Check `%nbdist profile` for options that another option makes useless.
+
+    Raises:
+        OptionError: there is one.
+    """
+    other = "--calibrate" if options.calibrate else "--show" if options.show else ""
+    plain = options.steps is None and options.trace is None and options.memory
     if other and not plain:
-        msg = f"{other} records no steps: leave out --steps, --trace and --no-memory."
+        msg = f"{other} records no steps. Leave out --steps, --trace and --no-memory."
         raise OptionError(msg)
-    if asked.calibrate and asked.show:
-        msg = "--show repeats a profile and --calibrate measures anew; leave one of the two out."
+    if options.calibrate and options.show:
+        msg = "--show and --calibrate exclude each other. Leave one of them out."
         raise OptionError(msg)
-    if asked.disk is not None and not asked.calibrate:
-        msg = f"--disk {asked.disk} is measured with --calibrate; add it, or leave --disk out."
+    if options.disk is not None and not options.calibrate:
+        msg = f"--disk {options.disk} needs --calibrate. Add it, or leave --disk out."
         raise OptionError(msg)
 
 
-def refuse_contradictions(asked: argparse.Namespace) -> None:
-    """Raise OptionError for options that cannot hold together."""
-    if asked.auto and asked.backend:
+def check_contradictory_options(options: argparse.Namespace) -> None:
+    """Check `%%distribute` for options that exclude each other.
+
+    Raises:
+        OptionError: there are some.
+    """
+    if options.auto and options.backend:
         msg = (
-            f"--auto chooses the backend and --backend {asked.backend} names one;"
-            " leave one of the two out."
+            f"--auto chooses the backend itself, but --backend {options.backend} was given."
+            " Leave one of them out."
         )
         raise OptionError(msg)
-    if not asked.profile and (asked.steps is not None or asked.trace is not None):
-        msg = "--steps and --trace are of a profile; add --profile, or leave them out."
+    if not options.profile and (options.steps is not None or options.trace is not None):
+        msg = "--steps and --trace need --profile. Add it, or leave them out."
         raise OptionError(msg)
-    if asked.background and asked.pull:
+    if options.background and options.pull:
         msg = (
-            "--background with --pull: there is nothing to pull until the cell has ended;"
-            " use %nbdist wait, then %nbdist pull."
+            "--background and --pull exclude each other: values exist only after the cell has"
+            " ended. Use %nbdist wait, then %nbdist pull."
         )
         raise OptionError(msg)
 
 
-def name_list(names: str) -> list[str]:
-    """Split "a,b" or "a b" into identifiers.
+def parse_names(names: str) -> list[str]:
+    """Parse "a,b" or "a b" into identifiers.
 
     Raises:
         OptionError: no name, or one that is not an identifier.
@@ -693,34 +731,34 @@ def name_list(names: str) -> list[str]:
     wanted = names.replace(",", " ").split()
     wrong = [name for name in wanted if not name.isidentifier()]
     if wrong or not wanted:
-        msg = f"{names!r} is not a list of variables; give names as a,b."
+        msg = f"Expected variable names such as a,b, got {names!r}."
         raise OptionError(msg)
     return wanted
 
 
-def numbered(line: str, cell: str) -> str:
-    """Put a comment in the place of the magic's line, so that line numbers are the cell's."""
+def keep_line_numbers(line: str, cell: str) -> str:
+    """Replace the magic's line by a comment, so that line numbers match the notebook's cell."""
     return cell if cell.lstrip().startswith("%%") else f"# %%distribute {line}\n{cell}"
 
 
-def load(ipython: InteractiveShell) -> None:
-    """Register the magics and the completer, and say what was found."""
-    ipython.register_magics(configured(ipython))
+def register_magics(ipython: InteractiveShell) -> None:
+    """Register the magics and the completer, and print the devices that were found."""
+    ipython.register_magics(create_magics(ipython))
     ipython.Completer.custom_matchers.append(MATCHER)
-    found = discovery.found()
+    machine = discovery.discover_machine()
     print(
-        f"nbdist {nbdist.__version__} \N{MIDDLE DOT} {found.describe()} \N{MIDDLE DOT}"
+        f"nbdist {__version__} \N{MIDDLE DOT} {machine.describe()} \N{MIDDLE DOT}"
         " %%distribute --auto to begin, %nbdist for help"
     )
-    for warning in found.warnings:
+    for warning in machine.warnings:
         print(f"nbdist: {warning}")
 
 
-def configured(ipython: InteractiveShell) -> NbDist:
-    """Make the magics, dropping a configured value that is not allowed.
+def create_magics(ipython: InteractiveShell) -> NbDist:
+    """Create the magics; skip configured values that are not allowed.
 
-    IPython keeps a refused `%config NbDist.x = ...` in its config (9.18); without this the
-    next load would fail.
+    IPython (9.18) keeps a rejected `%config NbDist.x = ...` in its config, which would make the
+    next load fail.
     """
     while True:
         try:
@@ -731,19 +769,19 @@ def configured(ipython: InteractiveShell) -> NbDist:
             if name is None:
                 raise
             print(
-                f"nbdist: NbDist.{name} = {section.pop(name)!r} is ignored: {error}",
+                f"nbdist: ignoring NbDist.{name} = {section.pop(name)!r}: {error}",
                 file=sys.stderr,
             )
 
 
-def unload(ipython: InteractiveShell) -> None:
-    """Remove the magics and the completer; keep ranks that run."""
+def unregister_magics(ipython: InteractiveShell) -> None:
+    """Remove the magics and the completer; running ranks are kept."""
     manager = ipython.magics_manager
     magics = manager.registry.pop(NbDist.__name__)
     manager.magics["cell"].pop("distribute")
     manager.magics["line"].pop("nbdist")
     ipython.configurables.remove(magics)
     ipython.Completer.custom_matchers.remove(MATCHER)
-    magics.engine.close()
-    if current() is not None:
-        print("nbdist: the ranks are kept; nbdist.session().stop() ends them")
+    magics.launcher_provider.close()
+    if current_session() is not None:
+        print("nbdist: the ranks keep running; nbdist.session().stop() ends them")

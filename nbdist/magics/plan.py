@@ -1,4 +1,4 @@
-"""`%nbdist plan`: the line read, and the plan or the check that it asks for."""
+"""`%nbdist plan`: parse the line and run the plan, or compare a plan with measurements."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
-import nbdist
 from nbdist import strategies
 from nbdist.errors import PlanError
 from nbdist.magics import arguments as magics_arguments
+from nbdist.planner import plan as plan_model
 from nbdist.session import planner
 
 if TYPE_CHECKING:
@@ -20,117 +20,121 @@ if TYPE_CHECKING:
     from IPython.core.magic_arguments import MagicArgumentParser
 
     from nbdist.planner.result import Plan
-    from nbdist.planner.validation import Check
+    from nbdist.planner.validation import PlanValidation
     from nbdist.session.session import Session
 
 _SIZE = re.compile(r"[0-9]{1,9}")
-FIXED = (
+SESSION_ONLY_OPTIONS = (
     "offload",
     "offload_params",
     "activation_checkpointing",
     "replicate_across",
     "accumulate",
 )
-"""Options that the search takes as given."""
+"""Options that restrict the search."""
 
 
-def parser() -> MagicArgumentParser:
-    """The options of `%nbdist plan`."""
-    made = magics_arguments.command(
-        "plan", "Predicted memory and speed of a model under every strategy."
+def plan_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist plan`."""
+    new_parser = magics_arguments.command_parser(
+        "plan", "Predict memory and speed of a model under every strategy."
     )
-    add = made.add_argument
+    add = new_parser.add_argument
     add(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a size such as 7b, a folder or config.json, a variable of the notebook or of the"
-        " ranks; default: the model that the ranks have prepared",
+        help="a size such as 7b, a folder or config.json, or a variable of the notebook or the"
+        " ranks; default: the prepared model",
     )
-    add("--check", action="store_true", help="the prepared model: predicted beside measured")
+    add(
+        "--check",
+        action="store_true",
+        help="compare prediction and measurement of the prepared model",
+    )
     add(
         "--devices",
         metavar="WORDS",
-        help="as 8xH100-80GB,nvlink or 2x(8xH100,nvlink),400Gb/s; default: those found here",
+        help="such as 8xH100-80GB,nvlink or 2x(8xH100,nvlink),400Gb/s; default: this machine's",
     )
-    add("-n", "--nproc", type=int, metavar="N", help="number of ranks; default: one a device")
-    add("--batch-size", metavar="LIST", help="micro-batch of a rank, or several as 1,2,4")
-    add("--seq-len", type=int, metavar="N", help="tokens of a sample")
+    add("-n", "--nproc", type=int, metavar="N", help="number of ranks; default: one per device")
+    add("--batch-size", metavar="LIST", help="micro-batch size per rank, or several: 1,2,4")
+    add("--seq-len", type=int, metavar="N", help="tokens per sample")
     add("--precision", choices=strategies.PRECISIONS, help="default: bf16")
     add("--optimizer", metavar="NAME", help="adamw, adamw_8bit, sgd, adafactor, ...")
-    add("--offload", metavar="WHERE", help="search with this one only: none, cpu, nvme")
-    add("--offload-params", action="store_true", default=None, help="search with it only")
+    add("--offload", metavar="WHERE", help="only plans with this offload: none, cpu, nvme")
+    add("--offload-params", action="store_true", default=None, help="only plans with it")
     add(
         "--activation-checkpointing",
         action="store_true",
         default=None,
-        help="search with it only",
+        help="only plans with it",
     )
-    add("--replicate-across", metavar="WHAT", help="search with this one only: none, nodes")
-    add("--accumulate", type=int, metavar="N", help="micro batches in one optimizer step")
-    return made
+    add("--replicate-across", metavar="WHAT", help="only plans with this: none, nodes")
+    add("--accumulate", type=int, metavar="N", help="micro-batches per optimizer step")
+    return new_parser
 
 
-def run(line: str, names: Mapping[str, Any], session: Session | None) -> Plan | Check | str:
-    """Do what `%nbdist plan LINE` asks.
+def run_plan_command(
+    line: str, names: Mapping[str, Any], session: Session | None
+) -> Plan | PlanValidation | str:
+    """Run `%nbdist plan LINE`.
 
     Args:
-        line: what stands behind `plan`.
+        line: the text after `plan`.
         names: variables of the notebook.
-        session: the current one, or None.
+        session: the current session, or None.
 
     Returns:
-        Something to display.
+        An object to display: a plan, a comparison, or the help text.
 
     Raises:
-        UsageError: the line cannot be read.
+        UsageError: the line cannot be parsed.
         PlanError: the model or the devices cannot be planned for.
     """
-    asked = parser().parse_args(magics_arguments.words(line, "plan"))
-    if asked.help:
-        return str(parser().format_help())
-    if asked.check:
-        return planner.check(_needed(session))
-    arguments = _arguments(asked)
-    if asked.model is None:
-        return planner.plan(_needed(session), None, **arguments)
-    if asked.model in names:
-        return nbdist.plan(names[asked.model], **arguments)
-    if session is not None and asked.model.isidentifier():
-        return planner.plan(session, asked.model, **arguments)
-    return nbdist.plan(asked.model, **arguments)
+    options = plan_parser().parse_args(magics_arguments.split_line(line, "plan"))
+    if options.help:
+        return str(plan_parser().format_help())
+    if options.check:
+        return planner.compare_with_measured(_needed(session))
+    arguments = _arguments(options)
+    if options.model is None:
+        return planner.plan_model(_needed(session), None, **arguments)
+    if options.model in names:
+        return plan_model(names[options.model], **arguments)
+    if session is not None and options.model.isidentifier():
+        return planner.plan_model(session, options.model, **arguments)
+    return plan_model(options.model, **arguments)
 
 
 def _needed(session: Session | None) -> Session:
-    """The session, or an error that says what can be planned without one."""
     if session is None:
         message = (
-            "there is no session with a prepared model; name what to plan, for example"
+            "There is no session with a prepared model. Name a model, for example"
             " %nbdist plan 7b --devices 8xA100-80GB."
         )
         raise PlanError(message)
     return session
 
 
-def _arguments(asked: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `nbdist.plan` that the line gives."""
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     given = {
-        "devices": asked.devices,
-        "world_size": asked.nproc,
-        "seq_len": asked.seq_len,
-        "precision": asked.precision,
-        "optimizer": asked.optimizer,
-        **{name: getattr(asked, name) for name in FIXED},
+        "devices": options.devices,
+        "world_size": options.nproc,
+        "seq_len": options.seq_len,
+        "precision": options.precision,
+        "optimizer": options.optimizer,
+        **{name: getattr(options, name) for name in SESSION_ONLY_OPTIONS},
     }
-    if asked.batch_size is not None:
-        given["batch_size"] = _sizes(asked.batch_size)
+    if options.batch_size is not None:
+        given["batch_size"] = _sizes(options.batch_size)
     return {name: value for name, value in given.items() if value is not None}
 
 
 def _sizes(text: str) -> list[int]:
-    """Read "1,2,4"."""
+    """Parse "1,2,4"."""
     parts = [part.strip() for part in text.split(",")]
     if not all(map(_SIZE.fullmatch, parts)):
-        message = f"--batch-size {text[:60]} is not a list of sizes; use numbers such as 1,2,4."
+        message = f"--batch-size must be a list of integers such as 1,2,4, got {text[:60]!r}."
         raise UsageError(message)
     return [int(part) for part in parts]

@@ -1,6 +1,6 @@
-"""A calibration as the notebook's kernel sees it: the request to all ranks, and what they measured.
+"""Calibration, the notebook's side: request measurements from all ranks and store the result.
 
-What it measured counts in every later plan for this machine.
+Later plans for this machine use the measurements.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError, SessionError
 from nbdist.output.status_line import StatusLine
-from nbdist.paths import expanded
+from nbdist.paths import expand_user
 from nbdist.planner import fit_measurements, local_devices, step_time
-from nbdist.planner.measurements import COLLECTIVES, Disk
+from nbdist.planner.measurements import COLLECTIVES, DiskSpeed
 from nbdist.protocol import messages
-from nbdist.session.recovery import Transaction
+from nbdist.session.recovery import TransactionalRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from nbdist.planner.cluster_spec import Cluster
-    from nbdist.session.worker_group import Gang
+    from nbdist.planner.cluster_spec import ClusterSpec
+    from nbdist.session.worker_group import WorkerGroup
     from nbdist.strategies import Hardware, Options
 
     Listen = Callable[[Callable[[str], object] | None], None]
@@ -36,30 +36,30 @@ _TERA = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One thing that was measured."""
+class CalibrationRow:
+    """One measured quantity."""
 
     what: str
     measured: str
     before: str = ""
-    """What a plan took for it until now; empty where plans do not use it."""
+    """Value that plans used so far; empty if plans do not use it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibrated:
-    """What a calibration measured."""
+class CalibrationReport:
+    """Result of a calibration."""
 
     place: str
-    """Ranks and devices, in words."""
+    """Ranks and devices."""
     seconds: float
-    lines: tuple[Line, ...] = ()
+    lines: tuple[CalibrationRow, ...] = ()
     notes: tuple[str, ...] = ()
     figures: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """What each rank measured, as `worker.benchmarks.communication.measure` gives it."""
+    """Measurements of each rank, from ``run_benchmark`` of worker.benchmarks.calibration."""
 
     def __str__(self) -> str:
-        """A table for a terminal."""
-        lines = ((one.what, one.measured, one.before) for one in self.lines)
+        """Return a text table."""
+        lines = ((row.what, row.measured, row.before) for row in self.lines)
         rows = [("", "measured", "plans took"), *lines]
         table = [f"  {what:<34}{now:>16}{then:>16}".rstrip() for what, now, then in rows]
         return "\n".join([self._title, *table, *(f"  {note}" for note in self.notes)])
@@ -68,15 +68,15 @@ class Calibrated:
 
     @property
     def _title(self) -> str:
-        return f"{self.place}: measured in {self.seconds:.1f} s, and plans for this machine use it"
+        return f"{self.place}: measured in {self.seconds:.1f} s; used by plans for this machine"
 
     def _repr_html_(self) -> str:
-        """The same as a table."""
+        """Return an HTML table."""
         cells = [
-            f"<tr><td>{escape(one.what)}</td>"
-            f"<td style='text-align:right'>{escape(one.measured)}</td>"
-            f"<td style='text-align:right'>{escape(one.before)}</td></tr>"
-            for one in self.lines
+            f"<tr><td>{escape(row.what)}</td>"
+            f"<td style='text-align:right'>{escape(row.measured)}</td>"
+            f"<td style='text-align:right'>{escape(row.before)}</td></tr>"
+            for row in self.lines
         ]
         head = "<tr><th></th><th>measured</th><th>plans took</th></tr>"
         notes = "".join(f"<div>{escape(note)}</div>" for note in self.notes)
@@ -85,57 +85,57 @@ class Calibrated:
 
 
 def calibrate(
-    gang: Gang,
+    workers: WorkerGroup,
     listen: Listen,
     *,
     options: Options,
     world_size: int,
     hardware: Hardware,
-    there: Cluster,
+    cluster: ClusterSpec,
     disk: str | os.PathLike[str] | Literal[True] | None,
-) -> Calibrated:
-    """Let the ranks measure, keep it, and say what is new.
+) -> CalibrationReport:
+    """Measure on all ranks, store the result, and compare it with earlier values.
 
     Args:
-        gang: the ranks, which run no cell.
-        listen: told who hears how far they are.
-        options: of the session; its precision is measured beside fp32, and its NVMe folder.
+        workers: the worker group; no cell is running.
+        listen: sets the callback for progress.
+        options: of the session; its precision is measured besides fp32, and its NVMe folder.
         world_size: number of ranks.
-        hardware: what the ranks run on.
-        there: their devices.
-        disk: a folder whose disk is measured too; True: of the temp folder. The disk that the
-            session offloads to is measured in any case.
+        hardware: hardware of the ranks.
+        cluster: devices of the ranks.
+        disk: a folder whose disk is measured too; True: the temp folder. The disk that the
+            session offloads to is always measured.
 
     Raises:
-        OptionError: nothing can be written in the folder `disk`.
-        SessionError: the ranks cannot be measured; nothing was kept.
+        OptionError: the folder `disk` is not writable.
+        SessionError: the measurement failed; nothing was stored.
     """
     if isinstance(disk, (str, os.PathLike)) and hardware.nodes == 1:
         _check_disk(disk)
     kind = hardware.kind
     began, precision = time.monotonic(), options.precision or "no"
-    request = messages.BandwidthRequest(
+    request = messages.CalibrateRequest(
         kinds=_kinds(precision, bf16=kind == "cpu" or hardware.bf16),
         disk=_folder(disk, options),
     )
     with StatusLine() as line:
         listen(lambda text: line.show(f"nbdist: measuring: {text}"))
-        work = Transaction(
-            gang,
+        work = TransactionalRequest(
+            workers,
             range(world_size),
-            messages.BANDWIDTH,
+            messages.CALIBRATE,
             raises=SessionError,
             show=lambda text: line.show(f"nbdist: measuring: {text}"),
         )
         try:
-            replies = work.ask(request)
+            replies = work.send_and_wait(request)
         finally:
             listen(None)
         line.show(f"nbdist: measured in {time.monotonic() - began:.1f} s")
     figures = {rank: replies[rank]["figures"] for rank in range(world_size)}
-    before = local_devices.cluster(there, world_size)
-    after = fit_measurements.calibrated(list(figures.values()), before)
-    return Calibrated(
+    before = local_devices.resolve_cluster(cluster, world_size)
+    after = fit_measurements.apply_calibration(list(figures.values()), before)
+    return CalibrationReport(
         place=after.describe(),
         seconds=time.monotonic() - began,
         lines=tuple(_lines(figures, before, after, kinds=request["kinds"])),
@@ -145,84 +145,93 @@ def calibrate(
 
 
 def _kinds(precision: str, *, bf16: bool) -> list[str]:
-    """Types to measure: what plans take by default, and the session's own, which comes last."""
+    """Return the dtypes to measure: the planner's defaults, then the session's own."""
     usual = ("fp32", "bf16") if bf16 else ("fp32",)
     own = _TYPES.get(precision, precision)
-    return [*(one for one in usual if one != own), own]
+    return [*(kind for kind in usual if kind != own), own]
 
 
 def _folder(disk: str | os.PathLike[str] | Literal[True] | None, options: Options) -> str | None:
-    """Whose disk is measured: the one asked for, or the one that the session offloads to."""
+    """Return the folder whose disk is measured: the given one, or the session's offload folder."""
     chosen = options.offload_path if disk is None or disk is True else disk
     if chosen is not None:
-        return str(expanded(chosen).absolute())
+        return str(expand_user(chosen).absolute())
     return tempfile.gettempdir() if disk is True else None
 
 
 def _check_disk(disk: str | os.PathLike[str]) -> None:
-    """Raise OptionError where nothing can be written, before the ranks measure for seconds."""
+    """Raise OptionError if the folder is not writable, before the ranks start to measure."""
     try:
-        with tempfile.TemporaryFile(dir=expanded(disk)):
+        with tempfile.TemporaryFile(dir=expand_user(disk)):
             return
     except OSError as error:
         why = error.strerror or error
         message = (
-            f"--disk {os.fspath(disk)}: nothing can be written there ({why}); name a folder on the"
-            " disk that is to be measured."
+            f"Cannot write to --disk {os.fspath(disk)}: {why}. Use a writable folder on the disk"
+            " to measure."
         )
         raise OptionError(message) from None
 
 
 def _lines(
-    figures: Mapping[int, Mapping[str, Any]], before: Cluster, after: Cluster, *, kinds: list[str]
-) -> Iterator[Line]:
-    """What was measured beside what plans took for it."""
-    curves = {} if after.links is None else after.links.curves
+    figures: Mapping[int, Mapping[str, Any]],
+    before: ClusterSpec,
+    after: ClusterSpec,
+    *,
+    kinds: list[str],
+) -> Iterator[CalibrationRow]:
+    """Yield measured values and the values that plans used so far."""
+    curves = {} if after.comm_speed is None else after.comm_speed.curves
     for name in COLLECTIVES:
         for size, taken in curves.get(name, ()):
-            then = step_time.collective_s(name, size, before)
-            yield Line(what=f"{name} of {_size(size)}", measured=_time(taken), before=_time(then))
-    device, then_device = after.slowest, before.slowest
+            then = step_time.collective_time_s(name, size, before)
+            yield CalibrationRow(
+                what=f"{name} of {_size(size)}", measured=_time(taken), before=_time(then)
+            )
+    device, then_device = after.slowest_device, before.slowest_device
     for kind in kinds:
-        asked = _PRECISIONS.get(kind, kind)
-        product = min(one["products"][kind] for one in figures.values())
-        yield Line(what=f"matrix products in {kind}", measured=_flops(product))
-        yield Line(
+        precision_name = _PRECISIONS.get(kind, kind)
+        product = min(rank["products"][kind] for rank in figures.values())
+        yield CalibrationRow(what=f"matrix products in {kind}", measured=_flops(product))
+        yield CalibrationRow(
             what=f"  of these in a training loop, {kind}",
-            measured=_flops(device.reached(asked)),
-            before=_flops(then_device.reached(asked)),
+            measured=_flops(device.sustained_flops(precision_name)),
+            before=_flops(then_device.sustained_flops(precision_name)),
         )
     precision = _PRECISIONS.get(kinds[-1], kinds[-1])
-    own = min(one["memory"] for one in figures.values())
-    yield Line(what="elementwise kernels", measured=_speed(own))
-    yield Line(
+    own = min(rank["memory"] for rank in figures.values())
+    yield CalibrationRow(what="elementwise kernels", measured=_speed(own))
+    yield CalibrationRow(
         what="  of these in a training loop",
-        measured=_speed(device.memory_reached(precision)),
-        before=_speed(then_device.memory_reached(precision)),
+        measured=_speed(device.sustained_memory_bandwidth(precision)),
+        before=_speed(then_device.sustained_memory_bandwidth(precision)),
     )
-    copies = [one["copies"] for one in figures.values() if "copies" in one]
+    copies = [rank["copies"] for rank in figures.values() if "copies" in rank]
     for name in copies[0] if copies else ():
         planned = _speed(then_device.host_link) if name == "to_device_pinned" else ""
-        taken = min(one[name] for one in copies)
-        yield Line(what=f"copies {name.replace('_', ' ')}", measured=_speed(taken), before=planned)
-    disks = [one["disk"] for one in figures.values() if "disk" in one]
+        taken = min(speeds[name] for speeds in copies)
+        yield CalibrationRow(
+            what=f"copies {name.replace('_', ' ')}", measured=_speed(taken), before=planned
+        )
+    disks = [rank["disk"] for rank in figures.values() if "disk" in rank]
     for way in ("read", "write") if disks else ():
-        speed = sum(one[way] for one in disks)
-        yield Line(
+        speed = sum(disk[way] for disk in disks)
+        yield CalibrationRow(
             what=f"disk, {way}", measured=_speed(speed), before=_speed(before.nvme_bandwidth)
         )
 
 
 def _notes(figures: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
-    """What a reader should know of the figures."""
-    if any(not one["curves"] for one in figures.values()) and len(figures) > 1:
-        yield "Too little memory is free to measure collectives."
-    disks = [one["disk"] for one in figures.values() if "disk" in one]
+    """Yield remarks about the measurements."""
+    if any(not rank["curves"] for rank in figures.values()) and len(figures) > 1:
+        yield "Not enough free memory to measure collectives."
+    disks = [rank["disk"] for rank in figures.values() if "disk" in rank]
     if disks:
         name = disks[0]["filesystem"]
-        yield f"The disk is {name}, {'past' if disks[0]['direct'] else 'without'} the page cache."
-        if Disk.is_memory(name):
-            yield "That is memory and no disk, so plans do not use it; give another folder."
+        cache = "bypassing" if disks[0]["direct"] else "through"
+        yield f"The filesystem is {name}, measured {cache} the page cache."
+        if DiskSpeed.is_memory_filesystem(name):
+            yield "That is memory, not a disk: plans do not use it. Use another folder."
 
 
 def _size(size: int) -> str:
@@ -230,7 +239,7 @@ def _size(size: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    """A time in the unit that fits: "85 us", "12 ms"."""
+    """Format a time: "85 us", "12 ms"."""
     for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
         if seconds < limit:
             return f"{seconds * factor:.3g} {unit}"

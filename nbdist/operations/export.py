@@ -1,4 +1,4 @@
-"""Export and the pull of models as the notebook's kernel sees them."""
+"""Export, and the gathering of models for pull; the notebook's side."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.checkpoint import atomic_folder
 from nbdist.errors import CheckpointError, OptionError
-from nbdist.operations.switch import size
+from nbdist.operations.switch import format_bytes
 from nbdist.output.status_line import StatusLine
-from nbdist.paths import expanded
+from nbdist.paths import expand_user
 from nbdist.protocol import messages
-from nbdist.session.recovery import Transaction
+from nbdist.session.recovery import TransactionalRequest
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.worker_group import WorkerGroup
 
     Listen = Callable[[Callable[[str], object] | None], None]
 
-DTYPES = {
+EXPORT_DTYPES = {
     "fp32": "float32",
     "float32": "float32",
     "bf16": "bfloat16",
@@ -31,38 +31,38 @@ DTYPES = {
     "float16": "float16",
 }
 MAX_SHARD_SIZE = "5GB"
-_DOING = {messages.EXPORT: "export", messages.GATHER: "pull", messages.FOREIGN: "load"}
+_DOING = {messages.EXPORT: "export", messages.GATHER_MODEL: "pull", messages.IMPORT: "load"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What an export wrote."""
+    """Result of an export."""
 
     path: Path
     model: str
-    """Its class."""
+    """Class name of the model."""
     files: tuple[str, ...]
-    """With tensors."""
+    """Files with tensors."""
     tensors: int
     size_bytes: int
-    """Of all tensors."""
+    """Total size of the tensors."""
     seconds: Mapping[str, float]
     """By phase, of the slowest rank."""
     gathered_bytes: int = 0
-    """That went from one rank to another."""
+    """Bytes sent between ranks."""
     companions: tuple[str, ...] = ()
-    """Variables saved along."""
+    """Variables saved with the model, such as a tokenizer."""
     notes: tuple[str, ...] = ()
     how: str = ""
-    """How the folder is loaded."""
+    """Code that loads the folder."""
 
     def __str__(self) -> str:
-        """Say it in a few lines."""
+        """Return a summary of a few lines."""
         files = f"{len(self.files)} files" if len(self.files) > 1 else "1 file"
         lines = [
             (
-                f"{self.model} in {self.path}: {self.tensors} tensors, {size(self.size_bytes)} in"
-                f" {files}, {sum(self.seconds.values()):.1f} s"
+                f"{self.model} in {self.path}: {self.tensors} tensors,"
+                f" {format_bytes(self.size_bytes)} in {files}, {sum(self.seconds.values()):.1f} s"
             ),
             *([f"  with {', '.join(self.companions)}"] if self.companions else []),
             *(f"  {note}" for note in self.notes),
@@ -71,11 +71,10 @@ class ExportReport:
         return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        """Show the lines where IPython shows a value."""
         printer.text("ExportReport(...)" if cycle else str(self))
 
 
-def request(
+def make_export_request(
     folder: str | os.PathLike[str],
     dtype: object,
     *,
@@ -83,17 +82,17 @@ def request(
     max_shard_size: str | int,
     overwrite: bool,
 ) -> messages.ExportRequest:
-    """Check what is asked for.
+    """Validate the arguments of an export.
 
     Raises:
-        OptionError: no such dtype.
+        OptionError: unknown dtype.
     """
-    name = None if dtype is None else DTYPES.get(str(dtype).removeprefix("torch."))
+    name = None if dtype is None else EXPORT_DTYPES.get(str(dtype).removeprefix("torch."))
     if dtype is not None and name is None:
-        msg = f"dtype {str(dtype)!r} is not allowed; give bf16, fp16 or fp32."
+        msg = f"Unknown dtype {str(dtype)!r}. Use bf16, fp16 or fp32."
         raise OptionError(msg)
     return messages.ExportRequest(
-        folder=str(expanded(folder).absolute()),
+        folder=str(expand_user(folder).absolute()),
         dtype=name,
         max_shard_size=str(max_shard_size),
         overwrite=overwrite,
@@ -102,23 +101,23 @@ def request(
 
 
 def export(
-    content: messages.ExportRequest, ranks: Sequence[int], gang: Gang, listen: Listen
+    content: messages.ExportRequest, ranks: Sequence[int], workers: WorkerGroup, listen: Listen
 ) -> ExportReport:
-    """Let the ranks write the folder, together.
+    """Export the model to a folder that all ranks write together.
 
     Raises:
-        NotEmptyError: files are there; the ranks were not asked.
-        CheckpointError: nothing of it is left.
+        NotEmptyError: the folder is not empty; no request was sent.
+        CheckpointError: the export failed; no files remain.
     """
-    atomic_folder.check(Path(content["folder"]), overwrite=content["overwrite"])
+    atomic_folder.check_target(Path(content["folder"]), overwrite=content["overwrite"])
     with StatusLine() as line:
         reports = [
-            one["report"]
-            for one in asked_of_all(content, messages.EXPORT, ranks, gang, listen, line)
+            reply["report"]
+            for reply in request_all(content, messages.EXPORT, ranks, workers, listen, line)
         ]
     first = reports[0]
     seconds = {
-        name: max(one["seconds"].get(name, 0.0) for one in reports) for name in first["seconds"]
+        name: max(reply["seconds"].get(name, 0.0) for reply in reports) for name in first["seconds"]
     }
     return ExportReport(
         path=Path(content["folder"]),
@@ -127,34 +126,39 @@ def export(
         tensors=first["tensors"],
         size_bytes=first["size_bytes"],
         seconds=seconds,
-        gathered_bytes=sum(one["gathered_bytes"] for one in reports),
+        gathered_bytes=sum(reply["gathered_bytes"] for reply in reports),
         companions=tuple(first["companions"]),
         notes=tuple(first["notes"]),
         how=first["how"],
     )
 
 
-def gather(
-    name: str, folders: Sequence[str], ranks: Sequence[int], gang: Gang, listen: Listen
+def gather_model(
+    name: str, folders: Sequence[str], ranks: Sequence[int], workers: WorkerGroup, listen: Listen
 ) -> str:
-    """Let the ranks write the state dict of a prepared model into one payload file; name it.
+    """Write the state dict of a prepared model into one payload file; return its path.
 
     Raises:
-        CheckpointError: they cannot.
+        CheckpointError: a rank failed.
     """
-    content = messages.GatherRequest(name=name, folders=list(folders))
+    content = messages.GatherModelRequest(name=name, folders=list(folders))
     with StatusLine() as line:
-        replies = asked_of_all(content, messages.GATHER, ranks, gang, listen, line)
+        replies = request_all(content, messages.GATHER_MODEL, ranks, workers, listen, line)
     return str(replies[0]["path"])
 
 
-def asked_of_all(
-    content: Any, kind: str, ranks: Sequence[int], gang: Gang, listen: Listen, line: StatusLine
+def request_all(
+    content: Any,
+    kind: str,
+    ranks: Sequence[int],
+    workers: WorkerGroup,
+    listen: Listen,
+    line: StatusLine,
 ) -> list[dict[str, Any]]:
-    """Ask all ranks for something that they do together; show how far they are.
+    """Send a request to all ranks, and show its progress.
 
     Raises:
-        CheckpointError: they could not.
+        CheckpointError: a rank failed.
     """
     doing = _DOING[kind]
 
@@ -163,7 +167,9 @@ def asked_of_all(
 
     listen(show)
     try:
-        replies = Transaction(gang, ranks, kind, raises=CheckpointError, show=show).ask(content)
+        replies = TransactionalRequest(
+            workers, ranks, kind, raises=CheckpointError, show=show
+        ).send_and_wait(content)
     finally:
         listen(None)
     line.show(f"nbdist: {doing}: done")

@@ -1,14 +1,14 @@
-"""Loading what something else wrote, as the notebook's kernel sees it."""
+"""Loading of files that other tools wrote; the notebook's side."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.operations.export import asked_of_all
-from nbdist.operations.switch import size
+from nbdist.operations.export import request_all
+from nbdist.operations.switch import format_bytes
 from nbdist.output.status_line import StatusLine
-from nbdist.paths import expanded
+from nbdist.paths import expand_user
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
@@ -17,62 +17,66 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.operations.export import Listen
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignReport:
-    """What was loaded."""
+    """Result of loading files of another tool."""
 
     path: Path
     kind: str
-    """What wrote it."""
+    """Format and tool that wrote it."""
     tensors: int
     read_bytes: int
-    """By all ranks together."""
+    """Sum over all ranks."""
     steps: float | None
-    """Of the optimizer; None where its state was not loaded."""
+    """Step of the optimizer; None if its state was not loaded."""
     seconds: float
     notes: tuple[str, ...] = ()
-    """What was not taken."""
+    """Parts that were not loaded."""
 
     def __str__(self) -> str:
-        """Say it in a few lines."""
+        """Return a summary of a few lines."""
         step = "" if self.steps is None else f", the optimizer at step {self.steps:g}"
-        amount = f"{self.tensors} tensors, {size(self.read_bytes)} read in {self.seconds:.1f} s"
-        lines = [f"{self.path} ({self.kind}): {amount}{step}", *(f"  {one}" for one in self.notes)]
+        amount = (
+            f"{self.tensors} tensors, {format_bytes(self.read_bytes)} read in {self.seconds:.1f} s"
+        )
+        lines = [
+            f"{self.path} ({self.kind}): {amount}{step}",
+            *(f"  {note}" for note in self.notes),
+        ]
         return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        """Show the lines where IPython shows a value."""
         printer.text("ForeignReport(...)" if cycle else str(self))
 
 
-def load(
+def import_checkpoint(
     path: str | os.PathLike[str],
     ranks: Sequence[int],
-    gang: Gang,
+    workers: WorkerGroup,
     listen: Listen,
     *,
     trust: bool,
     model: str | None,
 ) -> ForeignReport:
-    """Let the ranks load it, together.
+    """Load the files on all ranks together.
 
     Raises:
-        CheckpointError: all is as it was.
+        CheckpointError: loading failed; the model is unchanged.
     """
-    found = expanded(path).absolute()
-    content = messages.ForeignRequest(path=str(found), trust=trust, model=model)
+    absolute = expand_user(path).absolute()
+    content = messages.ImportRequest(path=str(absolute), trust=trust, model=model)
     with StatusLine() as line:
-        replies = asked_of_all(content, messages.FOREIGN, ranks, gang, listen, line)
-    reports = [one["report"] for one in replies]
+        replies = request_all(content, messages.IMPORT, ranks, workers, listen, line)
+    reports = [reply["report"] for reply in replies]
     return ForeignReport(
-        path=found,
+        path=absolute,
         kind=reports[0]["kind"],
         tensors=reports[0]["tensors"],
-        read_bytes=sum(one["read_bytes"] for one in reports),
+        read_bytes=sum(report["read_bytes"] for report in reports),
         steps=reports[0]["steps"],
-        seconds=max(one["seconds"] for one in reports),
+        seconds=max(report["seconds"] for report in reports),
         notes=tuple(reports[0]["notes"]),
     )

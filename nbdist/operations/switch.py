@@ -1,4 +1,4 @@
-"""A switch as the notebook's kernel sees it: the request to all ranks, and what came of it."""
+"""Switch of the backend on living ranks: the request to all ranks, and its report."""
 
 from __future__ import annotations
 
@@ -7,85 +7,84 @@ from typing import TYPE_CHECKING, Any, Self
 
 from nbdist.errors import SwitchError
 from nbdist.protocol import messages
-from nbdist.session.recovery import Transaction
+from nbdist.session.recovery import TransactionalRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from nbdist.output.status_line import StatusLine
-    from nbdist.session.config import Choice
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.config import SessionConfig
+    from nbdist.session.worker_group import WorkerGroup
     from nbdist.strategies import Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchReport:
-    """What a switch did."""
+    """Result of a switch."""
 
     before: str
-    """Ranks and strategy, in words."""
+    """Ranks and strategy."""
     after: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase, of the slowest rank."""
     state_bytes: int = 0
-    """Of weights and optimizer state, all ranks together."""
+    """Size of weights and optimizer state, over all ranks."""
     moved_bytes: int = 0
-    """That went from one rank to another."""
+    """Bytes sent between ranks."""
     verified: int = 0
-    """Tensors whose digest was the same after as before."""
+    """Number of tensors whose digest did not change."""
     carried: tuple[str, ...] = ()
     bound: tuple[str, ...] = ()
-    """Variables of the ranks that were bound anew."""
+    """Variables of the ranks that were rebound."""
     not_carried: Mapping[str, str] = field(default_factory=dict)
-    """Variable -> why; only new processes lose any."""
+    """Variable -> reason; only with new processes."""
     will_differ: tuple[str, ...] = ()
-    """What the new engine computes otherwise, and why."""
+    """Numeric differences of the new backend, with reasons."""
     notes: tuple[str, ...] = ()
-    """What to look out for, in sentences."""
+    """Warnings, in sentences."""
 
     @classmethod
     def nothing(cls, words: str) -> Self:
-        """Nothing had to change."""
+        """Return the report of a switch that changes nothing."""
         return cls(before=words, after=words)
 
     @property
     def total_s(self) -> float:
-        """Seconds of all phases."""
+        """Sum over all phases in seconds."""
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        """Say it in a few lines."""
+        """Return a summary of a few lines."""
         if self.before == self.after and not self.seconds:
             return f"{self.after}: nothing to switch"
         share = self.moved_bytes / self.state_bytes if self.state_bytes else 0.0
         lines = [
-            f"{arrow(self.before, self.after)} in {self.total_s:.1f} s",
-            f"  carried: {'; '.join(self.carried)}",
+            f"{describe_change(self.before, self.after)} in {self.total_s:.1f} s",
+            f"  kept: {'; '.join(self.carried)}",
         ]
         if self.verified:
             lines += [
-                f"  {self.verified} tensors, {size(self.state_bytes)}, each the same as before",
-                f"  {size(self.moved_bytes)} ({share:.0%}) crossed between ranks",
+                f"  {self.verified} tensors, {format_bytes(self.state_bytes)}, verified by digest",
+                f"  {format_bytes(self.moved_bytes)} ({share:.0%}) sent between ranks",
             ]
-        lines += [f"  bound anew: {', '.join(self.bound)}"] if self.bound else []
-        lines += [f"  not carried: {name}: {why}" for name, why in self.not_carried.items()]
-        lines += [f"  will differ: {one}" for one in self.will_differ]
-        lines += [f"  note: {one}" for one in self.notes]
+        lines += [f"  rebound: {', '.join(self.bound)}"] if self.bound else []
+        lines += [f"  not kept: {name}: {why}" for name, why in self.not_carried.items()]
+        lines += [f"  will differ: {item}" for item in self.will_differ]
+        lines += [f"  note: {item}" for item in self.notes]
         return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        """Show the lines where IPython shows a value."""
         printer.text("SwitchReport(...)" if cycle else str(self))
 
 
-def arrow(before: str, after: str) -> str:
-    """Say both, but the ranks once where they are the same."""
+def describe_change(before: str, after: str) -> str:
+    """Return "ranks: old -> new", with the ranks once if they are the same."""
     (ranks, _, old), (then, _, new) = before.partition(", "), after.partition(", ")
     return f"{ranks}: {old} -> {new}" if ranks == then else f"{before} -> {after}"
 
 
-def size(count: int) -> str:
-    """Bytes in words."""
+def format_bytes(count: int) -> str:
+    """Format a number of bytes."""
     amount, unit = float(count), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if amount < 1024:  # noqa: PLR2004
@@ -95,84 +94,87 @@ def size(count: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A switch that the ranks are asked for."""
+class BackendSwitch:
+    """A switch on living ranks."""
 
-    before: Choice
-    then: Choice
+    before: SessionConfig
+    after: SessionConfig
     reset_optimizer: bool
-    line: StatusLine
-    """Shows the phases."""
+    status_line: StatusLine
+    """Shows the progress."""
 
-    def send(
-        self, gang: Gang, listen: Callable[[Callable[[str], object] | None], None]
+    def run(
+        self, workers: WorkerGroup, listen: Callable[[Callable[[str], object] | None], None]
     ) -> SwitchReport:
-        """Let the living ranks switch, together.
+        """Switch all ranks together.
 
         Args:
-            gang: the ranks.
-            listen: told who hears of the phases.
+            workers: the worker group.
+            listen: sets the callback for progress.
 
         Raises:
-            SwitchError: all is as it was, or the message says that it is not.
+            SwitchError: everything was rolled back, or the message says otherwise.
         """
-        now, then = self.before.options, self.then.options
+        now, then = self.before.options, self.after.options
         title = f"nbdist: {now.backend} -> {then.backend}"
-        listen(lambda phase: self.line.show(f"{title}: {phase}"))
+        listen(lambda phase: self.status_line.show(f"{title}: {phase}"))
         content = messages.SwitchRequest(
             options=then.to_json(), reset_optimizer=self.reset_optimizer
         )
-        work = Transaction(
-            gang,
+        work = TransactionalRequest(
+            workers,
             range(self.before.placement.nproc),
             messages.SWITCH,
             raises=SwitchError,
-            show=lambda text: self.line.show(f"{title}: {text}"),
+            show=lambda text: self.status_line.show(f"{title}: {text}"),
         )
         try:
-            replies = work.ask(content)
+            replies = work.send_and_wait(content)
         finally:
             listen(None)
         reports = [reply["report"] for reply in replies.values()]
         first = reports[0]
         seconds = {
-            phase: max(one["seconds"].get(phase, 0.0) for one in reports)
+            phase: max(rank_report["seconds"].get(phase, 0.0) for rank_report in reports)
             for phase in first["seconds"]
         }
         report = SwitchReport(
             before=self.before.describe(),
-            after=self.then.describe(),
+            after=self.after.describe(),
             seconds=seconds,
-            state_bytes=sum(one["state_bytes"] for one in reports),
-            moved_bytes=sum(one["sent_bytes"] for one in reports),
+            state_bytes=sum(rank_report["state_bytes"] for rank_report in reports),
+            moved_bytes=sum(rank_report["sent_bytes"] for rank_report in reports),
             verified=first["verified"],
             carried=tuple(first["carried"]),
             bound=tuple(first["bound"]),
-            will_differ=tuple(differences(now, then)),
-            notes=tuple(dict.fromkeys(note for one in reports for note in one["notes"])),
+            will_differ=tuple(describe_numeric_differences(now, then)),
+            notes=tuple(
+                dict.fromkeys(note for rank_report in reports for note in rank_report["notes"])
+            ),
         )
-        self.line.show(f"{title} in {report.total_s:.1f} s")
+        self.status_line.show(f"{title} in {report.total_s:.1f} s")
         return report
 
 
-def differences(now: Options, then: Options) -> list[str]:
-    """What the new engine computes otherwise: sentences for the reader."""
-    found = []
-    engines = now.strategy.engine, then.strategy.engine
-    half = then.precision not in {None, "no"}
-    if now.precision != then.precision:
-        found.append(
-            f"precision {now.precision} -> {then.precision}: losses move by the rounding of the"
-            " smaller type; weights and optimizer state are kept in fp32 as before"
+def describe_numeric_differences(now: Options, new_options: Options) -> list[str]:
+    """Return numeric differences of the new backend, as sentences."""
+    remarks = []
+    engines = now.strategy.engine, new_options.strategy.engine
+    half = new_options.precision not in {None, "no"}
+    if now.precision != new_options.precision:
+        remarks.append(
+            f"precision {now.precision} -> {new_options.precision}: losses change by the rounding"
+            " of the smaller dtype; weights and optimizer state stay in fp32"
         )
-    elif half and (engines[0] != engines[1] or now.strategy.level != then.strategy.level):
-        found.append(
-            f"{then.precision} arithmetic: DDP computes under autocast with fp32 weights, FSDP and"
-            " DeepSpeed with weights rounded before use; losses differ in the third digit"
+    elif half and (engines[0] != engines[1] or now.strategy.level != new_options.strategy.level):
+        remarks.append(
+            f"{new_options.precision} arithmetic: DDP uses autocast with fp32 weights, FSDP and"
+            " DeepSpeed cast the weights first; losses differ in the third digit"
         )
     offloaded = [
-        one.offload != "none" and one.strategy.engine == "deepspeed" for one in (now, then)
+        options.offload != "none" and options.strategy.engine == "deepspeed"
+        for options in (now, new_options)
     ]
     if offloaded[0] != offloaded[1]:
-        found.append("DeepSpeed's CPU Adam rounds otherwise than torch's, about 1e-6")
-    return found
+        remarks.append("DeepSpeed's CPU Adam rounds differently from torch's, by about 1e-6")
+    return remarks

@@ -1,7 +1,7 @@
-"""Terminal text made safe for a notebook: colours kept, everything else that moves removed.
+"""Sanitizes terminal text for a notebook: keeps colours, removes other escape sequences.
 
-Pure; used by the output modules of the notebook's kernel. A line that leaves this module
-can be put next to another rank's line: it cannot recolour, erase or overwrite it.
+A sanitized line can be shown next to another rank's line: it cannot recolour, erase or overwrite
+it.
 """
 
 from __future__ import annotations
@@ -10,37 +10,39 @@ import re
 
 RESET = "\x1b[0m"
 
-ESCAPE = re.compile(
+ESCAPE_SEQUENCE = re.compile(
     r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[0-Z\\^-~]|[ -/]+[0-~])?"
 )
-"""Any escape sequence: CSI, OSC, two-character ones, and a lone or cut-off ESC."""
+"""Any escape sequence: CSI, OSC, two-character ones, and a lone or truncated ESC."""
 
-COLOUR = re.compile(r"\x1b\[([0-9;:]*)m")
+COLOUR_SEQUENCE = re.compile(r"\x1b\[([0-9;:]*)m")
 """Select Graphic Rendition: colours, bold, underline."""
 
 _UNSAFE = re.compile("[\ud800-\udfff\0]")
 _STYLE_CHARS = 64
 
 
-def clean(text: str) -> str:
-    """Replace what JSON or a browser refuses: lone surrogates and NUL."""
+def replace_invalid_chars(text: str) -> str:
+    """Replace characters that JSON or browsers reject: lone surrogates and NUL."""
     if text.isascii() and "\0" not in text:
         return text
-    return _UNSAFE.sub(lambda found: "\u2400" if found[0] == "\0" else "\ufffd", text)
+    return _UNSAFE.sub(lambda match: "\u2400" if match[0] == "\0" else "\ufffd", text)
 
 
-def plain(text: str) -> str:
-    """Remove every escape sequence."""
-    return ESCAPE.sub("", text) if "\x1b" in text else text
+def strip_ansi(text: str) -> str:
+    """Remove all escape sequences."""
+    return ESCAPE_SEQUENCE.sub("", text) if "\x1b" in text else text
 
 
-def colours_only(text: str) -> str:
-    """Remove escape sequences that move, erase or report; keep colours."""
-    return ESCAPE.sub(lambda found: found[0] if COLOUR.fullmatch(found[0]) else "", text)
+def keep_only_colours(text: str) -> str:
+    """Remove escape sequences except colours."""
+    return ESCAPE_SEQUENCE.sub(
+        lambda match: match[0] if COLOUR_SEQUENCE.fullmatch(match[0]) else "", text
+    )
 
 
 def add_style(style: str, sequence: str) -> str:
-    """Style that is open after one more colour sequence; "" when it resets."""
+    """Return the open style after one more colour sequence; "" after a reset."""
     codes = sequence[2:-1].split(";")
     if codes[-1] in ("", "0"):
         return ""
@@ -48,8 +50,8 @@ def add_style(style: str, sequence: str) -> str:
     return start + sequence if len(start) < _STYLE_CHARS else sequence
 
 
-def contained(line: str, style: str) -> tuple[str, str]:
-    """One line with its colours opened and closed inside it.
+def close_colours(line: str, style: str) -> tuple[str, str]:
+    """Return one line with its colours opened and closed inside it.
 
     Args:
         line: text without a newline.
@@ -61,14 +63,14 @@ def contained(line: str, style: str) -> tuple[str, str]:
     if not style and "\x1b" not in line:
         return line, ""
     opened = style
-    for found in COLOUR.finditer(line):
-        style = add_style(style, found[0])
-    text = opened + colours_only(line)
+    for match in COLOUR_SEQUENCE.finditer(line):
+        style = add_style(style, match[0])
+    text = opened + keep_only_colours(line)
     return (text + RESET if style else text), style
 
 
-def size(num_bytes: int) -> str:
-    """A size for people: "812 B", "12.3 MB"."""
+def format_bytes(num_bytes: int) -> str:
+    """Format a size: "812 B", "12.3 MB"."""
     amount = float(num_bytes)
     for unit in ("B", "kB", "MB"):
         if amount < 1000:  # noqa: PLR2004 - the step between the units
@@ -78,11 +80,11 @@ def size(num_bytes: int) -> str:
 
 
 def rank_label(ranks: tuple[int, ...]) -> str:
-    """Ranks in short: "0", "0-3", "0,2-3"."""
+    """Format ranks as ranges: "0", "0-3", "0,2-3"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,8 +1,7 @@
-"""Comm messages of widgets that live on ranks, on their way to the front end.
+"""Forwards comm messages of widgets on the ranks to the front end, merging state updates.
 
-Runs in the notebook's kernel; used by the renderer alone. A front end takes about 500
-messages a second, a `tqdm.notebook` bar sends three for each step: state updates of one
-widget between two flushes are put together, the newest value of each key wins.
+A front end handles about 500 messages per second and a `tqdm.notebook` bar sends three per step.
+Between two flushes the state updates of a widget are merged; the newest value of each key wins.
 """
 
 from __future__ import annotations
@@ -10,22 +9,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nbdist.output.sink import Bundle, Screen
+    from nbdist.output.sink import MimeBundle, OutputSink
 
 
-class Relay:
-    """Passes comm messages on, in order for each widget."""
+class CommRelay:
+    """Forwards comm messages, in order for each widget."""
 
-    def __init__(self, screen: Screen) -> None:
-        self.screen = screen
-        self._updates: dict[str, tuple[Bundle, Bundle]] = {}
+    def __init__(self, screen: OutputSink) -> None:
+        self.sink = screen
+        self._updates: dict[str, tuple[MimeBundle, MimeBundle]] = {}
 
-    def take(self, msg_type: str, content: Bundle, metadata: Bundle, buffers: list[Any]) -> None:
-        """Take one message; all but plain state updates are sent at once."""
+    def add_message(
+        self, msg_type: str, content: MimeBundle, metadata: MimeBundle, buffers: list[Any]
+    ) -> None:
+        """Add a message. Plain state updates are merged; all others are sent immediately."""
         comm_id = str(content.get("comm_id"))
         if not (msg_type == "comm_msg" and _is_state(content) and not buffers):
             self._send(comm_id)
-            self.screen.relay(msg_type, content, metadata, buffers)
+            self.sink.relay_comm(msg_type, content, metadata, buffers)
             return
         earlier = self._updates.pop(comm_id, None)
         if earlier is not None:
@@ -34,18 +35,18 @@ class Relay:
         self._updates[comm_id] = content, metadata
 
     def flush(self) -> None:
-        """Send the updates that wait."""
+        """Send the pending updates."""
         for comm_id in list(self._updates):
             self._send(comm_id)
 
     def _send(self, comm_id: str) -> None:
-        waiting = self._updates.pop(comm_id, None)
-        if waiting is not None:
-            content, metadata = waiting
-            self.screen.relay("comm_msg", content, metadata, [])
+        update = self._updates.pop(comm_id, None)
+        if update is not None:
+            content, metadata = update
+            self.sink.relay_comm("comm_msg", content, metadata, [])
 
 
-def _is_state(content: Bundle) -> bool:
+def _is_state(content: MimeBundle) -> bool:
     data = content.get("data")
     return (
         isinstance(data, dict)

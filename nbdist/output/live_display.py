@@ -1,7 +1,6 @@
-"""The live region: open lines of all ranks in one display that is updated in place.
+"""Shows the open lines of all ranks in one display that is updated in place.
 
-Runs in the notebook's kernel; used by the renderer alone. A region stays where it began;
-its bars go on in place while other output appears below.
+A live display keeps its position while other output appears below it.
 """
 
 from __future__ import annotations
@@ -15,47 +14,47 @@ from uuid import uuid4
 from nbdist.output.ansi import rank_label
 
 if TYPE_CHECKING:
-    from nbdist.output.sink import Screen
-    from nbdist.output.terminal_line import Block
+    from nbdist.output.sink import OutputSink
+    from nbdist.output.terminal_line import TerminalLines
 
-INTERVAL_S = 0.125
+UPDATE_INTERVAL_S = 0.125
 _MAX_ROWS = 64
 
 
 @dataclass(slots=True)
-class Region:
-    """Rows of open text, one display."""
+class LiveDisplay:
+    """Rows of open text in one display."""
 
-    began: int
-    """Serial of the output before it; a rank that wrote something later needs a new region."""
-    _members: list[tuple[int, Block]] = field(default_factory=list)
+    output_serial: int
+    """Serial number of the last output before it. A rank with later output needs a new display."""
+    _members: list[tuple[int, TerminalLines]] = field(default_factory=list)
     _display_id: str = field(default_factory=lambda: f"nbdist-live-{uuid4().hex}")
     _sent: str | None = None
     _sent_at: float = float("-inf")
 
-    def add(self, rank: int, block: Block) -> None:
-        """Show a block here from now on."""
-        block.shown = True
+    def add_lines(self, rank: int, block: TerminalLines) -> None:
+        """Add open lines of a rank."""
+        block.is_displayed = True
         self._members.append((rank, block))
 
     @property
-    def live(self) -> bool:
-        """Whether any of its text is still open."""
-        return not all(block.closed for _, block in self._members)
+    def has_open_lines(self) -> bool:
+        """True if any of its lines is still open."""
+        return not all(block.is_closed for _, block in self._members)
 
     @property
-    def full(self) -> bool:
-        """Whether the next open line should begin another region."""
+    def is_full(self) -> bool:
+        """True if the next open line needs another live display."""
         return len(self._members) >= _MAX_ROWS
 
-    def forget(self) -> None:
-        """Let go of open text: the display was cleared, it is to be shown elsewhere."""
+    def release_lines(self) -> None:
+        """Release the open lines, which must be shown elsewhere because the display was cleared."""
         for _, block in self._members:
-            block.shown = False
+            block.is_displayed = False
 
-    def draw(self, screen: Screen, *, now: float, final: bool = False) -> bool:
-        """Send the rows if they changed, not more often than every INTERVAL_S."""
-        if not final and now - self._sent_at < INTERVAL_S:
+    def draw(self, screen: OutputSink, *, now: float, final: bool = False) -> bool:
+        """Send the rows if they changed, at most once per ``UPDATE_INTERVAL_S``."""
+        if not final and now - self._sent_at < UPDATE_INTERVAL_S:
             return False
         text = self.text()
         if text == self._sent or (self._sent is None and not text):
@@ -66,7 +65,7 @@ class Region:
         return True
 
     def text(self) -> str:
-        """Rows with labels; equal rows of several ranks once."""
+        """Return the rows with labels, merging equal rows of several ranks."""
         rows: dict[tuple[str, int], list[int]] = {}
         seen: Counter[tuple[int, str]] = Counter()
         for rank, block in sorted(self._members, key=itemgetter(0)):

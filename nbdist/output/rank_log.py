@@ -1,7 +1,7 @@
-"""The last output of one rank, for `%nbdist log RANK` and for reports of dead ranks.
+"""Log of the last output of one rank, for `%nbdist log RANK` and for reports of dead ranks.
 
-Runs in the notebook's kernel; fed by the renderer with everything, also with what is not
-shown. Bounded: about a megabyte of text a rank, whatever it prints.
+The renderer appends everything, including output that is not shown. The size is limited to about
+a megabyte per rank.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ import threading
 from collections import deque
 from itertools import islice
 
-from nbdist.output.ansi import clean
+from nbdist.output.ansi import replace_invalid_chars
 
-LIMIT_CHARS = 1_000_000
+MAX_CHARS = 1_000_000
 _OPEN_CHARS = 20_000
 _LAST_CHUNKS = 20
-"""Looked at for the last line."""
+"""Number of chunks that are searched for the last line."""
 
 
 class RankLog:
-    """Last text of one rank; progress bars keep their last state only.
+    """The last text of one rank. Of a progress bar only the last state is kept.
 
     Safe to read from another thread while the renderer appends.
     """
 
-    def __init__(self, *, limit: int = LIMIT_CHARS) -> None:
+    def __init__(self, *, limit: int = MAX_CHARS) -> None:
         self._limit = limit
         self._chunks: deque[str] = deque()
         self._chars = 0
         self._open: dict[str, str] = {}
         self._lock = threading.Lock()
         self.written = 0
-        """Characters that came, kept or not."""
+        """Number of characters that were appended, kept or not."""
 
     def append(self, text: str, *, name: str = "stdout") -> None:
-        """Add text of a stream; each stream's line is kept whole."""
+        """Append text of a stream. Lines of the two streams are not interleaved."""
         body, newline, rest = text.rpartition("\n")
         with self._lock:
             self.written += len(text)
@@ -46,24 +46,24 @@ class RankLog:
                 self._open[name] = _overwritten(kept)[-_OPEN_CHARS:]
 
     def text(self) -> str:
-        """Everything that is kept, oldest first."""
+        """Return the kept text, oldest first."""
         with self._lock:
             return "".join([*self._chunks, *self._open.values()])
 
     def last_line(self) -> str:
-        """The last line that is not empty; quick, whatever is kept."""
+        """Return the last line that is not empty, in constant time."""
         with self._lock:
             ends = [*self._open.values(), *islice(reversed(self._chunks), _LAST_CHUNKS)]
-        found = (line for text in ends for line in reversed(text.splitlines()) if line.strip())
-        return next(found, "").strip()
+        lines = (line for text in ends for line in reversed(text.splitlines()) if line.strip())
+        return next(lines, "").strip()
 
     def tail(self, lines: int = 20) -> str:
-        """Last lines, joined with newlines."""
+        """Return the last lines, joined with newlines."""
         kept = self.text().removesuffix("\n").split("\n")
         return "\n".join(kept[-lines:]) if lines > 0 else ""
 
     def _add(self, text: str) -> None:
-        text = clean(text)
+        text = replace_invalid_chars(text)
         if "\r" in text:
             text = "\n".join(_overwritten(line.rstrip("\r")) for line in text.split("\n"))
         self._chunks.append(text)
@@ -76,7 +76,7 @@ class RankLog:
 
 
 def _overwritten(line: str) -> str:
-    """Keep what a terminal shows of a line that carriage returns overwrite."""
+    """Return what a terminal shows of a line that carriage returns overwrite."""
     if "\r" not in line:
         return line
     last = line.rstrip("\r").rpartition("\r")[2]

@@ -1,12 +1,12 @@
-"""How much of a cell's output is shown when it prints faster than anybody can read.
+"""Limits the output of a cell that prints faster than anyone can read.
 
-Runs in the notebook's kernel, used by the renderer alone. Each rank has an allowance (a
-burst); beyond it lines are shown at a fixed rate, and the others are counted as a `Gap`.
+Each rank has a budget (a burst). Beyond it, lines are shown at a fixed rate and the others are
+counted as omitted output.
 
-Ranks that print the same flood are cut at the same lines: whoever is first past a line
-decides for all whether lines with that number are shown, so their gaps are equal and merge.
-A rank that was silent for a while gets its allowance back by time; so a quiet rank is never
-cut because another one floods.
+Ranks that print the same output are cut at the same lines: the first rank that reaches a line
+number decides for all ranks whether that line is shown, so that their omissions are equal and can
+be merged. The budget of a rank recovers over time, so a quiet rank is never cut because of another
+rank's flood.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nbdist.output.ansi import size
+from nbdist.output.ansi import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-DISPLAY_LINES = 10
-"""What one rich display costs, in lines."""
+LINES_PER_DISPLAY = 10
+"""Cost of one rich display, in lines."""
 TAIL_LINES = 20
-"""Lines before the end of a flood that are always shown."""
+"""Number of lines at the end of a flood that are always shown."""
 
 _IDLE_S = 0.5
 _TAIL_CHARS = 64_000
@@ -31,70 +31,75 @@ _MAX_WINDOWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """Output that is shown: a burst at once, then this much a second."""
+class OutputBudget:
+    """Limits of the shown output: a burst, then a rate per second."""
 
     lines: int = 5000
     chars: int = 1_000_000
-    lines_s: int = 200
-    chars_s: int = 200_000
+    lines_per_s: int = 200
+    chars_per_s: int = 200_000
 
-    def shared(self, num_ranks: int) -> Budget:
-        """Burst of one of several ranks: all of them together stay readable."""
-        if num_ranks <= 2:  # noqa: PLR2004 - a pair may fill the page twice over
+    def per_rank(self, num_ranks: int) -> OutputBudget:
+        """Return the budget of one of several ranks, so that the total stays readable."""
+        if num_ranks <= 2:  # noqa: PLR2004 - two ranks may use the full budget each
             return self
         share = max(0.2, 2 / num_ranks)
-        return Budget(int(self.lines * share), int(self.chars * share), self.lines_s, self.chars_s)
+        return OutputBudget(
+            int(self.lines * share), int(self.chars * share), self.lines_per_s, self.chars_per_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class OmittedOutput:
     """Output of one rank that is not shown, between two pieces that are."""
 
-    lines: int
-    displays: int
-    chars: int
+    num_lines: int
+    num_displays: int
+    num_chars: int
 
-    def sentence(self, rank: int) -> str:
-        """Say what is missing and where the last of it can be read."""
-        counts = ((self.lines, "line"), (self.displays, "display"))
-        what = " and ".join(f"{n:,} {word}{'s'[: n != 1]}" for n, word in counts if n)
-        what = what or "unfinished text"
-        return f"{what} ({size(self.chars)}) not shown; `%nbdist log {rank}` has the last ones"
+    def describe(self, rank: int) -> str:
+        """Return a message with the size of the omitted output and where to read the end of it."""
+        counts = ((self.num_lines, "line"), (self.num_displays, "display"))
+        omitted = " and ".join(f"{n:,} {word}{'s'[: n != 1]}" for n, word in counts if n)
+        omitted = omitted or "unfinished text"
+        return (
+            f"{omitted} ({format_bytes(self.num_chars)}) not shown;"
+            f" `%nbdist log {rank}` shows the last of it"
+        )
 
 
 @dataclass(slots=True)
-class _Allowance:
+class _RankBudget:
     lines: float
     chars: float
     position: int = 0
     last_at: float = float("-inf")
 
 
-class Gate:
+class OutputLimiter:
     """Decides which lines of each rank are shown."""
 
-    def __init__(self, ranks: Sequence[int], *, budget: Budget) -> None:
-        self._budget = budget.shared(len(ranks))
-        self._ranks = {r: _Allowance(self._budget.lines, self._budget.chars) for r in ranks}
+    def __init__(self, ranks: Sequence[int], *, budget: OutputBudget) -> None:
+        self._budget = budget.per_rank(len(ranks))
+        self._ranks = {rank: _RankBudget(self._budget.lines, self._budget.chars) for rank in ranks}
         self._windows: deque[tuple[int, int]] = deque(maxlen=_MAX_WINDOWS)
         self._frontier = 0
-        self._lines: float = self._budget.lines_s
-        self._chars: float = self._budget.chars_s
+        self._lines: float = self._budget.lines_per_s
+        self._chars: float = self._budget.chars_per_s
         self._refilled_at = float("-inf")
         self._flowing = True
 
-    def admit(
+    def admit_lines(
         self, rank: int, lines: int, chars: int, *, now: float, weight: int = 1
     ) -> list[tuple[bool, int]]:
-        """Runs of (shown, number of lines) that make up these lines, in order.
+        """Return the lines as runs of (shown, number of lines), in order.
 
         Args:
-            rank: who printed.
+            rank: the rank that printed them.
             lines: number of lines, at least 1.
-            chars: size of all of them.
+            chars: total size.
             now: monotonic seconds.
-            weight: what one of them costs, in lines.
+            weight: cost of one of them, in lines.
         """
         allowance = self._ranks[rank]
         self._recover(allowance, now)
@@ -110,7 +115,7 @@ class Gate:
         return runs
 
     def admit_chars(self, rank: int, chars: int, *, now: float) -> bool:
-        """Whether text without a line end may be shown; it takes what is left."""
+        """Return whether text without a newline may be shown, and charge it to the budget."""
         allowance = self._ranks[rank]
         self._recover(allowance, now)
         self._refill(now)
@@ -122,29 +127,29 @@ class Gate:
             return True
         return False
 
-    def quiet(self, rank: int, now: float) -> bool:
-        """Whether the rank's flood is over."""
+    def is_quiet(self, rank: int, now: float) -> bool:
+        """Return whether the flood of the rank has ended."""
         return now - self._ranks[rank].last_at >= _IDLE_S
 
-    def _recover(self, allowance: _Allowance, now: float) -> None:
+    def _recover(self, allowance: _RankBudget, now: float) -> None:
         idle = now - allowance.last_at
         allowance.last_at = now
         if idle >= _IDLE_S:
             budget = self._budget
-            allowance.lines = min(budget.lines, allowance.lines + idle * budget.lines_s)
-            allowance.chars = min(budget.chars, allowance.chars + idle * budget.chars_s)
+            allowance.lines = min(budget.lines, allowance.lines + idle * budget.lines_per_s)
+            allowance.chars = min(budget.chars, allowance.chars + idle * budget.chars_per_s)
 
     def _refill(self, now: float) -> None:
         budget = self._budget
         passed = now - self._refilled_at
         self._refilled_at = now
-        self._lines = min(budget.lines_s, self._lines + passed * budget.lines_s)
-        self._chars = min(budget.chars_s, self._chars + passed * budget.chars_s)
+        self._lines = min(budget.lines_per_s, self._lines + passed * budget.lines_per_s)
+        self._chars = min(budget.chars_per_s, self._chars + passed * budget.chars_per_s)
 
     def _paced(
         self, begin: int, end: int, *, mean: float, weight: int, now: float
     ) -> Iterator[tuple[bool, int]]:
-        """Runs of the lines begin..end-1: as decided before, or decided now."""
+        """Runs of the lines begin..end-1: earlier decisions, then new ones."""
         for start, stop in self._windows:
             low, high = max(begin, start), min(end, stop)
             if low < high:
@@ -177,9 +182,9 @@ class Gate:
             yield False, end - begin - count
 
     def _half_full(self) -> bool:
-        """Whether showing again is worth a gap's notice: at most two of them a second."""
+        """True if the rate budget has recovered enough; limits the notes to two per second."""
         budget = self._budget
-        return self._lines >= budget.lines_s / 2 and self._chars >= budget.chars_s / 2
+        return self._lines >= budget.lines_per_s / 2 and self._chars >= budget.chars_per_s / 2
 
     def _note(self, start: int, stop: int) -> None:
         if self._windows and self._windows[-1][1] == start:
@@ -188,22 +193,22 @@ class Gate:
 
 
 @dataclass(slots=True)
-class Dropped:
-    """What one rank printed and nobody saw, with its last lines."""
+class OmittedBuffer:
+    """Omitted output of one rank, with its last lines."""
 
-    lines: int = 0
-    displays: int = 0
-    chars: int = 0
+    num_lines: int = 0
+    num_displays: int = 0
+    num_chars: int = 0
     _tail: deque[tuple[str, str, int]] = field(default_factory=deque)
 
     def __bool__(self) -> bool:
-        """Whether there is anything."""
-        return bool(self.lines or self.displays or self.chars)
+        """Return whether any output was omitted."""
+        return bool(self.num_lines or self.num_displays or self.num_chars)
 
-    def add(self, name: str, text: str, lines: int) -> None:
+    def add_text(self, name: str, text: str, lines: int) -> None:
         """Count text of a stream and keep its end."""
-        self.lines += lines
-        self.chars += len(text)
+        self.num_lines += lines
+        self.num_chars += len(text)
         if len(text) > _TAIL_CHARS:
             text = text[-_TAIL_CHARS:]
             lines = text.count("\n")
@@ -215,11 +220,11 @@ class Dropped:
 
     def add_display(self, chars: int) -> None:
         """Count a display."""
-        self.displays += 1
-        self.chars += chars
+        self.num_displays += 1
+        self.num_chars += chars
 
-    def taken(self) -> tuple[Gap, list[tuple[str, str]]]:
-        """The gap, and the last lines as (stream, text); begins anew."""
+    def pop_with_tail(self) -> tuple[OmittedOutput, list[tuple[str, str]]]:
+        """Return the omitted output and its last lines as (stream, text), and reset the buffer."""
         tail: deque[tuple[str, str]] = deque()
         missing = TAIL_LINES
         for name, text, _ in reversed(self._tail):
@@ -233,19 +238,21 @@ class Dropped:
         self.clear()
         return gap, list(tail)
 
-    def counted(self) -> Gap:
-        """The gap without its last lines; begins anew."""
+    def pop_counts(self) -> OmittedOutput:
+        """Return the omitted output including its last lines, and reset the buffer."""
         gap = self._gap(0, 0)
         self.clear()
         return gap
 
     def clear(self) -> None:
-        """Forget everything."""
-        self.lines = self.displays = self.chars = 0
+        """Reset the buffer."""
+        self.num_lines = self.num_displays = self.num_chars = 0
         self._tail.clear()
 
-    def _gap(self, shown_lines: int, shown_chars: int) -> Gap:
-        return Gap(self.lines - shown_lines, self.displays, self.chars - shown_chars)
+    def _gap(self, shown_lines: int, shown_chars: int) -> OmittedOutput:
+        return OmittedOutput(
+            self.num_lines - shown_lines, self.num_displays, self.num_chars - shown_chars
+        )
 
 
 def _quotient(amount: float, each: float) -> int:
@@ -253,7 +260,7 @@ def _quotient(amount: float, each: float) -> int:
 
 
 def _last_lines(text: str, count: int) -> str:
-    """At most `count` ended lines from the end, and an unfinished one."""
+    """At most `count` complete lines from the end, and an unfinished one."""
     end = len(text)
     for _ in range(count + 1):
         end = text.rfind("\n", 0, end)

@@ -1,8 +1,8 @@
-"""Where the output of one cell goes: the notebook, a terminal, or a file.
+"""Destinations of a cell's output: the notebook, a terminal or a file.
 
-Runs in the notebook's kernel. `LiveScreen` belongs to a cell that blocks and is used on the
-main thread only. `PinnedScreen` belongs to a cell that has returned; any thread may use it.
-Neither needs a kernel: in a terminal or a script they print.
+``RunningCellSink`` serves a cell that blocks and is used on the main thread only.
+``FinishedCellSink`` serves a cell that has returned and may be used from any thread. Neither needs
+a kernel: in a terminal or a script they print.
 """
 
 from __future__ import annotations
@@ -12,43 +12,45 @@ import threading
 from typing import Any, Literal, Protocol
 
 StreamName = Literal["stdout", "stderr"]
-Bundle = dict[str, Any]
-FACES = ("auto", "widget", "html", "text")
-"""Of the panel; here, where magics can name them without importing the panel."""
+MimeBundle = dict[str, Any]
+PANEL_FORMATS = ("auto", "widget", "html", "text")
+"""Output formats of the panel. Defined here so that magics need not import the panel."""
 
 
-class Screen(Protocol):
-    """Where one cell's output goes."""
+class OutputSink(Protocol):
+    """Destination of one cell's output."""
 
     @property
     def can_update(self) -> bool:
-        """Whether a display can be changed after it was shown."""
+        """Return whether a display can be changed after it was shown."""
 
     def write(self, name: StreamName, text: str) -> None:
-        """Print text as the cell's own."""
+        """Write text to a stream of the cell."""
 
     def display(
         self,
-        bundle: Bundle,
-        metadata: Bundle,
+        bundle: MimeBundle,
+        metadata: MimeBundle,
         *,
         display_id: str | None = None,
         update: bool = False,
     ) -> None:
-        """Show a mime bundle, or change the one with this id."""
+        """Show a MIME bundle, or update the display with this id."""
 
     def clear(self, *, wait: bool) -> None:
-        """Remove the cell's output; with `wait`, when the next one comes."""
+        """Clear the cell's output; with `wait`, when new output arrives."""
 
-    def relay(self, msg_type: str, content: Bundle, metadata: Bundle, buffers: list[Any]) -> None:
-        """Pass a widget's comm message of a rank to the front end."""
+    def relay_comm(
+        self, msg_type: str, content: MimeBundle, metadata: MimeBundle, buffers: list[Any]
+    ) -> None:
+        """Forward a comm message of a rank's widget to the front end."""
 
     def flush(self) -> None:
-        """Let everything written so far be seen."""
+        """Flush all written text."""
 
 
-class LiveScreen:
-    """The cell that runs now, as `print` and `display` reach it; main thread only.
+class RunningCellSink:
+    """The cell that runs now, through `print` and `display`; main thread only.
 
     Uses sys.stdout, sys.stderr and IPython's display publisher, so %%capture, Output
     widgets, terminal IPython and plain scripts work as with the user's own prints.
@@ -59,28 +61,28 @@ class LiveScreen:
 
     @property
     def can_update(self) -> bool:
-        """True in a notebook; False in terminals, scripts and under %%capture."""
-        publisher = getattr(shell_here(), "display_pub", None)
+        """Return True in a notebook; False in terminals, scripts and under %%capture."""
+        publisher = getattr(get_shell(), "display_pub", None)
         captured = not hasattr(sys.stdout, "set_parent")
         return getattr(publisher, "pub_socket", None) is not None and not captured
 
     def write(self, name: StreamName, text: str) -> None:
-        """Write to sys.stdout or sys.stderr as they are now."""
+        """Write to the current sys.stdout or sys.stderr."""
         if self._last not in (None, name):
-            self.flush()  # ipykernel 7.4 sends each stream on its own timer: keep their order
+            self.flush()  # ipykernel 7.4 flushes each stream on its own timer: keep the order
         self._last = name
         _write(name, text)
 
     def display(
         self,
-        bundle: Bundle,
-        metadata: Bundle,
+        bundle: MimeBundle,
+        metadata: MimeBundle,
         *,
         display_id: str | None = None,
         update: bool = False,
     ) -> None:
-        """Publish through IPython; without it print the plain text."""
-        shell = shell_here()
+        """Publish through IPython; without IPython print the plain text."""
+        shell = get_shell()
         if shell is None:
             _print_plain(bundle)
             return
@@ -88,34 +90,36 @@ class LiveScreen:
 
     def clear(self, *, wait: bool) -> None:
         """Clear the running cell's output."""
-        shell = shell_here()
+        shell = get_shell()
         if shell is not None:
             shell.display_pub.clear_output(wait)
 
-    def relay(self, msg_type: str, content: Bundle, metadata: Bundle, buffers: list[Any]) -> None:
-        """Send on the kernel's iopub channel; nothing outside a kernel."""
-        if kernel_here() is not None:
+    def relay_comm(
+        self, msg_type: str, content: MimeBundle, metadata: MimeBundle, buffers: list[Any]
+    ) -> None:
+        """Send a comm message on the kernel's iopub channel; ignored outside a kernel."""
+        if get_kernel() is not None:
             _send(msg_type, content, parent_header(), metadata=metadata, buffers=buffers)
 
     def flush(self) -> None:
-        """Flush both streams, if anything was written: ipykernel 7.4 takes 0.4 ms for each."""
-        if self._last is None:
+        """Flush both streams if anything was written."""
+        if self._last is None:  # ipykernel 7.4 takes 0.4 ms per flush
             return
         self._last = None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
 
 
-class PinnedScreen:
-    """A cell that has returned: its output area stays reachable by its header.
+class FinishedCellSink:
+    """A cell that has returned. Its output area is addressed by the cell's parent header.
 
-    ipykernel 7.4: `kernel.iopub_socket` hands messages to the IOPub thread and Session signs
-    on a copy of its key, so any thread may send (tried: 200 messages of 4 threads while a
-    cell prints). Front ends put them under the pinned cell. nbclient 0.11 drops every message
-    whose parent is not the cell it runs, as it does with the output of any thread.
+    ipykernel 7.4: `kernel.iopub_socket` passes messages to the IOPub thread and Session signs with
+    a copy of its key, so any thread may send (tested: 200 messages from 4 threads while a cell
+    prints). Front ends show them below the pinned cell. nbclient 0.11 drops every message whose
+    parent is not the cell that it runs, as it does with the output of any thread.
     """
 
-    def __init__(self, parent: Bundle | None = None) -> None:
+    def __init__(self, parent: MimeBundle | None = None) -> None:
         """Pin to a cell; by default to the one that runs now on this thread."""
         self._parent = parent_header() if parent is None else parent
         self._lock = threading.RLock()
@@ -124,12 +128,12 @@ class PinnedScreen:
 
     @property
     def can_update(self) -> bool:
-        """True in a notebook's kernel."""
-        return kernel_here() is not None
+        """Return True in a notebook kernel."""
+        return get_kernel() is not None
 
     def write(self, name: StreamName, text: str) -> None:
-        """Print to the pinned cell; sent with the next flush, few messages in all."""
-        if kernel_here() is None:
+        """Write to the pinned cell. The text is buffered until the next flush."""
+        if get_kernel() is None:
             _write(name, text)
             return
         with self._lock:
@@ -140,14 +144,14 @@ class PinnedScreen:
 
     def display(
         self,
-        bundle: Bundle,
-        metadata: Bundle,
+        bundle: MimeBundle,
+        metadata: MimeBundle,
         *,
         display_id: str | None = None,
         update: bool = False,
     ) -> None:
-        """Send a display to the pinned cell, or change one."""
-        if kernel_here() is None:
+        """Send a display to the pinned cell, or update one."""
+        if get_kernel() is None:
             _print_plain(bundle)
             return
         content = {"data": bundle, "metadata": metadata, "transient": _transient(display_id)}
@@ -155,17 +159,19 @@ class PinnedScreen:
 
     def clear(self, *, wait: bool) -> None:
         """Clear the pinned cell's output."""
-        if kernel_here() is not None:
+        if get_kernel() is not None:
             self._send("clear_output", {"wait": wait})
 
-    def relay(self, msg_type: str, content: Bundle, metadata: Bundle, buffers: list[Any]) -> None:
-        """Send a widget's message; nothing outside a kernel."""
-        if kernel_here() is not None:
+    def relay_comm(
+        self, msg_type: str, content: MimeBundle, metadata: MimeBundle, buffers: list[Any]
+    ) -> None:
+        """Send a comm message of a widget; ignored outside a kernel."""
+        if get_kernel() is not None:
             self._send(msg_type, content, metadata=metadata, buffers=buffers)
 
     def flush(self) -> None:
-        """Send the text that waits; in a terminal flush it."""
-        if kernel_here() is None:
+        """Send the buffered text; in a terminal flush the streams."""
+        if get_kernel() is None:
             sys.stdout.flush()
             sys.stderr.flush()
             return
@@ -174,40 +180,40 @@ class PinnedScreen:
             if text:
                 _send("stream", {"name": self._name, "text": text}, self._parent)
 
-    def _send(self, msg_type: str, content: Bundle, **more: Any) -> None:
+    def _send(self, msg_type: str, content: MimeBundle, **more: Any) -> None:
         with self._lock:
             self.flush()
             _send(msg_type, content, self._parent, **more)
 
 
-def parent_header() -> Bundle:
-    """Header of the cell that runs now on this thread; {} outside a kernel."""
-    shell = shell_here()
+def parent_header() -> MimeBundle:
+    """Return the header of the cell that runs now on this thread; {} outside a kernel."""
+    shell = get_shell()
     parent = shell.get_parent() if hasattr(shell, "get_parent") else None
-    header: Bundle = (parent or {}).get("header", parent) or {}
+    header: MimeBundle = (parent or {}).get("header", parent) or {}
     return header
 
 
-def shell_here() -> Any:
-    """IPython's shell if there is one; never imports IPython."""
+def get_shell() -> Any:
+    """Return the IPython shell, or None. Never imports IPython."""
     module = sys.modules.get("IPython")
     return module.get_ipython() if module is not None else None
 
 
-def kernel_here() -> Any:
-    """The notebook's kernel; None in a terminal or a script."""
-    return getattr(shell_here(), "kernel", None)
+def get_kernel() -> Any:
+    """Return the notebook kernel; None in a terminal or a script."""
+    return getattr(get_shell(), "kernel", None)
 
 
 def _send(
     msg_type: str,
-    content: Bundle,
-    parent: Bundle,
+    content: MimeBundle,
+    parent: MimeBundle,
     *,
-    metadata: Bundle | None = None,
+    metadata: MimeBundle | None = None,
     buffers: list[Any] | None = None,
 ) -> None:
-    kernel = kernel_here()
+    kernel = get_kernel()
     kernel.session.send(
         kernel.iopub_socket,
         msg_type,
@@ -223,16 +229,16 @@ def _write(name: StreamName, text: str) -> None:
     stream = sys.stdout if name == "stdout" else sys.stderr
     try:
         stream.write(text)
-    except UnicodeEncodeError:  # a terminal or file with a smaller alphabet
+    except UnicodeEncodeError:  # the encoding of the terminal or file lacks a character
         encoding = stream.encoding or "ascii"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
-def _print_plain(bundle: Bundle) -> None:
+def _print_plain(bundle: MimeBundle) -> None:
     text = bundle.get("text/plain")
     if text is not None:
         _write("stdout", f"{text}\n")
 
 
-def _transient(display_id: str | None) -> Bundle:
+def _transient(display_id: str | None) -> MimeBundle:
     return {} if display_id is None else {"display_id": display_id}

@@ -1,11 +1,11 @@
-"""One line that changes while something long goes on; runs in the kernel."""
+"""A status line in a cell that is updated in place during a long operation."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 from uuid import uuid4
 
-from nbdist.output.sink import LiveScreen
+from nbdist.output.sink import RunningCellSink
 from nbdist.session import progress
 
 if TYPE_CHECKING:
@@ -13,32 +13,31 @@ if TYPE_CHECKING:
 
 
 class StatusLine:
-    """Shows the last text given; where output cannot change, each text on its own line.
+    """Shows the last text given; without updatable displays, each text on its own line.
 
-    Work that no cell asked for (a button of the panel) has no line; the panel shows it.
+    Operations that no cell started (a button of the panel) have no line; the panel shows them.
     """
 
     def __init__(self) -> None:
-        """Show nothing yet."""
-        self._screen = LiveScreen() if progress.shown() else None
-        self._listener = progress.listener()
+        self._screen = RunningCellSink() if progress.is_status_line_shown() else None
+        self._listener = progress.current_operation()
         self._display_id = f"nbdist-{uuid4().hex}"
-        self._said = ""
+        self._shown_text = ""
 
     def show(self, text: str) -> None:
-        """Replace the line."""
-        if text == self._said:
+        """Replace the text of the line."""
+        if text == self._shown_text:
             return
         if self._screen is not None:
             self._screen.display(
-                {"text/plain": text}, {}, display_id=self._display_id, update=bool(self._said)
+                {"text/plain": text}, {}, display_id=self._display_id, update=bool(self._shown_text)
             )
         if self._listener is not None:
-            self._listener.say(text)
-        self._said = text
+            self._listener.set_text(text)
+        self._shown_text = text
 
     def __enter__(self) -> Self:
-        """Use as a context, so that the line is flushed at its end."""
+        """Return the status line."""
         return self
 
     def __exit__(
@@ -47,6 +46,6 @@ class StatusLine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Flush."""
+        """Flush the output."""
         if self._screen is not None:
             self._screen.flush()

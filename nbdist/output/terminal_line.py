@@ -1,9 +1,9 @@
-"""Text that has not ended with a newline yet: progress bars and half lines of one rank.
+"""Open lines of one rank: progress bars and half lines that have no newline yet.
 
-Pure; used by the renderer alone. `Typist` cuts a stream into complete lines and keeps what
-is still open in a `Block`: a few rows with a cursor, in which carriage return, backspace,
-erase and cursor-up work as in a terminal. So a bar of one rank can neither erase nor
-overwrite anything of another rank, and nested bars keep their rows.
+``LineAssembler`` splits a stream into complete lines and keeps open text in ``TerminalLines``: a
+few rows with a cursor, in which carriage return, backspace, erase and cursor-up work as in a
+terminal. So a progress bar of one rank cannot erase or overwrite output of another rank, and nested
+bars keep their rows.
 """
 
 from __future__ import annotations
@@ -11,49 +11,56 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from nbdist.output.ansi import COLOUR, ESCAPE, RESET, add_style, contained, size
+from nbdist.output.ansi import (
+    COLOUR_SEQUENCE,
+    ESCAPE_SEQUENCE,
+    RESET,
+    add_style,
+    close_colours,
+    format_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MAX_LINE = 20_000
-"""Characters of one line that are shown."""
+"""Maximum number of characters of one line that are shown."""
 
 _NOTE_CHARS = 64
-"""Room for what `shortened` appends to a line."""
+"""Room for the note that ``truncate_lines`` appends to a line."""
 _MAX_ROWS = 50
 _KEPT_RETURNS = 50
 _DRAWS = re.compile(r"\r(?!\n|$)|\x08|\x1b\[[0-9;]*[ABGKFEJ]")
-_TOKEN = re.compile(rf"\r|\x08|{ESCAPE.pattern}|[^\r\x08\x1b]+")
+_TOKEN = re.compile(rf"\r|\x08|{ESCAPE_SEQUENCE.pattern}|[^\r\x08\x1b]+")
 _CURSOR = re.compile(r"\x1b\[([0-9]*)(?:;[0-9]*)*([A-Z])")
 
-Cells = list[tuple[str, str]]
+StyledRow = list[tuple[str, str]]
 """One row: (character, style) by column."""
 
 
-class Block:
+class TerminalLines:
     """Rows of open text with a cursor."""
 
     def __init__(self, *, began: float, style: str = "") -> None:
-        self.began = began
+        self.output_serial = began
         self.style = style
-        self.rows: list[Cells] = [[]]
-        self.drawn = False
-        """Whether a cursor movement was used: a progress bar rather than a half line."""
-        self.shown = False
-        """Whether a live region shows it; then its lines are not printed again."""
-        self.closed = False
-        self.fresh_at: float | None = None
-        """Since when the cursor stands on an empty last row, if it does."""
+        self.rows: list[StyledRow] = [[]]
+        self.is_progress_bar = False
+        """True after a cursor movement: the text is a progress bar rather than a half line."""
+        self.is_displayed = False
+        """True if a live display shows it; its lines are then not printed again."""
+        self.is_closed = False
+        self.empty_row_since: float | None = None
+        """Time at which the cursor reached an empty last row, if it is still there."""
         self._row = 0
         self._column = 0
         self._overflow = 0
         self._final: list[str] | None = None
 
-    def put(self, segment: str) -> None:
-        """Write text that holds no newline."""
+    def write(self, segment: str) -> None:
+        """Write text without a newline."""
         if segment:
-            self.fresh_at = None
+            self.empty_row_since = None
         if segment.count("\r") > _KEPT_RETURNS:
             segment = "\r" + "\r".join(segment.rsplit("\r", _KEPT_RETURNS)[1:])
         if len(segment) > MAX_LINE and "\r" in segment:
@@ -62,27 +69,29 @@ class Block:
         if len(segment) > room:
             self._overflow += len(segment) - room
             segment = segment[:room]
-        for found in _TOKEN.finditer(segment):
-            self._take(found[0])
+        for match in _TOKEN.finditer(segment):
+            self._take(match[0])
 
     def newline(self, now: float) -> None:
         """Move the cursor to the next row."""
         if self._overflow:
-            self.rows[self._row] += [(char, "") for char in cut_note(self._overflow + MAX_LINE)]
+            self.rows[self._row] += [
+                (char, "") for char in truncation_note(self._overflow + MAX_LINE)
+            ]
             self._overflow = 0
         self._row += 1
         self._column = 0
         if self._row == len(self.rows):
             self.rows.append([])
         if not any(self.rows[self._row :]):
-            self.fresh_at = now
+            self.empty_row_since = now
 
     def lines(self) -> list[str]:
-        """The rows as text, colours closed; without what a bar left blank at the end."""
+        """Return the rows as text with closed colours, without trailing blank rows of a bar."""
         if self._final is not None:
             return self._final
         lines = self._lines()
-        if self.closed:
+        if self.is_closed:
             self._final = lines
             self.rows = [[]]
         return lines
@@ -90,8 +99,8 @@ class Block:
     def _lines(self) -> list[str]:
         rows = [_text(cells) for cells in self.rows]
         if self._overflow:
-            rows[self._row] += cut_note(self._overflow + MAX_LINE)
-        if not self.drawn:
+            rows[self._row] += truncation_note(self._overflow + MAX_LINE)
+        if not self.is_progress_bar:
             return rows if rows[-1].strip() else rows[:-1]
         rows = [row.rstrip(" ") for row in rows]
         while rows and not rows[-1]:
@@ -99,19 +108,19 @@ class Block:
         return rows
 
     @property
-    def full(self) -> bool:
-        """Whether no more rows should be added."""
+    def is_full(self) -> bool:
+        """True if no more rows should be added."""
         return len(self.rows) > _MAX_ROWS
 
     def _take(self, piece: str) -> None:
         if piece == "\r":
             self._column = 0
             self._overflow = 0
-            self.drawn = True
+            self.is_progress_bar = True
         elif piece == "\x08":
             self._column = max(self._column - 1, 0)
-            self.drawn = True
-        elif COLOUR.fullmatch(piece):
+            self.is_progress_bar = True
+        elif COLOUR_SEQUENCE.fullmatch(piece):
             self.style = add_style(self.style, piece)
         elif piece[0] == "\x1b":
             self._move(piece)
@@ -128,10 +137,10 @@ class Block:
         del cells[MAX_LINE:]
 
     def _move(self, sequence: str) -> None:
-        found = _CURSOR.fullmatch(sequence)
-        if not found:
+        match = _CURSOR.fullmatch(sequence)
+        if not match:
             return
-        count, action = int(found[1] or 0), found[2]
+        count, action = int(match[1] or 0), match[2]
         if action in "AF":
             self._row = max(self._row - max(count, 1), 0)
         elif action in "BE":
@@ -145,7 +154,7 @@ class Block:
             self._column = 0
         elif action == "G":
             self._column = min(max(count, 1), MAX_LINE) - 1
-        self.drawn = self.drawn or action in "ABEFGJK"
+        self.is_progress_bar = self.is_progress_bar or action in "ABEFGJK"
 
     def _erase(self, count: int) -> None:
         cells = self.rows[self._row]
@@ -157,21 +166,21 @@ class Block:
             cells.clear()
 
 
-class Typist:
-    """One stream of one rank: complete lines out of it, and its open block."""
+class LineAssembler:
+    """One stream of one rank: returns its complete lines and keeps the open ones."""
 
     def __init__(self) -> None:
-        self.block: Block | None = None
+        self.open_lines: TerminalLines | None = None
         self.style = ""
-        """In which the next line begins."""
+        """Style in which the next line begins."""
 
-    def between_lines(self, text: str) -> bool:
-        """Whether nothing is open, and nothing will be after this text."""
-        return self.block is None and text.endswith("\n") and not _DRAWS.search(text)
+    def stays_at_line_start(self, text: str) -> bool:
+        """Return whether no line is open, neither now nor after this text."""
+        return self.open_lines is None and text.endswith("\n") and not _DRAWS.search(text)
 
     def feed(self, text: str, *, now: float) -> list[str]:
-        """Take text; lines that are complete, each with its colours closed."""
-        if self.block is None and not _DRAWS.search(text):
+        """Add text. Returns the lines that are now complete, each with its colours closed."""
+        if self.open_lines is None and not _DRAWS.search(text):
             return self._ordinary(text, now)
         done: list[str] = []
         for segment, ended in _segments(text):
@@ -179,20 +188,20 @@ class Typist:
         return done
 
     def close(self) -> list[str]:
-        """End the open block; its lines, unless a region shows them already."""
-        block, self.block = self.block, None
+        """Close the open lines. Returns them unless a live display shows them already."""
+        block, self.open_lines = self.open_lines, None
         if block is None:
             return []
-        block.closed = True
+        block.is_closed = True
         self.style = block.style
-        return [] if block.shown else block.lines()
+        return [] if block.is_displayed else block.lines()
 
     def _ordinary(self, text: str, now: float) -> list[str]:
         *lines, rest = text.split("\n")
         done = [self._finished(line) for line in lines]
         if rest:
-            self.block = Block(began=now, style=self.style)
-            self.block.put(rest)
+            self.open_lines = TerminalLines(began=now, style=self.style)
+            self.open_lines.write(rest)
         return done
 
     def _segment(self, segment: str, *, ended: bool, now: float) -> list[str]:
@@ -201,40 +210,42 @@ class Typist:
             done = self.close()
             done.append(self._finished(segment))
             return done
-        if self.block is None:
-            self.block = Block(began=now, style=self.style)
-        self.block.put(segment.removesuffix("\r") if ended else segment)
+        if self.open_lines is None:
+            self.open_lines = TerminalLines(began=now, style=self.style)
+        self.open_lines.write(segment.removesuffix("\r") if ended else segment)
         if ended:
-            self.block.newline(now)
-            if self.block.full or not (self.block.drawn or self.block.shown):
+            self.open_lines.newline(now)
+            if self.open_lines.is_full or not (
+                self.open_lines.is_progress_bar or self.open_lines.is_displayed
+            ):
                 done = self.close() or done
         return done
 
     def _at_start(self) -> bool:
-        return self.block is None or self.block.fresh_at is not None
+        return self.open_lines is None or self.open_lines.empty_row_since is not None
 
     def _finished(self, line: str) -> str:
         line = line.removesuffix("\r")
         if len(line) > MAX_LINE + _NOTE_CHARS:
-            line = line[:MAX_LINE] + cut_note(len(line))
-        line, self.style = contained(line, self.style)
+            line = line[:MAX_LINE] + truncation_note(len(line))
+        line, self.style = close_colours(line, self.style)
         return line
 
 
-def cut_note(num_chars: int) -> str:
-    """What stands at the end of a line that is too long to show."""
-    return f"... [a line of {size(num_chars)}, cut]"
+def truncation_note(num_chars: int) -> str:
+    """Return the note at the end of a truncated line."""
+    return f"... [line of {format_bytes(num_chars)}, truncated]"
 
 
-def shortened(text: str) -> str:
-    """Text whose long lines are cut, each with its size noted; bars are left alone."""
+def truncate_lines(text: str) -> str:
+    """Truncate long lines, with a note of their size; lines of progress bars are kept."""
     if len(text) <= MAX_LINE:
         return text
     parts: list[str] = []
     start = 0
     while (end := text.find("\n", start)) >= 0:
         if end - start > MAX_LINE and text.find("\r", start, end - 1) < 0:
-            parts += [text[start : start + MAX_LINE], cut_note(end - start), "\n"]
+            parts += [text[start : start + MAX_LINE], truncation_note(end - start), "\n"]
         else:
             parts.append(text[start : end + 1])
         start = end + 1
@@ -250,7 +261,7 @@ def _segments(text: str) -> Iterator[tuple[str, bool]]:
         yield rest, False
 
 
-def _text(cells: Cells) -> str:
+def _text(cells: StyledRow) -> str:
     parts: list[str] = []
     style = ""
     for char, wanted in cells:

@@ -1,8 +1,8 @@
 """The live panel: predicted and actual memory, curves, ranks, and buttons that run commands.
 
-Runs in the notebook's kernel, without torch. One picture of the session (`picture`) has three
-faces: a live widget (`widget`, with its front end in widgets/), HTML without script (`html`) and
-text (`text`). anywidget is imported when a widget is first displayed.
+Runs in the notebook kernel, without torch. `snapshot` takes the state of the session, which is
+shown as a live widget (`widget`, with the front end in widgets/), as static HTML or as text.
+anywidget is imported when a widget is first displayed.
 """
 
 from __future__ import annotations
@@ -11,168 +11,170 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import OptionError
-from nbdist.output.sink import FACES, kernel_here, shell_here
+from nbdist.output.sink import PANEL_FORMATS, get_kernel, get_shell
 from nbdist.panel import assets
-from nbdist.panel.controller import Live, View
-from nbdist.panel.curves import Series
+from nbdist.panel.controller import PanelController, PanelData
+from nbdist.panel.curves import CurveSet
 from nbdist.session import progress
 
 if TYPE_CHECKING:
     from nbdist.panel.curves import Points
-    from nbdist.panel.protocol import Picture
+    from nbdist.panel.protocol import PanelState
     from nbdist.panel.widget import PanelWidget
     from nbdist.session.session import Session
 
 _KAGGLE = "KAGGLE"
-"""Begins the names of variables that Kaggle sets. Its server has no anywidget, so that a widget
-would be an error there (Kaggle/docker-python#1487)."""
+"""Prefix of variables that Kaggle sets. Its server has no anywidget, so that a widget
+would show an error (Kaggle/docker-python#1487)."""
 
 
-def show(session: Session, face: str = "auto") -> None:
-    """Display the panel of a session under the cell that runs.
+def show_panel(session: Session, face: str = "auto") -> None:
+    """Display the panel of a session below the running cell.
 
-    A session has one panel; displayed again, the same one is seen in two places.
+    A session has one panel. Displayed again, the same panel is shown in two places.
 
     Args:
-        session: to be shown.
-        face: one of FACES; auto takes the best that is possible here.
+        session: the session to show.
+        face: one of ``PANEL_FORMATS``; auto selects the best one that is available here.
 
     Raises:
-        OptionError: no such face, or one that is not possible here.
+        OptionError: the format is unknown or not available here.
     """
-    chosen = face_for(face)
-    if chosen == "widget" and session.state != "stopped":  # of which no news will come
+    chosen = choose_output_format(face)
+    if chosen == "widget" and session.state != "stopped":  # a stopped session has no updates
         _open(session).show()
         return
-    words = bundle(session, look=True)
-    if chosen == "text" or shell_here() is None:
-        print(words["text/plain"])  # noqa: T201 - what was asked for
+    mime_bundle = static_mime_bundle(session, look=True)
+    if chosen == "text" or get_shell() is None:
+        print(mime_bundle["text/plain"])  # noqa: T201 - the requested output
         return
     from IPython.display import display
 
-    display(words, raw=True)
+    display(mime_bundle, raw=True)
 
 
-def face_for(face: str) -> str:
-    """The face to show here: widget, html or text.
+def choose_output_format(face: str) -> str:
+    """Return the format to use here: widget, html or text.
 
     Raises:
-        OptionError: no such face, or one that is not possible here.
+        OptionError: the format is unknown or not available here.
     """
-    if face not in FACES:
-        message = f"the panel has no face {face!r}; use one of {', '.join(FACES)}."
-        raise OptionError(message)
-    if face == "widget" and (why := _why_no_widget()):
-        raise OptionError(f"the live panel is not possible here: {why}; use --face html.")
+    if face not in PANEL_FORMATS:
+        *formats, last_format = PANEL_FORMATS
+        raise OptionError(
+            f"Unknown panel format {face!r} (--face). Use {', '.join(formats)} or {last_format}."
+        )
+    if face == "widget" and (reason := _why_no_widget()):
+        raise OptionError(f"The live panel is not available here: {reason}. Use --face html.")
     if face != "auto":
         return face
-    if kernel_here() is None:
+    if get_kernel() is None:
         return "text"
     on_kaggle = any(name.startswith(_KAGGLE) for name in os.environ)
     return "html" if on_kaggle or _why_no_widget() else "widget"
 
 
-def bundle(session: Session, *, look: bool = False) -> dict[str, str]:
-    """The session as HTML without script, and as text.
+def static_mime_bundle(session: Session, *, look: bool = False) -> dict[str, str]:
+    """Return the panel as static HTML and as text.
 
     Args:
-        session: to be shown.
-        look: sample the devices and plan the prepared model first, where no cell runs.
+        session: the session to show.
+        look: first sample the devices and plan the prepared model, unless a cell runs.
     """
     view = _view(session)
     if look and view.panel is None:
-        _look(view)
-    return faces(view.draw(), history(session))
+        _sample_and_plan(view)
+    return render_formats(view.snapshot(), curve_history(session))
 
 
-def faces(drawn: Picture, curves: dict[str, Points]) -> dict[str, str]:
-    """A picture as HTML and as text."""
+def render_formats(drawn: PanelState, curves: dict[str, Points]) -> dict[str, str]:
+    """Render a snapshot as HTML and as text."""
     from nbdist.display import panel_html, panel_text
 
     return {
-        "text/html": panel_html.page(drawn, curves),
-        "text/plain": panel_text.page(drawn, curves),
+        "text/html": panel_html.render_page(drawn, curves),
+        "text/plain": panel_text.render_page(drawn, curves),
     }
 
 
-def history(session: Session) -> dict[str, Points]:
-    """The curves so far."""
-    series = Series()
-    series.follow(session.metrics)
-    series.unfollow()
-    return series.history()
+def curve_history(session: Session) -> dict[str, Points]:
+    """Return all curves of a session."""
+    series = CurveSet()
+    series.subscribe(session.metrics)
+    series.unsubscribe()
+    return series.downsampled_curves()
 
 
-def _look(view: View) -> None:
-    """Sample and plan once, for what is seen first."""
+def _sample_and_plan(view: PanelData) -> None:
+    """Sample the devices and plan once, for the first display."""
     session = view.session
     if session.state in {"ready", "running"}:
-        view.devices.look()
-    if session.running is None and session.turn.acquire(blocking=False):
+        view.devices.sample_once()
+    if session.running is None and session.lock.acquire(blocking=False):
         try:
-            with progress.without_lines():
-                view.replan(at_once=True)
+            with progress.suppress_status_lines():
+                view.replan_if_changed(at_once=True)
         finally:
-            session.turn.release()
+            session.lock.release()
 
 
 def _why_no_widget() -> str:
-    """What is missing for a widget; empty where nothing is."""
-    if kernel_here() is None:
-        return "there is no notebook"
-    if not assets.present():
+    """Return why a widget cannot be shown; "" if it can."""
+    if get_kernel() is None:
+        return "this is not a notebook"
+    if not assets.has_built_assets():
         return f"{assets.SCRIPT.name} was not built when nbdist was installed"
     return ""
 
 
 class Panel:
-    """The live panel of one session, and where it is displayed."""
+    """The live panel of one session, and the displays that show it."""
 
     def __init__(self, session: Session) -> None:
-        """Make the widget and begin to look."""
+        """Create the widget and start the updates."""
         from nbdist.panel.widget import PanelWidget
 
         self._session = session
         self.view = _view(session)
         self._handles: list[Any] = []
-        self._widget: PanelWidget = PanelWidget(self._receive, lambda: bundle(session))
-        self.live = Live(self.view, self._widget.say)
-        self.view.panel = self  # now that nothing can fail any more
+        self._widget: PanelWidget = PanelWidget(self._receive, lambda: static_mime_bundle(session))
+        self.live = PanelController(self.view, self._widget.send_message)
+        self.view.panel = self  # last, since the lines above may fail
         session.at_stop(self.freeze)
 
     def show(self) -> None:
-        """Display it under the cell that runs."""
+        """Display the panel below the running cell."""
         from IPython.display import display
 
         self._handles.append(display(self._widget, display_id=True))
 
     def freeze(self) -> None:
-        """Put what was seen last in the place of the widget, for good."""
-        if self.view.panel is not self:  # it is frozen already
+        """Replace the widget permanently by a static view of the last state."""
+        if self.view.panel is not self:  # frozen already
             return
         self.live.close()
-        words = faces(self.view.draw(), self.live.history())
+        mime_bundle = render_formats(self.view.snapshot(), self.live.curve_history())
         for handle in self._handles:
-            handle.update(words, raw=True)
+            handle.update(mime_bundle, raw=True)
         self._handles.clear()
-        self.live.say_last()  # a page that was reloaded no longer knows which output to replace
+        self.live.send_final_state()  # a reloaded page does not know which output to replace
         self.view.panel = None
 
     def _receive(self, message: object, buffers: object) -> None:
-        self.live.receive(message, buffers)
+        self.live.receive_message(message, buffers)
 
 
-def _view(session: Session) -> View:
-    """What is known of a session; it lives as long."""
-    if not isinstance(session.kept_for_panel, View):
-        session.kept_for_panel = View(session)
-    return session.kept_for_panel
+def _view(session: Session) -> PanelData:
+    """The panel model of a session, created on first use."""
+    if not isinstance(session.panel_model, PanelData):
+        session.panel_model = PanelData(session)
+    return session.panel_model
 
 
 def _open(session: Session) -> Panel:
-    """The panel of a session, made where there is none."""
+    """The panel of a session, created on first use."""
     view = _view(session)
     if isinstance(view.panel, Panel):
         return view.panel
-    _look(view)  # between cells that follow each other there is no time for it
+    _sample_and_plan(view)  # now, because there may be no time between consecutive cells
     return Panel(session)

@@ -1,4 +1,4 @@
-"""The built front end; `hatch_build.py` makes it out of widgets/ when nbdist is installed."""
+"""Paths of the built front end, which `hatch_build.py` builds from widgets/ at installation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ SCRIPT = Path(__file__).parent / "static" / "panel.js"
 STYLE = SCRIPT.with_suffix(".css")
 
 
-def present() -> bool:
-    """Whether it was built."""
+def has_built_assets() -> bool:
+    """Return whether the front end is built."""
     return SCRIPT.is_file() and STYLE.is_file()

@@ -1,7 +1,7 @@
-"""What the front end asks for: checked here, then run one after the other.
+"""Commands of the front end: validated here, then run one after the other.
 
-Whoever can write to the kernel's comms can run code in it, so that nothing is defended here but
-the panel itself: no message may end it, fill its memory or call what has no button.
+Anyone who can write to the kernel's comms can run code in it. The checks therefore only protect the
+panel itself: no message may crash it, fill its memory or call a function without a button.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from nbdist.errors import NbdistError, NotEmptyError, SessionBusy
-from nbdist.output.ansi import clean
+from nbdist.output.ansi import replace_invalid_chars
 from nbdist.panel.protocol import (
     MAX_ID_CHARS,
     MAX_MESSAGE_CHARS,
-    Answer,
+    CommandAnswer,
     CommandName,
-    Queued,
+    QueuedCommand,
 )
 from nbdist.session import progress
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.2
-"""How often a command that waits looks whether it is its turn."""
-PATIENCE_S = 3.0
-"""A restart cuts short what the ranks have been asked for longer than this."""
+POLL_INTERVAL_S = 0.2
+"""Interval at which a waiting command checks whether it can run."""
+RESTART_TIMEOUT_S = 3.0
+"""A restart aborts requests to the ranks that take longer than this."""
 MAX_QUEUE = 16
 MAX_NPROC = 4096
 MAX_ACCUMULATE = 4096
@@ -42,8 +42,8 @@ _NAME_CHARS, _PATH_CHARS, _SEARCH_CHARS = 64, 1024, 256
 _DEPTH = 6
 
 
-class BadMessage(Exception):  # noqa: N818 - what it is
-    """A message that is refused; `answers` names the command, where it has a name."""
+class BadMessage(Exception):  # noqa: N818 - the name describes the message
+    """An invalid message; `answers` is the id of its command, if it has one."""
 
     def __init__(self, text: str, answers: str | None = None) -> None:
         super().__init__(text)
@@ -51,13 +51,13 @@ class BadMessage(Exception):  # noqa: N818 - what it is
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """A page was opened: it wants everything."""
+class PageOpened:
+    """A page was opened and needs the complete state."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogRequest:
-    """Lines of a rank, or of the launcher, that contain a text."""
+    """Request for the log lines of a rank, or of the launcher, that contain a text."""
 
     rank: int | None
     search: str
@@ -65,7 +65,7 @@ class LogRequest:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something to be done."""
+    """A command of the front end."""
 
     id: str
     name: CommandName
@@ -73,40 +73,40 @@ class Command:
 
     @property
     def text(self) -> str:
-        """In words, as a magic would have it: "switch zero3 offload=cpu"."""
-        said = [
+        """Return the command as text, like a magic: "switch zero3 offload=cpu"."""
+        words = [
             str(value) if key in {"name", "backend", "folder"} else f"{key}={value}"
             for key, value in self.arguments.items()
         ]
-        return " ".join([self.name, *said])
+        return " ".join([self.name, *words])
 
 
 # ---------------------------------------------------------------------------- checking
 
 
 @dataclass(frozen=True, slots=True)
-class _Is:
-    """What an argument must be."""
+class _ArgumentRule:
+    """Rule for the value of an argument."""
 
     kind: type
     words: str
     largest: int = 0
-    """Characters of a text, value of a number."""
+    """Maximum length of a text, or maximum value of a number."""
 
     def check(self, value: object) -> bool:
-        if type(value) is not self.kind:  # True is no number here
+        if type(value) is not self.kind:  # excludes True, which is an int
             return False
         if isinstance(value, str):
-            return 0 < len(value) <= self.largest and clean(value) == value
+            return 0 < len(value) <= self.largest and replace_invalid_chars(value) == value
         return not isinstance(value, int) or isinstance(value, bool) or 1 <= value <= self.largest
 
 
-def _text(chars: int) -> _Is:
-    return _Is(str, f"a text of 1 to {chars} characters", chars)
+def _text(chars: int) -> _ArgumentRule:
+    return _ArgumentRule(str, f"a string of 1 to {chars} characters", chars)
 
 
-_FLAG = _Is(bool, "true or false")
-ARGUMENTS: Mapping[str, Mapping[str, _Is]] = {
+_FLAG = _ArgumentRule(bool, "true or false")
+ARGUMENTS: Mapping[str, Mapping[str, _ArgumentRule]] = {
     "interrupt": {},
     "restart": {},
     "plan": {},
@@ -118,17 +118,17 @@ ARGUMENTS: Mapping[str, Mapping[str, _Is]] = {
         "offload_params": _FLAG,
         "activation_checkpointing": _FLAG,
         "replicate_across": _text(_NAME_CHARS),
-        "accumulate": _Is(int, f"a whole number from 1 to {MAX_ACCUMULATE}", MAX_ACCUMULATE),
+        "accumulate": _ArgumentRule(int, f"an integer from 1 to {MAX_ACCUMULATE}", MAX_ACCUMULATE),
         "precision": _text(_NAME_CHARS),
-        "nproc": _Is(int, f"a whole number from 1 to {MAX_NPROC}", MAX_NPROC),
+        "nproc": _ArgumentRule(int, f"an integer from 1 to {MAX_NPROC}", MAX_NPROC),
         "reset_optimizer": _FLAG,
     },
     "save": {"name": _text(_NAME_CHARS), "overwrite": _FLAG},
     "load": {"name": _text(_PATH_CHARS)},
     "export": {"folder": _text(_PATH_CHARS), "overwrite": _FLAG},
 }
-"""Command -> argument -> what it must be."""
-_NEEDED: Mapping[str, str] = {
+"""Command -> argument -> rule."""
+_REQUIRED_ARGUMENTS: Mapping[str, str] = {
     "save": "name",
     "load": "name",
     "export": "folder",
@@ -136,67 +136,75 @@ _NEEDED: Mapping[str, str] = {
 }
 
 
-def read(message: object, buffers: object = ()) -> Hello | LogRequest | Command:
-    """Check a message of the front end.
+def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequest | Command:
+    """Validate a message of the front end.
 
     Raises:
-        BadMessage: it is none of the protocol's.
+        BadMessage: the message does not follow the protocol.
     """
     if buffers:
-        raise BadMessage("no message of a front end has buffers")
+        raise BadMessage("messages of a front end must not have buffers")
     if not isinstance(message, dict):
-        raise BadMessage("a message is an object with a kind")
-    given = message.get("id")
-    named = isinstance(given, str) and len(given) <= MAX_ID_CHARS and clean(given) == given
-    identity = given if named else None
+        raise BadMessage("a message must be an object with a kind")
+    value = message.get("id")
+    is_valid = (
+        isinstance(value, str)
+        and len(value) <= MAX_ID_CHARS
+        and replace_invalid_chars(value) == value
+    )
+    identity = value if is_valid else None
     if _weight(message) > MAX_MESSAGE_CHARS:
-        raise BadMessage(f"a message has at most {MAX_MESSAGE_CHARS} characters", identity)
+        raise BadMessage(f"a message must have at most {MAX_MESSAGE_CHARS} characters", identity)
     kind = message.get("kind")
     if kind == "hello":
-        return Hello()
+        return PageOpened()
     if kind == "log":
         return _log_request(message)
     if kind == "command":
         return _command(message, identity)
-    raise BadMessage("the kind of a message is hello, log or command", identity)
+    raise BadMessage("the kind of a message must be hello, log or command", identity)
 
 
 def _log_request(message: Mapping[str, Any]) -> LogRequest:
     rank, search = message.get("rank"), message.get("search", "")
     if rank is not None and (type(rank) is not int or not 0 <= rank < MAX_NPROC):
-        raise BadMessage("the rank of a log is null or a whole number")
-    if not isinstance(search, str) or len(search) > _SEARCH_CHARS or clean(search) != search:
-        raise BadMessage(
-            f"what is searched in a log is a text of {_SEARCH_CHARS} characters at most"
-        )
+        raise BadMessage("the rank of a log must be null or an integer")
+    if (
+        not isinstance(search, str)
+        or len(search) > _SEARCH_CHARS
+        or replace_invalid_chars(search) != search
+    ):
+        raise BadMessage(f"the search text of a log must have at most {_SEARCH_CHARS} characters")
     return LogRequest(rank, search)
 
 
 def _command(message: Mapping[str, Any], identity: str | None) -> Command:
     if not identity:
-        raise BadMessage(f"a command has an id of 1 to {MAX_ID_CHARS} characters")
+        raise BadMessage(f"a command must have an id of 1 to {MAX_ID_CHARS} characters")
     name, arguments = message.get("name"), message.get("arguments", {})
     if not isinstance(name, str) or name not in get_args(CommandName):
-        raise BadMessage(f"a command is one of {', '.join(get_args(CommandName))}", identity)
+        raise BadMessage(f"a command must be one of {', '.join(get_args(CommandName))}", identity)
     if not isinstance(arguments, dict):
-        raise BadMessage("the arguments of a command are an object", identity)
+        raise BadMessage("the arguments of a command must be an object", identity)
     allowed = ARGUMENTS[name]
     for key, value in arguments.items():
         if key not in allowed:
-            words = ", ".join(allowed) or "no arguments"
-            raise BadMessage(f"{name} has {words}; {_short(key)} is none of them", identity)
+            names = ", ".join(allowed) or "none"
+            raise BadMessage(
+                f"unknown argument {_short(key)} of {name}, allowed: {names}", identity
+            )
         if not allowed[key].check(value):
-            raise BadMessage(f"{key} of {name} is {allowed[key].words}", identity)
-    needed = _NEEDED.get(name)
+            raise BadMessage(f"argument {key} of {name} must be {allowed[key].words}", identity)
+    needed = _REQUIRED_ARGUMENTS.get(name)
     if needed is not None and needed not in arguments:
-        raise BadMessage(f"{name} needs {needed}", identity)
+        raise BadMessage(f"{name} requires {needed}", identity)
     if name == "switch" and not arguments:
-        raise BadMessage("switch needs what is to change", identity)
+        raise BadMessage("switch requires at least one argument", identity)
     return Command(identity, cast("CommandName", name), dict(arguments))
 
 
 def _weight(value: object, depth: int = 0) -> int:
-    """About as many characters as its JSON has; stops counting where it is too much."""
+    """Approximate length of the value as JSON. Stops counting above the limit."""
     if isinstance(value, str):
         return len(value) + 2
     if depth > _DEPTH:
@@ -217,131 +225,141 @@ def _weight(value: object, depth: int = 0) -> int:
 
 def _short(value: object) -> str:
     text = ascii(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."  # noqa: PLR2004 - a part of a sentence
+    return text if len(text) <= 40 else f"{text[:37]}..."  # noqa: PLR2004 - short enough for a message
 
 
 # ---------------------------------------------------------------------------- running
 
 
-class Driver:
-    """One thread that runs commands in their order, when the session is free.
+class CommandQueue:
+    """A thread that runs commands in order whenever the session is free.
 
-    A profile is of the cell that runs, and waits for none.
+    A profile applies to the running cell, so it does not wait for the cell to end.
 
     Args:
-        session: whose methods the commands are.
-        answer: gets what came of each; on the thread.
-        plan: makes the plan anew.
-        idle: called now and then while nothing waits and the session is free, in its turn.
+        session: the session whose methods are called.
+        answer: called on the thread with the answer to each command.
+        plan: plans the model again.
+        idle: called regularly, in the session's turn, while no command waits and it is free.
     """
 
     def __init__(
         self,
         session: Session,
         *,
-        answer: Callable[[Answer], object],
+        answer: Callable[[CommandAnswer], object],
         plan: Callable[[], str],
         idle: Callable[[], object],
     ) -> None:
-        """Begin to wait for commands."""
+        """Start the thread."""
         self._session, self._answer, self._plan, self._idle = session, answer, plan, idle
         self._waiting: deque[Command] = deque()
         self._lock = threading.Lock()
-        """For those that wait: any thread puts, takes and cancels."""
+        """Protects the waiting commands, which any thread may add, take and cancel."""
         self.doing: Command | None = None
-        """The command that runs."""
+        """The running command."""
         self._busy_since: float | None = None
-        """Since when the thread runs a command or looks around, by the monotonic clock."""
+        """Monotonic time since which the thread runs a command or the idle callback."""
         self._woken = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="nbdist-commands", daemon=True)
         self._thread.start()
 
-    def put(self, command: Command) -> None:
-        """Take a command; returns at once."""
+    def submit(self, command: Command) -> None:
+        """Add a command. Returns immediately."""
         if command.name == "restart":
-            self._make_way()
+            self._drop_waiting()
         with self._lock:
             full = len(self._waiting) >= MAX_QUEUE
             if not full:
                 self._waiting.append(command)
         if full:
-            text = f"{MAX_QUEUE} commands wait already; stop the running cell, or wait."
-            self._answer(answered(command.id, text, ok=False))
+            text = f"{MAX_QUEUE} commands are already queued. Interrupt the running cell, or wait."
+            self._answer(make_answer(command.id, text, ok=False))
         self._woken.set()
 
-    def cancel(self, asked: Command) -> None:
-        """Take a command back that still waits; returns at once."""
-        wanted = asked.arguments["command"]
+    def cancel(self, request: Command) -> None:
+        """Cancel a command that still waits. Returns immediately."""
+        command_id = request.arguments["command"]
         with self._lock:
-            found = next((one for one in self._waiting if one.id == wanted), None)
-            if found is not None:
-                self._waiting.remove(found)
-        if found is None:
-            text = "it no longer waits: it runs, or has run."
-            self._answer(answered(asked.id, text, ok=False))
+            cancelled = next(
+                (command for command in self._waiting if command.id == command_id), None
+            )
+            if cancelled is not None:
+                self._waiting.remove(cancelled)
+        if cancelled is None:
+            text = "Cannot cancel the command: it has already started."
+            self._answer(make_answer(request.id, text, ok=False))
             return
-        self._answer(answered(found.id, "not done: it was cancelled.", ok=False))
-        self._answer(answered(asked.id, f"cancelled: {found.text}", ok=True))
+        self._answer(make_answer(cancelled.id, "Not run: the command was cancelled.", ok=False))
+        self._answer(make_answer(request.id, f"Cancelled: {cancelled.text}", ok=True))
 
-    def _make_way(self) -> None:
-        """For a restart, which waits for nothing that the old ranks should still do."""
+    def _drop_waiting(self) -> None:
+        """Drop all waiting commands before a restart."""
         while (dropped := self._next()) is not None:
-            self._answer(answered(dropped.id, "not done: the ranks are restarted.", ok=False))
+            self._answer(make_answer(dropped.id, "Not run: the ranks are restarted.", ok=False))
 
-    def hurry(self) -> None:
-        """Cut short what a restart waits for too long; called now and then, from another thread.
+    def abort_stuck_restart(self) -> None:
+        """Abort the running request if a restart has waited too long; called regularly.
 
-        What this thread asks of the ranks may hang, and only new ranks end that.
+        Called from another thread, because a request to the ranks may hang until they are replaced.
         """
         since = self._busy_since
-        if since is None or time.monotonic() - since <= PATIENCE_S or not self._restart_waits():
+        if (
+            since is None
+            or time.monotonic() - since <= RESTART_TIMEOUT_S
+            or not self._restart_waits()
+        ):
             return
         self._session.give_up()
 
     def _next(self) -> Command | None:
-        """Take the first that waits."""
+        """Take the first waiting command."""
         with self._lock:
             return self._waiting.popleft() if self._waiting else None
 
     @property
-    def queue(self) -> list[Queued]:
-        """Commands that wait for the running cell."""
+    def waiting_commands(self) -> list[QueuedCommand]:
+        """Return the commands that wait for the running cell."""
         with self._lock:
-            return [Queued(id=one.id, text=one.text) for one in self._waiting]
+            return [QueuedCommand(id=command.id, text=command.text) for command in self._waiting]
 
     def close(self) -> None:
-        """End the thread; a command that runs is waited for, those that wait are not run."""
+        """End the thread after the running command; waiting commands are dropped."""
         self._closed = True
         self._woken.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
-        with progress.without_lines():
+        with progress.suppress_status_lines():
             while not self._closed:
-                self._woken.wait(LOOK_S if self._waiting else 5 * LOOK_S)
+                self._woken.wait(POLL_INTERVAL_S if self._waiting else 5 * POLL_INTERVAL_S)
                 self._woken.clear()
                 if self._restart_waits():
-                    self._session.abandon()  # what magics do, too: it waits for no cell
+                    self._session.abandon()  # as the magic does: a restart does not wait for a cell
                 while (command := self._take_profile()) is not None:
                     self._do(command)
                 self._try_next()
 
     def _restart_waits(self) -> bool:
         with self._lock:
-            return any(one.name == "restart" for one in self._waiting)
+            return any(command.name == "restart" for command in self._waiting)
 
     def _take_profile(self) -> Command | None:
         with self._lock:
-            found = next((one for one in self._waiting if one.name == "profile"), None)
-            if found is not None:
-                self._waiting.remove(found)
-        return found
+            profile = next(
+                (command for command in self._waiting if command.name == "profile"), None
+            )
+            if profile is not None:
+                self._waiting.remove(profile)
+        return profile
 
     def _try_next(self) -> None:
-        """Do the next thing, if it can be done now."""
-        if self._session.running is not None or not self._session.turn.acquire(timeout=LOOK_S):
+        """Run the next command, or the idle callback, if the session is free."""
+        if self._session.running is not None or not self._session.lock.acquire(
+            timeout=POLL_INTERVAL_S
+        ):
             return
         try:
             if self._closed or self._session.running is not None:
@@ -351,16 +369,16 @@ class Driver:
                 self._do(command)
                 self._woken.set()
             else:
-                self._look_around()
+                self._run_idle_callback()
         finally:
-            self._session.turn.release()
+            self._session.lock.release()
 
-    def _look_around(self) -> None:
+    def _run_idle_callback(self) -> None:
         self._busy_since = time.monotonic()
         try:
             self._idle()
-        except Exception:  # whatever it is, commands are still to be done
-            log.exception("the session could not be looked at")
+        except Exception:  # commands must still run
+            log.exception("the idle callback of the panel failed")
         finally:
             self._busy_since = None
 
@@ -371,29 +389,31 @@ class Driver:
             text, ok = self._done(command), True
         except NbdistError as error:
             if isinstance(error, SessionBusy) and command.name != "profile":
-                with self._lock:  # a cell in the background was quicker
+                with self._lock:  # a background cell started first
                     self._waiting.appendleft(command)
                 return
             text, ok = str(error), False
             replaces = isinstance(error, NotEmptyError)
-        except Exception as error:  # a defect of ours: told, and the panel goes on
+        except Exception as error:  # a bug of nbdist: report it and continue
             log.exception("%s failed", command.text)
             text, ok = f"{type(error).__name__}: {error}", False
         finally:
             self.doing = self._busy_since = None
-        self._answer(answered(command.id, text, ok=ok, replaces=replaces))
+        self._answer(make_answer(command.id, text, ok=ok, replaces=replaces))
 
     def _done(self, command: Command) -> str:
-        """Run one command; returns what it says."""
+        """Run one command and return its result as text."""
         session = self._session
         if command.name == "plan":
             return self._plan()
         if command.name == "restart":
             session.restart()
-            return f"new ranks: {session.describe()}"
+            return f"Restarted the ranks: {session.describe()}"
         return str(getattr(session, command.name)(**command.arguments))
 
 
-def answered(identity: str, text: str, *, ok: bool, replaces: bool = False) -> Answer:
-    """What is said of the command of this name."""
-    return Answer(kind="answer", id=identity, ok=ok, text=clean(text), replaces=replaces)
+def make_answer(identity: str, text: str, *, ok: bool, replaces: bool = False) -> CommandAnswer:
+    """Return the answer to the command with this id."""
+    return CommandAnswer(
+        kind="answer", id=identity, ok=ok, text=replace_invalid_chars(text), replaces=replaces
+    )

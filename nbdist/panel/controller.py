@@ -1,8 +1,8 @@
-"""The panel of one session while it is open: its threads, and what they send.
+"""The open panel of one session: its threads and the messages that it sends.
 
-Messages of the front end come on any thread and are only put down here. The panel's own thread
-reads them, draws pictures and sends what changed; commands run on the driver's thread; devices
-are sampled on a third.
+Messages of the front end arrive on any thread and are only queued there. The panel's own thread
+handles them, takes snapshots and sends changes. Commands run on the thread of ``CommandQueue``, and
+devices are sampled on a third thread.
 """
 
 from __future__ import annotations
@@ -15,323 +15,335 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from nbdist.display import panel_units
-from nbdist.output.ansi import clean, plain
+from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.panel import plan_view, snapshot
 from nbdist.panel.commands import (
     BadMessage,
     Command,
-    Driver,
-    Hello,
+    CommandQueue,
     LogRequest,
-    answered,
-    read,
+    PageOpened,
+    make_answer,
+    parse_message,
 )
-from nbdist.panel.curves import Series, packed
-from nbdist.panel.devices import Devices
-from nbdist.panel.plan_view import NOTHING_YET, Predicted, predict
-from nbdist.panel.profile_view import Profiled
+from nbdist.panel.curves import CurveSet, pack_points
+from nbdist.panel.devices import DeviceSampler
+from nbdist.panel.plan_view import NO_MODEL_MESSAGE, PlanView, plan_session_model
+from nbdist.panel.profile_view import ProfileViewCache
 from nbdist.panel.protocol import (
-    BEAT_S,
+    HEARTBEAT_INTERVAL_S,
     MAX_LOG_LINES,
-    Answer,
-    Beat,
-    Changed,
+    CommandAnswer,
+    CurvePointsMessage,
     DeviceSample,
     DeviceSamples,
-    Log,
-    Reset,
-    Rows,
+    DeviceSamplesMessage,
+    HeartbeatMessage,
+    LogMessage,
+    ResetMessage,
     SampleHistory,
-    Samples,
+    StateChangeMessage,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbdist.panel.curves import Points
-    from nbdist.panel.protocol import Notice, Picture, ToFront
+    from nbdist.panel.protocol import FrontendMessage, NoticeView, PanelState
     from nbdist.protocol import messages
     from nbdist.session.cell import Cell
     from nbdist.session.placement import Placement
     from nbdist.session.session import Session
     from nbdist.strategies import Options
 
-    Send = Callable[[ToFront, list[bytes]], object]
+    Send = Callable[[FrontendMessage, list[bytes]], object]
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 0.2
-"""Between two messages, on average: at most five a second."""
-CLOSE_S = 5.0
-WHERE_S = 2.0
-"""A cell that runs for so long is asked where it is, and again after it."""
-PEEK_S = 60.0
-"""Between two looks at what a long cell has prepared, in the end."""
-SETTLED_S = 0.5
-"""After the end of a cell it is looked at what it has prepared."""
+UPDATE_INTERVAL_S = 0.2
+"""Average interval between two messages: at most five per second."""
+CLOSE_TIMEOUT_S = 5.0
+STACK_POLL_INTERVAL_S = 2.0
+"""Interval at which the ranks of a long cell are polled for their current line."""
+MAX_MODEL_POLL_INTERVAL_S = 60.0
+"""Maximum interval between two requests for the models that a long cell has prepared."""
+REPLAN_DELAY_S = 0.5
+"""Delay after the end of a cell before its prepared model is planned."""
 MAX_INBOX = 256
-NOTICE_S = 30.0
-"""What came of a command is shown for so long."""
+NOTICE_DURATION_S = 30.0
+"""Time for which the result of a command is shown."""
 
 
-class View:
-    """What is known of a session between two pictures: its devices and its plan."""
+class PanelData:
+    """State of the panel between two snapshots: devices, plan and profile."""
 
     def __init__(self, session: Session) -> None:
-        """Know nothing yet."""
+        """Start without a plan."""
         self.session = session
-        self.devices = Devices(
+        self.devices = DeviceSampler(
             self._pids,
             lambda: session.placement,
             nodes=lambda: session.nodes,
             ask=session.nodes_now,
         )
-        self.predicted = Predicted.nothing(NOTHING_YET)
-        self.profiled = Profiled()
+        self.plan_view = PlanView.empty(NO_MODEL_MESSAGE)
+        self.profile_view = ProfileViewCache()
         self.panel: object = None
         """The open panel, if there is one."""
         self._traced = False
         self._seen: tuple[Cell | None, Options, Placement] | None = None
-        self._peeked: messages.ModelReply | None = None
+        self._last_model_reply: messages.ModelReply | None = None
         self._metrics = session.metrics
         self._lock = threading.Lock()
 
     def _pids(self) -> dict[int, int]:
-        return {one["rank"]: one["pid"] for one in self.session.status()["ranks"]}
+        return {process["rank"]: process["pid"] for process in self.session.status()["ranks"]}
 
-    def draw(self, **more: Any) -> Picture:
-        """The session at this moment."""
+    def snapshot(self, **more: Any) -> PanelState:
+        """Return a snapshot of the session."""
         self._forget_old_ranks()
-        return snapshot.draw(self.session, self.devices, self.predicted, self.profiled, **more)
+        return snapshot.take_snapshot(
+            self.session, self.devices, self.plan_view, self.profile_view, **more
+        )
 
     def _forget_old_ranks(self) -> None:
-        """A restart has begun, with new metrics: what the old ranks held and ran is no more."""
+        """Clear the plan and the samples after a restart, which creates new metrics."""
         with self._lock:
             if self._metrics is self.session.metrics:
                 return
             self._metrics = self.session.metrics
-            self.predicted, self._traced = Predicted.nothing(NOTHING_YET), False
-            self._seen = self._peeked = None
-            self.devices.forget()
+            self.plan_view, self._traced = PlanView.empty(NO_MODEL_MESSAGE), False
+            self._seen = self._last_model_reply = None
+            self.devices.clear_samples()
 
-    def replan(self, *, at_once: bool = False) -> None:
-        """Plan where a cell has ended or the strategy is another one; the session is free.
+    def replan_if_changed(self, *, at_once: bool = False) -> None:
+        """Plan again if a cell has ended or the strategy has changed. The session must be free.
 
-        By the closed form; what a trace has told of a model that has none is kept.
+        Uses the closed form. The traced plan of a model without a closed form is kept.
 
         Args:
-            at_once: also where a cell has ended just now, and the next may wait for it.
+            at_once: do not wait for the delay after the end of a cell.
         """
         self._forget_old_ranks()
         session = self.session
         if session.state != "ready" or session.undecided:
             return
-        seen = session.last, session.options, session.placement
-        settled = at_once or time.time() - session.since >= SETTLED_S
-        if seen == self._seen or not settled:
+        state = session.last, session.options, session.placement
+        settled = at_once or time.time() - session.state_since >= REPLAN_DELAY_S
+        if state == self._seen or not settled:
             return
-        before, self._seen = self._seen, seen
-        switched = before is not None and before[1:] != seen[1:]
+        previous, self._seen = self._seen, state
+        switched = previous is not None and previous[1:] != state[1:]
         if switched:
-            self.devices.strategy_changed()
-        known = self.predicted.holds_for(session.options, session.world_size)
-        if switched and known and before is not None and before[0] is session.last:
-            self.predicted = self.predicted.running(session.options)  # it has seen the batches
+            self.devices.reset_strategy_peaks()
+        is_valid = self.plan_view.is_valid_for(session.options, session.world_size)
+        if switched and is_valid and previous is not None and previous[0] is session.last:
+            # The existing plan is kept: it is based on the batches that a cell has used.
+            self.plan_view = self.plan_view.with_current_options(session.options)
         elif session.last is not None:
-            self.plan(quick=True)
+            self.update_plan(quick=True)
 
-    def peek(self) -> None:
-        """Ask what the running cell has prepared; `peeked` takes the answer."""
+    def request_prepared_model(self) -> None:
+        """Request the model of the running cell; ``plan_prepared_model`` takes the reply."""
         if not self.session.undecided:
-            self.session.peek.ask(self.session.hardware.kind)
+            self.session.model_query.send_request(self.session.hardware.kind)
 
-    def peeked(self) -> None:
-        """Plan what the running cell has prepared, if an answer has come and is new."""
-        seen = self.session.peek.answer()
-        if seen is None or (seen == self._peeked and self.predicted.plan is not None):
+    def plan_prepared_model(self) -> None:
+        """Plan the model that the running cell has prepared, if there is a new reply."""
+        reply = self.session.model_query.poll_reply()
+        if reply is None or (reply == self._last_model_reply and self.plan_view.plan is not None):
             return
-        self._peeked = seen
-        self.predicted = plan_view.peek(self.session, seen) or self.predicted
+        self._last_model_reply = reply
+        self.plan_view = plan_view.plan_running_model(self.session, reply) or self.plan_view
 
-    def plan(self, *, quick: bool) -> None:
-        """Plan the prepared model; the session is free."""
-        session, found = self.session, predict(self.session, quick=quick)
-        planned = bool(found.strategies["rows"])
-        held = self._traced and self.predicted.holds_for(session.options, session.world_size)
-        if planned or not held:
-            self.predicted, self._traced = found, planned and not quick
+    def update_plan(self, *, quick: bool) -> None:
+        """Plan the prepared model. The session must be free."""
+        session, predicted = self.session, plan_session_model(self.session, quick=quick)
+        planned = bool(predicted.strategies["rows"])
+        keeps_trace = self._traced and self.plan_view.is_valid_for(
+            session.options, session.world_size
+        )
+        if planned or not keeps_trace:
+            self.plan_view, self._traced = predicted, planned and not quick
         else:
-            self.predicted = self.predicted.running(session.options)
+            self.plan_view = self.plan_view.with_current_options(session.options)
 
 
-class Live:
+class PanelController:
     """An open panel.
 
     Args:
-        view: of its session.
+        view: the panel model of the session.
         send: sends a message with its buffers to all pages.
     """
 
-    def __init__(self, view: View, send: Send) -> None:
-        """Begin to look and to send."""
+    def __init__(self, view: PanelData, send: Send) -> None:
+        """Start the threads."""
         self._view, self._session, self._send = view, view.session, send
-        self._series = Series()
+        self._series = CurveSet()
         self._inbox: deque[tuple[object, object]] = deque(maxlen=MAX_INBOX)
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[CommandAnswer] = deque()
         self._woken = threading.Event()
         self._closed = False
-        self._notice: Notice | None = None
-        self._before: Picture | None = None
-        self._seats = view.devices.seats
+        self._notice: NoticeView | None = None
+        self._before: PanelState | None = None
+        self._sent_device_slots = view.devices.device_slots
         self._sampled = 0.0
         self._sent_at = self._due = time.monotonic()
-        self._where_at = self._peek_at = 0.0
-        self._peek_every = WHERE_S
+        self._stacks_polled_at = self._next_model_poll = 0.0
+        self._model_poll_interval_s = STACK_POLL_INTERVAL_S
         self.dropped = 0
-        """Messages that were not the protocol's."""
-        self._series.follow(self._session.metrics)
-        view.devices.open()
-        self._driver = Driver(
-            self._session, answer=self._take_answer, plan=self._plan, idle=view.replan
+        """Number of invalid messages."""
+        self._series.subscribe(self._session.metrics)
+        view.devices.start()
+        self._driver = CommandQueue(
+            self._session, answer=self._take_answer, plan=self._plan, idle=view.replan_if_changed
         )
         self._thread = threading.Thread(target=self._run, name="nbdist-panel", daemon=True)
         self._thread.start()
 
-    def receive(self, message: object, buffers: object = ()) -> None:
-        """Put down a message of the front end; from any thread."""
+    def receive_message(self, message: object, buffers: object = ()) -> None:
+        """Queue a message of the front end. Safe to call from any thread."""
         if self._closed:
             if isinstance(message, dict) and message.get("kind") == "hello":
-                self.say_last()
+                self.send_final_state()
             return
         self._inbox.append((message, buffers))
         self._woken.set()
 
-    def history(self) -> dict[str, Points]:
-        """The curves, once closed."""
-        self._series.fold(now=math.inf)  # nothing more will come
-        return self._series.history()
+    def curve_history(self) -> dict[str, Points]:
+        """Return the curves of a closed panel."""
+        self._series.take_new_points(now=math.inf)  # no more points will arrive
+        return self._series.downsampled_curves()
 
     def close(self) -> None:
         """End all threads."""
         self._closed = True
         self._woken.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
         self._driver.close()
-        self._view.devices.close()
-        self._series.unfollow()
+        self._view.devices.stop()
+        self._series.unsubscribe()
 
-    def say_last(self) -> None:
-        """Send what is to stay on the pages, once closed."""
-        self._series.fold(now=math.inf)
+    def send_final_state(self) -> None:
+        """Send the final state of a closed panel."""
+        self._series.take_new_points(now=math.inf)
         self._notice = None
-        self._say_everything()
+        self._send_reset()
 
     # -- the panel's thread
 
     def _run(self) -> None:
         while not self._closed:
-            self._woken.wait(max(EVERY_S, self._due - time.monotonic()))
+            self._woken.wait(max(UPDATE_INTERVAL_S, self._due - time.monotonic()))
             self._woken.clear()
             try:
                 self._answer_all()
-                self._driver.hurry()
+                self._driver.abort_stuck_restart()
                 if time.monotonic() >= self._due:
-                    self._tell_news()
-            except Exception:  # a picture that cannot be drawn is not the end of the panel
-                log.exception("the panel could not be brought up to date")
-                self._due = time.monotonic() + BEAT_S
+                    self._send_changes()
+            except Exception:  # an error in one snapshot must not end the panel
+                log.exception("the panel could not be updated")
+                self._due = time.monotonic() + HEARTBEAT_INTERVAL_S
 
     def _answer_all(self) -> None:
-        """Read what came, and answer; not later than the next message may be sent."""
+        """Handle and answer the queued messages."""
         opened = False
         while self._inbox:
             message, buffers = self._inbox.popleft()
             try:
-                asked = read(message, buffers)
+                request = parse_message(message, buffers)
             except BadMessage as error:
                 self.dropped += 1
-                log.info("a message of a page was refused: %s", error)
+                log.info("invalid message of a page: %s", error)
                 if error.answers is not None:
-                    self._say(answered(error.answers, str(error), ok=False))
+                    self._send_message(make_answer(error.answers, str(error), ok=False))
                 continue
-            opened = opened or isinstance(asked, Hello)
-            self._take(asked)
-        if opened:  # all pages get what any asks for
-            self._say_everything()
+            opened = opened or isinstance(request, PageOpened)
+            self._take(request)
+        if opened:  # every message goes to all pages
+            self._send_reset()
         while self._answers:
             answer = self._answers.popleft()
-            self._notice = snapshot.notice("info" if answer["ok"] else "error", answer["text"])
-            self._say(answer)
+            self._notice = snapshot.make_notice("info" if answer["ok"] else "error", answer["text"])
+            self._send_message(answer)
 
-    def _take(self, asked: Hello | LogRequest | Command) -> None:
-        match asked:
+    def _take(self, message: PageOpened | LogRequest | Command) -> None:
+        match message:
             case LogRequest(rank=rank, search=search):
-                self._say(
-                    Log(kind="log", rank=rank, search=search, lines=self._lines(rank, search))
+                self._send_message(
+                    LogMessage(
+                        kind="log", rank=rank, search=search, lines=self._lines(rank, search)
+                    )
                 )
             case Command(name="interrupt"):
-                self._interrupt(asked)
+                self._interrupt(message)
             case Command(name="cancel"):
-                self._driver.cancel(asked)
+                self._driver.cancel(message)
             case Command():
-                self._driver.put(asked)
+                self._driver.submit(message)
 
-    def _interrupt(self, asked: Command) -> None:
-        """Stop waits for nothing.
+    def _interrupt(self, request: Command) -> None:
+        """Interrupt what runs, without waiting.
 
-        What a magic does on the main thread (a start, a load) only the notebook's own interrupt
-        ends: a page whose Stop has no effect for a second asks the notebook's server for it.
+        Only the notebook's own interrupt ends what a magic runs on the main thread (a start, a
+        load). If Stop has no effect for a second, the page requests that interrupt from the
+        Jupyter server.
         """
-        doing = self._driver.doing
+        command = self._driver.doing
         if self._session.running is not None:
             self._session.interrupt()
-            ok, text = True, "the cell is asked to stop."
-        elif doing is not None and self._session.interrupt():
-            ok, text = True, f"{doing.text} is asked to stop."
-        elif doing is not None:
+            ok, text = True, "Interrupting the cell."
+        elif command is not None and self._session.interrupt():
+            ok, text = True, f"Interrupting {command.text}."
+        elif command is not None:
             ok = False
-            text = f"{doing.text} cannot be stopped now; Restart ends the ranks with it."
-        elif self._session.activity.now is not None:
+            text = f"Cannot interrupt {command.text} now. Restart to end the ranks and the command."
+        elif self._session.operation.progress is not None:
             return
-        elif self._session.interrupt():  # what a second Stop has left to itself
-            ok, text = True, "what runs on the ranks is asked to stop."
+        elif self._session.interrupt():  # work that a second interrupt has left
+            ok, text = True, "Interrupting the ranks."
         else:
-            ok, text = True, "no cell runs."
-        self._say(answered(asked.id, text, ok=ok))
+            ok, text = True, "No cell is running."
+        self._send_message(make_answer(request.id, text, ok=ok))
 
-    def _tell_news(self) -> None:
-        """Send what is new since the last time, and leave a pause for each message."""
-        if not self._series.follows(self._session.metrics):  # after a restart
-            self._series.follow(self._session.metrics)
-            self._say_everything()
-        elif self._view.devices.seats is not self._seats:  # after a switch to others
-            self._say_everything()
-        self._ask_where()
-        points = self._series.fold()
+    def _send_changes(self) -> None:
+        """Send what has changed since the last time."""
+        if not self._series.is_subscribed_to(self._session.metrics):  # after a restart
+            self._series.subscribe(self._session.metrics)
+            self._send_reset()
+        elif (
+            self._view.devices.device_slots is not self._sent_device_slots
+        ):  # after a switch to others
+            self._send_reset()
+        self._poll_ranks()
+        points = self._series.take_new_points()
         if points:
-            series, buffer = packed(points)
-            self._say(Rows(kind="rows", series=series), [buffer])
-        if self._notice is not None and time.time() - self._notice["time"] > NOTICE_S:
+            series, buffer = pack_points(points)
+            self._send_message(CurvePointsMessage(kind="rows", series=series), [buffer])
+        if self._notice is not None and time.time() - self._notice["time"] > NOTICE_DURATION_S:
             self._notice = None
-        now = self._view.draw(queue=self._driver.queue, notice=self._notice)
-        if changed := snapshot.changed(self._before, now):
-            self._say(Changed(kind="picture", changed=changed))
+        now = self._view.snapshot(queue=self._driver.waiting_commands, notice=self._notice)
+        if changed := snapshot.changed_keys(self._before, now):
+            self._send_message(StateChangeMessage(kind="picture", changed=changed))
         self._before = now
-        latest = self._view.devices.latest
+        latest = self._view.devices.latest_snapshot
         if latest is not None and latest.time != self._sampled:
             self._sampled = latest.time
-            self._say(Samples(kind="samples", time=latest.time, devices=_samples_of(latest)))
-        if time.monotonic() - self._sent_at >= BEAT_S:
-            self._say(Beat(kind="beat", time=time.time()))
+            self._send_message(
+                DeviceSamplesMessage(kind="samples", time=latest.time, devices=_samples_of(latest))
+            )
+        if time.monotonic() - self._sent_at >= HEARTBEAT_INTERVAL_S:
+            self._send_message(HeartbeatMessage(kind="beat", time=time.time()))
 
-    def _say_everything(self) -> None:
-        self._series.fold()
-        series, buffer = packed(self._series.history())
-        self._seats = self._view.devices.seats
-        self._before = self._view.draw(queue=self._driver.queue, notice=self._notice)
-        self._say(
-            Reset(
+    def _send_reset(self) -> None:
+        self._series.take_new_points()
+        series, buffer = pack_points(self._series.downsampled_curves())
+        self._sent_device_slots = self._view.devices.device_slots
+        self._before = self._view.snapshot(queue=self._driver.waiting_commands, notice=self._notice)
+        self._send_message(
+            ResetMessage(
                 kind="reset",
                 picture=self._before,
                 series=series,
@@ -340,68 +352,78 @@ class Live:
             [buffer],
         )
 
-    def _say(self, message: ToFront, buffers: list[bytes] | None = None) -> None:
+    def _send_message(self, message: FrontendMessage, buffers: list[bytes] | None = None) -> None:
         self._send(message, buffers or [])
         self._sent_at = time.monotonic()
-        self._due = max(self._due, self._sent_at) + EVERY_S
+        self._due = max(self._due, self._sent_at) + UPDATE_INTERVAL_S
 
-    def _ask_where(self) -> None:
-        """Ask the ranks of a long cell which line they are at, and what they have prepared."""
+    def _poll_ranks(self) -> None:
+        """Poll the ranks of a long cell for their current line and their prepared models."""
         cell, now = self._session.running, time.monotonic()
-        if cell is None or time.time() - cell.began < WHERE_S:
-            self._peek_at, self._peek_every = now, WHERE_S
+        if cell is None or time.time() - cell.started_at < STACK_POLL_INTERVAL_S:
+            self._next_model_poll, self._model_poll_interval_s = now, STACK_POLL_INTERVAL_S
             return
-        if now - self._where_at >= WHERE_S:
-            self._where_at = now
-            self._session.whereabouts.ask(cell.pending)
-        self._view.peeked()
-        if now >= self._peek_at:  # it prepares its model soon, or late, or another one
-            self._peek_at = now + self._peek_every
-            self._peek_every = min(2 * self._peek_every, PEEK_S)
-            self._view.peek()
+        if now - self._stacks_polled_at >= STACK_POLL_INTERVAL_S:
+            self._stacks_polled_at = now
+            self._session.rank_activity.poll_ranks(cell.pending)
+        self._view.plan_prepared_model()
+        if now >= self._next_model_poll:  # it may prepare a model at any time, or another one
+            self._next_model_poll = now + self._model_poll_interval_s
+            self._model_poll_interval_s = min(
+                2 * self._model_poll_interval_s, MAX_MODEL_POLL_INTERVAL_S
+            )
+            self._view.request_prepared_model()
 
     def _lines(self, rank: int | None, search: str) -> list[str]:
-        """The last lines of a rank, or of the launcher, that contain a text."""
+        """The last log lines of a rank, or of the launcher, that contain a text."""
         if rank is not None and rank >= self._session.world_size:
             return []
         text = self._session.log(rank, lines=MAX_LOG_LINES if not search else 10**6)
-        shown = plain(clean(text)).splitlines()
+        shown = strip_ansi(replace_invalid_chars(text)).splitlines()
         lines = [line for line in shown if search.lower() in line.lower()]
-        return [panel_units.cut(line, snapshot.MAX_LINE_CHARS) for line in lines[-MAX_LOG_LINES:]]
+        return [
+            panel_units.truncate(line, snapshot.MAX_LINE_CHARS) for line in lines[-MAX_LOG_LINES:]
+        ]
 
     # -- the driver's thread
 
-    def _take_answer(self, answer: Answer) -> None:
+    def _take_answer(self, answer: CommandAnswer) -> None:
         self._answers.append(answer)
         self._woken.set()
 
     def _plan(self) -> str:
-        with self._session.activity.doing("planning", "planning the model"):
-            self._view.plan(quick=False)
-        rows = self._view.predicted.strategies
+        with self._session.operation.track("planning", "planning the model"):
+            self._view.update_plan(quick=False)
+        rows = self._view.plan_view.strategies
         return rows["note"]
 
 
 def _samples_of(moment: Any) -> list[DeviceSample]:
     return [
         DeviceSample(
-            memory_bytes=one.memory_bytes, utilization=one.utilization, power_w=one.power_w
+            memory_bytes=reading.memory_bytes,
+            utilization=reading.utilization,
+            power_w=reading.power_w,
         )
-        for one in moment.readings
+        for reading in moment.readings
     ]
 
 
-def sample_history(devices: Devices) -> SampleHistory:
-    """The last minutes of all devices."""
-    moments = [one for one in list(devices.history) if len(one.readings) == len(devices.seats)]
-    columns = zip(*(one.readings for one in moments), strict=True)
+def sample_history(devices: DeviceSampler) -> SampleHistory:
+    """Return the recent samples of all devices."""
+    moments = [
+        moment
+        for moment in list(devices.history)
+        if len(moment.readings) == len(devices.device_slots)
+    ]
+    columns = zip(*(moment.readings for moment in moments), strict=True)
     return SampleHistory(
-        times=[one.time for one in moments],
+        times=[moment.time for moment in moments],
         devices=[
             DeviceSamples(
-                memory_bytes=[one.memory_bytes for one in column],
-                utilization=[one.utilization for one in column],
-                power_w=[one.power_w for one in column],
+                memory_bytes=[reading.memory_bytes for reading in column],
+                utilization=[reading.utilization for reading in column],
+                power_w=[reading.power_w for reading in column],
             )
             for column in columns
         ],

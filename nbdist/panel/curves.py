@@ -1,8 +1,8 @@
-"""Curves: means over ranks by step as they arrive, and a thinned history of each.
+"""Curves of scalars: the mean over the ranks of each step, and a downsampled history.
 
-The reader thread hands over rows; the panel's thread folds them into means. What a step's mean
-is made of is kept for the newest steps only, so memory stays flat however long a run is;
-`Session.metrics` has everything.
+The reader thread queues rows; the panel's thread adds them to the means. The values per rank are
+kept for the latest steps only, so that memory stays bounded in long runs; `Session.metrics` keeps
+all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING
 
-from nbdist.panel.protocol import MAX_POINTS, SeriesPart
+from nbdist.panel.protocol import MAX_POINTS, CurveSlice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,36 +25,35 @@ if TYPE_CHECKING:
     Points = tuple[array[float], array[float], array[float]]
     """Steps, unix seconds, values."""
 
-PATIENCE_S = 0.4
-"""A step is shown without the ranks that have not reported it after this time."""
-RECENT = 1024
-"""Steps of a series that a late rank can still change."""
-KEPT = 2 * MAX_POINTS
-"""Points of a series at most; then it is thinned to half."""
-LONG_RUN = 100_000
-"""Values of one scalar; of more, a panel that is opened late looks at the extremes alone."""
-MAX_NAMES = 200
-MAX_TOTAL = 60_000
-"""Points of all series in one reset."""
+RANK_WAIT_TIMEOUT_S = 0.4
+"""After this time a step is shown without the ranks that have not reported it."""
+MAX_RECENT_STEPS = 1024
+"""Number of latest steps per curve that a late rank can still change."""
+MAX_STORED_POINTS = 2 * MAX_POINTS
+"""Maximum number of points per curve; above it the curve is downsampled to half."""
+LONG_RUN_STEPS = 100_000
+"""Values of one scalar; above it, a panel that is opened late loads only the extremes."""
+MAX_CURVES = 200
+MAX_TOTAL_POINTS = 60_000
+"""Maximum number of points of all curves in one reset."""
 
 
-class Curve:
-    """One scalar."""
+class ScalarCurve:
+    """The curve of one scalar."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self.steps, self.times, self.values = array("d"), array("d"), array("d")
         self._recent: dict[int, dict[int, tuple[float, float]]] = {}
         """Step -> rank -> (time, value)."""
         self._open: dict[int, float] = {}
-        """Steps that are not shown yet, and since when they wait."""
+        """Step that is not shown yet -> time of its first value."""
         self._changed: dict[int, None] = {}
 
-    def seed(self, ranks: Mapping[int, Column]) -> None:
-        """Take the rows of before."""
+    def load_history(self, ranks: Mapping[int, Column]) -> None:
+        """Load the earlier rows of all ranks."""
         totals: dict[int, tuple[float, float, int]] = {}
         for rank, (steps, times, values) in _bounded(ranks).items():
-            newest = max(0, len(steps) - RECENT)
+            newest = max(0, len(steps) - MAX_RECENT_STEPS)
             for place, (step, at, value) in enumerate(zip(steps, times, values, strict=True)):
                 last, total, count = totals.get(step, (0.0, 0.0, 0))
                 totals[step] = (max(last, at), total + value, count + 1)
@@ -63,45 +62,45 @@ class Curve:
         for step in sorted(totals):
             at, total, count = totals[step]
             self._place(step, at, total / count)
-        self._recent = dict(sorted(self._recent.items())[-RECENT:])
+        self._recent = dict(sorted(self._recent.items())[-MAX_RECENT_STEPS:])
 
-    def add(self, rank: int, step: int, at: float, value: float, *, now: float) -> None:
-        """Take one value of one rank."""
-        known = self._recent.setdefault(step, {})
-        fresh = not known
-        known[rank] = (at, value)
-        if fresh:
+    def add_value(self, rank: int, step: int, at: float, value: float, *, now: float) -> None:
+        """Add one value of one rank."""
+        values = self._recent.setdefault(step, {})
+        is_first = not values
+        values[rank] = (at, value)
+        if is_first:
             self._open[step] = now
         elif step not in self._open:
             self._changed[step] = None  # a late rank, or a step that is reported again
 
-    def settle(self, world_size: int, *, now: float) -> Points:
-        """Place what is complete or has waited long enough; returns the new points."""
-        ripe = [
+    def take_complete_points(self, world_size: int, *, now: float) -> Points:
+        """Add the steps that are complete or timed out to the curve. Returns the new points."""
+        complete = [
             step
             for step, since in self._open.items()
-            if len(self._recent[step]) >= world_size or now - since >= PATIENCE_S
+            if len(self._recent[step]) >= world_size or now - since >= RANK_WAIT_TIMEOUT_S
         ]
-        for step in ripe:
+        for step in complete:
             del self._open[step]
-        found: Points = (array("d"), array("d"), array("d"))
-        for step in (*ripe, *self._changed):
-            of_ranks = self._recent[step].values()
-            at = max(one[0] for one in of_ranks)
-            value = sum(one[1] for one in of_ranks) / len(of_ranks)
+        points: Points = (array("d"), array("d"), array("d"))
+        for step in (*complete, *self._changed):
+            rank_values = self._recent[step].values()
+            at = max(time_s for time_s, _ in rank_values)
+            value = sum(number for _, number in rank_values) / len(rank_values)
             self._place(step, at, value)
-            for column, number in zip(found, (step, at, value), strict=True):
+            for column, number in zip(points, (step, at, value), strict=True):
                 column.append(number)
         self._changed.clear()
         self._forget()
-        return found
+        return points
 
-    def thinned(self, most: int) -> Points:
-        """At most so many points that look the same."""
-        return thinned((self.steps, self.times, self.values), most)
+    def downsample(self, most: int) -> Points:
+        """Return at most `most` points that look the same."""
+        return downsample_points((self.steps, self.times, self.values), most)
 
     def _place(self, step: int, at: float, value: float) -> None:
-        """Put a point where it belongs: nearly always at the end."""
+        """Insert or replace a point, nearly always at the end."""
         place = len(self.steps)
         if place and step <= self.steps[-1]:
             place = bisect_left(self.steps, step)
@@ -111,11 +110,11 @@ class Curve:
         self.steps.insert(place, step)
         self.times.insert(place, at)
         self.values.insert(place, value)
-        if len(self.steps) > KEPT:
-            self.steps, self.times, self.values = self.thinned(MAX_POINTS)
+        if len(self.steps) > MAX_STORED_POINTS:
+            self.steps, self.times, self.values = self.downsample(MAX_POINTS)
 
     def _forget(self) -> None:
-        while len(self._recent) > RECENT + len(self._open):
+        while len(self._recent) > MAX_RECENT_STEPS + len(self._open):
             oldest = next((step for step in self._recent if step not in self._open), None)
             if oldest is None:
                 return
@@ -123,62 +122,61 @@ class Curve:
 
 
 def _bounded(ranks: Mapping[int, Column]) -> Mapping[int, Column]:
-    """The columns, of a long run those steps alone that a thinned curve would show."""
-    if sum(len(column[0]) for column in ranks.values()) <= LONG_RUN:
+    """The columns; for a long run only the steps that a downsampled curve shows."""
+    if sum(len(column[0]) for column in ranks.values()) <= LONG_RUN_STEPS:
         return ranks
     shown: set[float] = set()
     for steps, times, values in ranks.values():
-        shown.update(thinned((array("d", steps), times, values), MAX_POINTS)[0])
-        shown.update(steps[-RECENT:])
+        shown.update(downsample_points((array("d", steps), times, values), MAX_POINTS)[0])
+        shown.update(steps[-MAX_RECENT_STEPS:])
     bounded: dict[int, Column] = {}
     for rank, (steps, times, values) in ranks.items():
         places = [place for place, step in enumerate(steps) if step in shown]
         bounded[rank] = (
-            array("q", (steps[i] for i in places)),
-            array("d", (times[i] for i in places)),
-            array("d", (values[i] for i in places)),
+            array("q", (steps[place] for place in places)),
+            array("d", (times[place] for place in places)),
+            array("d", (values[place] for place in places)),
         )
     return bounded
 
 
-class Series:
+class CurveSet:
     """All curves of a session."""
 
     def __init__(self) -> None:
-        """Follow nothing yet."""
-        self.curves: dict[str, Curve] = {}
+        self.curves: dict[str, ScalarCurve] = {}
         self.refused: dict[str, None] = {}
-        """Names beyond MAX_NAMES, some of them."""
+        """Some of the names beyond ``MAX_CURVES``."""
         self._inbox: deque[tuple[int, list[Row]]] = deque()
         self._metrics: Metrics | None = None
 
-    def follow(self, metrics: Metrics) -> None:
-        """Take everything of `metrics`, and what comes."""
-        self.unfollow()
+    def subscribe(self, metrics: Metrics) -> None:
+        """Load all values of `metrics`, and subscribe to new ones."""
+        self.unsubscribe()
         self._metrics = metrics
         self.curves.clear()
         self._inbox.clear()
-        for name, ranks in metrics.follow(self._take).items():
+        for name, ranks in metrics.subscribe(self._take).items():
             curve = self._curve(name)
             if curve is not None:
-                curve.seed(ranks)
+                curve.load_history(ranks)
 
-    def unfollow(self) -> None:
-        """Take nothing any more."""
+    def unsubscribe(self) -> None:
+        """Cancel the subscription."""
         if self._metrics is not None:
-            self._metrics.unfollow(self._take)
+            self._metrics.unsubscribe(self._take)
             self._metrics = None
 
-    def follows(self, metrics: Metrics) -> bool:
-        """Whether it is these metrics; a restart makes new ones."""
+    def is_subscribed_to(self, metrics: Metrics) -> bool:
+        """Return whether it is subscribed to these metrics; a restart creates new ones."""
         return self._metrics is metrics
 
     def _take(self, rank: int, rows: list[Row]) -> None:
-        """Take rows on the reader thread."""
+        """Queue rows; called on the reader thread."""
         self._inbox.append((rank, rows))
 
-    def fold(self, *, now: float | None = None) -> dict[str, Points]:
-        """Fold what has arrived into the curves; returns new points by name."""
+    def take_new_points(self, *, now: float | None = None) -> dict[str, Points]:
+        """Add the queued rows to the curves. Returns the new points by name."""
         now = time.monotonic() if now is None else now
         while self._inbox:
             rank, rows = self._inbox.popleft()
@@ -186,28 +184,31 @@ class Series:
                 for name, value in scalars.items():
                     curve = self._curve(name)
                     if curve is not None:
-                        curve.add(rank, step, at, value, now=now)
+                        curve.add_value(rank, step, at, value, now=now)
         world_size = self._metrics.world_size if self._metrics is not None else 1
-        settled = {name: curve.settle(world_size, now=now) for name, curve in self.curves.items()}
+        settled = {
+            name: curve.take_complete_points(world_size, now=now)
+            for name, curve in self.curves.items()
+        }
         return {name: points for name, points in settled.items() if points[0]}
 
-    def history(self) -> dict[str, Points]:
-        """All curves, thinned for a reset."""
-        most = max(2, min(MAX_POINTS, MAX_TOTAL // max(1, len(self.curves))))
-        return {name: curve.thinned(most) for name, curve in self.curves.items()}
+    def downsampled_curves(self) -> dict[str, Points]:
+        """Return all curves, downsampled for a reset."""
+        most = max(2, min(MAX_POINTS, MAX_TOTAL_POINTS // max(1, len(self.curves))))
+        return {name: curve.downsample(most) for name, curve in self.curves.items()}
 
-    def _curve(self, name: str) -> Curve | None:
-        found = self.curves.get(name)
-        if found is None and len(self.curves) < MAX_NAMES:
-            found = self.curves[name] = Curve()
-        elif found is None and len(self.refused) < MAX_NAMES:
+    def _curve(self, name: str) -> ScalarCurve | None:
+        curve = self.curves.get(name)
+        if curve is None and len(self.curves) < MAX_CURVES:
+            curve = self.curves[name] = ScalarCurve()
+        elif curve is None and len(self.refused) < MAX_CURVES:
             self.refused[name] = None
-        return found
+        return curve
 
 
-def packed(series: Mapping[str, Points]) -> tuple[list[SeriesPart], bytes]:
-    """Say whose points there are, and the points as the buffer has them."""
-    parts = [SeriesPart(name=name, points=len(points[0])) for name, points in series.items()]
+def pack_points(series: Mapping[str, Points]) -> tuple[list[CurveSlice], bytes]:
+    """Return the name and number of points of each curve, and the points as a buffer."""
+    parts = [CurveSlice(name=name, points=len(points[0])) for name, points in series.items()]
     buffer = array("d")
     for steps, times, values in series.values():
         triples = array("d", bytes(24 * len(steps)))
@@ -216,10 +217,10 @@ def packed(series: Mapping[str, Points]) -> tuple[list[SeriesPart], bytes]:
     return parts, _little_endian(buffer)
 
 
-def thinned(points: Points, most: int) -> Points:
-    """Keep first and last and, of each stretch between, its lowest and its highest point.
+def downsample_points(points: Points, most: int) -> Points:
+    """Keep the first and last point, and the lowest and highest point of each stretch between.
 
-    A point that is no number is kept instead of its stretch's lowest: it must be seen.
+    A NaN is kept instead of the lowest point of its stretch, so that it stays visible.
     """
     steps, times, values = points
     if len(steps) <= most:
@@ -236,15 +237,15 @@ def thinned(points: Points, most: int) -> Points:
 
 
 def _extremes(values: array[float], begin: int, end: int) -> Iterable[int]:
-    """Places of the lowest and the highest value, in order."""
+    """Indices of the lowest and the highest value, in order."""
     places = range(begin, end)
     if not places:
         return ()
-    odd = next((i for i in places if math.isnan(values[i])), None)
-    numbers = [i for i in places if not math.isnan(values[i])]
+    first_nan = next((index for index in places if math.isnan(values[index])), None)
+    numbers = [index for index in places if not math.isnan(values[index])]
     if not numbers:
         return (begin,)
-    low = min(numbers, key=values.__getitem__) if odd is None else odd
+    low = min(numbers, key=values.__getitem__) if first_nan is None else first_nan
     return sorted({low, max(numbers, key=values.__getitem__)})
 
 

@@ -1,7 +1,7 @@
-"""What the plan says of the model on the ranks: its rows, and the parts of the running strategy.
+"""The plan of the model on the ranks: the strategies, and the memory parts of the current one.
 
-Plans are made by closed forms, in milliseconds, after a cell in which a model was prepared; a
-model without one is traced where the user asks for it ("plan").
+The closed form takes milliseconds and runs after each cell that has prepared a model. A model
+without a closed form is traced when the user requests it ("plan").
 """
 
 from __future__ import annotations
@@ -13,94 +13,99 @@ from typing import TYPE_CHECKING, Any
 from nbdist.display import plan as display_plan
 from nbdist.errors import NbdistError, PlanError
 from nbdist.operations import switch
-from nbdist.panel.protocol import PARTS, Part, Strategies, StrategyRow
-from nbdist.planner.search import MARGIN
+from nbdist.panel.protocol import MEMORY_PARTS, MemoryPart, StrategiesView, StrategyRow
+from nbdist.planner.search import FREE_MEMORY_MARGIN
 from nbdist.session import planner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from nbdist.planner.result import Plan, Row
+    from nbdist.planner.plan_table import PlanRow
+    from nbdist.planner.result import Plan
     from nbdist.protocol import messages
     from nbdist.session.session import Session
     from nbdist.strategies import Options
 
 log = logging.getLogger(__name__)
 
-NOTHING_YET = "no model is prepared yet: call accelerator.prepare() in a %%distribute cell."
-_OTHER = {"margin": "other"}
-"""The planner's name of a part -> the panel's."""
-_GIVEN = ("offload", "offload_params", "activation_checkpointing", "replicate_across")
-"""Options that tell strategies of one backend apart, and that a switch takes."""
+NO_MODEL_MESSAGE = "No model is prepared yet. Call accelerator.prepare() in a %%distribute cell."
+_PANEL_NAMES = {"margin": "other"}
+"""Name of a part in the planner -> name in the panel."""
+_STRATEGY_OPTIONS = ("offload", "offload_params", "activation_checkpointing", "replicate_across")
+"""Options that distinguish strategies of one backend and that a switch accepts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class PlanView:
     """A plan as the panel shows it."""
 
-    strategies: Strategies = field(default_factory=lambda: Strategies(rows=[], note=NOTHING_YET))
-    parts: tuple[Part, ...] = ()
-    """Of the strategy that runs; empty where it is not known."""
+    strategies: StrategiesView = field(
+        default_factory=lambda: StrategiesView(rows=[], note=NO_MODEL_MESSAGE)
+    )
+    parts: tuple[MemoryPart, ...] = ()
+    """Memory parts of the current strategy; empty if unknown."""
     device_bytes: int | None = None
     stated_error: float | None = None
-    """None for CPU ranks, whose resident memory is not what is predicted."""
+    """None for CPU ranks, whose resident memory is not predicted."""
     plan: Plan | None = None
 
     @classmethod
-    def nothing(cls, why: str) -> Predicted:
-        """There is no plan."""
-        return cls(Strategies(rows=[], note=why))
+    def empty(cls, why: str) -> PlanView:
+        """Return a view without a plan."""
+        return cls(StrategiesView(rows=[], note=why))
 
-    def running(self, options: Options) -> Predicted:
-        """The same plan after a switch: another row is the current one."""
-        return self if self.plan is None else of_plan(self.plan, options)
+    def with_current_options(self, options: Options) -> PlanView:
+        """Return the same plan after a switch, with another current strategy."""
+        return self if self.plan is None else view_from_plan(self.plan, options)
 
-    def holds_for(self, options: Options, world_size: int) -> bool:
-        """Whether the plan is one for this precision and number of ranks."""
+    def is_valid_for(self, options: Options, world_size: int) -> bool:
+        """Return whether the plan has this precision and number of ranks."""
         if self.plan is None:
             return False
-        asked = self.plan.question
-        return (asked.precision, asked.world_size) == (options.precision or "no", world_size)
+        request = self.plan.question
+        return (request.precision, request.world_size) == (options.precision or "no", world_size)
 
 
-def predict(session: Session, *, quick: bool) -> Predicted:
-    """Plan the model that the ranks have prepared; the session must be free.
+def plan_session_model(session: Session, *, quick: bool) -> PlanView:
+    """Plan the model that the ranks have prepared. The session must be free.
 
     Args:
-        session: whose ranks.
-        quick: by the model's closed form or not at all; milliseconds.
+        session: the session of the ranks.
+        quick: use only the closed form of the model; takes milliseconds.
     """
     try:
-        return of_plan(planner.plan(session, quick=quick), session.options)
+        return view_from_plan(planner.plan_model(session, quick=quick), session.options)
     except NbdistError as error:
-        return Predicted.nothing(str(error))
-    except Exception as error:  # a model that the planner has not met: the panel does without
+        return PlanView.empty(str(error))
+    except (
+        Exception
+    ) as error:  # a model that the planner does not support: show the panel without a plan
         log.exception("the prepared model could not be planned")
-        return Predicted.nothing(f"the model cannot be planned ({type(error).__name__}: {error}).")
+        return PlanView.empty(f"Cannot plan the model ({type(error).__name__}: {error}).")
 
 
-def peek(session: Session, seen: messages.ModelReply) -> Predicted | None:
-    """Plan what the running cell has prepared; None where that cannot be told yet.
+def plan_running_model(session: Session, reply: messages.ModelReply) -> PlanView | None:
+    """Plan the model that the running cell has prepared; None if it cannot be planned yet.
 
     Args:
-        session: whose ranks.
-        seen: what rank 0 says of its model.
+        session: the session of the ranks.
+        reply: reply of rank 0 about its model.
     """
     try:
-        return of_plan(planner.peeked(session, seen), session.options)
+        return view_from_plan(planner.plan_running_model(session, reply), session.options)
     except NbdistError:
         return None
 
 
-def of_plan(plan: Plan, options: Options) -> Predicted:
-    """Take over what a plan says.
+def view_from_plan(plan: Plan, options: Options) -> PlanView:
+    """Convert a plan.
 
     Args:
-        plan: of the model on the ranks.
-        options: of the session.
+        plan: plan of the model on the ranks.
+        options: options of the session.
     """
     current = _row_of(plan, options)
-    capacity = plan.question.cluster.smallest.free_bytes
+    capacity = plan.question.cluster.smallest_device.free_bytes
     rows = [
         StrategyRow(
             id=_id(row.options),
@@ -120,33 +125,33 @@ def of_plan(plan: Plan, options: Options) -> Predicted:
         )
         for row in _shown(plan, current)
     ]
-    return Predicted(
-        Strategies(rows=rows, note=" ".join([f"{display_plan.heading(plan)}.", *plan.advice])),
+    return PlanView(
+        StrategiesView(rows=rows, note=" ".join([f"{display_plan.heading(plan)}.", *plan.advice])),
         parts=() if current is None else tuple(_parts(current.memory)),
         device_bytes=None if current is None else current.device_bytes,
-        stated_error=MARGIN if plan.question.cluster.kind == "cuda" else None,
+        stated_error=FREE_MEMORY_MARGIN if plan.question.cluster.kind == "cuda" else None,
         plan=plan,
     )
 
 
-def _row_of(plan: Plan, options: Options) -> Row | None:
-    """The row of what runs."""
+def _row_of(plan: Plan, options: Options) -> PlanRow | None:
+    """The row of the current strategy."""
     offload = options.offload_device
     try:
         return plan.row(
             options.backend,
             offload=offload,
             reshard_after_forward=options.reshard_after_forward,
-            **{name: getattr(options, name) for name in _GIVEN if name != "offload"},
+            **{name: getattr(options, name) for name in _STRATEGY_OPTIONS if name != "offload"},
         )
     except PlanError:
         return None
 
 
-def _shown(plan: Plan, current: Row | None) -> list[Row]:
-    """The best row, and of each backend and offload the best that a button can ask for."""
+def _shown(plan: Plan, current: PlanRow | None) -> list[PlanRow]:
+    """The best row, and the best row per backend and offload that a button can switch to."""
     possible = tuple(row for row in plan.rows if row.cost is not None and _switchable(row))
-    rows = display_plan.briefly(replace(plan, rows=possible))
+    rows = display_plan.summary_rows(replace(plan, rows=possible))
     if current is not None and current not in rows:
         rows.append(current)
     if plan.best is not None and _id(plan.best.options) not in {_id(row.options) for row in rows}:
@@ -154,23 +159,23 @@ def _shown(plan: Plan, current: Row | None) -> list[Row]:
     return rows
 
 
-def _switchable(row: Row) -> bool:
-    """Whether a button can ask for it: it needs no config file and no folder."""
+def _switchable(row: PlanRow) -> bool:
+    """Return whether a button can switch to a row: it needs no config file and no folder."""
     return row.options.fsdp_config is None and row.options.offload_device != "nvme"
 
 
-def _parts(memory: Mapping[str, int]) -> Iterable[Part]:
-    """The parts of a bar, in its order."""
-    named: dict[str, int] = {}
+def _parts(memory: Mapping[str, int]) -> Iterable[MemoryPart]:
+    """The parts of a bar, in order."""
+    sizes: dict[str, int] = {}
     for name, size in memory.items():
-        part = _OTHER.get(name, name)
-        part = part if part in PARTS else "other"
-        named[part] = named.get(part, 0) + size
-    return (Part(part=part, bytes=named[part]) for part in PARTS if named.get(part))
+        part = _PANEL_NAMES.get(name, name)
+        part = part if part in MEMORY_PARTS else "other"
+        sizes[part] = sizes.get(part, 0) + size
+    return (MemoryPart(part=part, bytes=sizes[part]) for part in MEMORY_PARTS if sizes.get(part))
 
 
 def _id(options: Options) -> str:
-    """Tells strategies apart."""
+    """Unique id of a strategy."""
     words = [options.backend, options.offload_device]
     words += ["params"] if options.offload_params else []
     words += ["checkpointing"] if options.activation_checkpointing else []
@@ -179,34 +184,41 @@ def _id(options: Options) -> str:
     return "-".join(words)
 
 
-def _arguments(now: Options, row: Row) -> dict[str, Any]:
-    """What the switch command is to be given."""
-    changed = {name: getattr(row.options, name) for name in _GIVEN}
-    kept = {name for name in _GIVEN if changed[name] == getattr(now, name)}
+def _arguments(now: Options, row: PlanRow) -> dict[str, Any]:
+    """Arguments of the switch command."""
+    changed = {name: getattr(row.options, name) for name in _STRATEGY_OPTIONS}
+    unchanged = {name for name in _STRATEGY_OPTIONS if changed[name] == getattr(now, name)}
     return {
         "backend": row.backend,
-        **{name: value for name, value in changed.items() if name not in kept},
+        **{name: value for name, value in changed.items() if name not in unchanged},
     }
 
 
-def _does(now: Options, row: Row) -> str:
-    """What the switch to a row will do, in sentences."""
-    then = replace(now, backend=row.backend, **{n: getattr(row.options, n) for n in _GIVEN})
-    return does(now, then, fits=row.fits)
+def _does(now: Options, row: PlanRow) -> str:
+    """Description of a switch to a row."""
+    new_options = replace(
+        now, backend=row.backend, **{name: getattr(row.options, name) for name in _STRATEGY_OPTIONS}
+    )
+    return describe_switch(now, new_options, fits=row.fits)
 
 
-def does(now: Options, then: Options, *, fits: bool = True) -> str:
-    """What a switch will do, in sentences.
+def describe_switch(now: Options, new_options: Options, *, fits: bool = True) -> str:
+    """Return a description of what a switch does.
 
     Args:
-        now: what runs.
-        then: what is to run.
-        fits: by the plan.
+        now: the current options.
+        new_options: the new options.
+        fits: whether the new strategy fits into memory, by the plan.
     """
-    said = (
-        f"The living ranks go from {now.describe()} to {then.describe()}: weights, optimizer"
-        " state and variables are kept."
+    change = (
+        f"Switches the running ranks from {now.describe()} to {new_options.describe()}."
+        " Weights, optimizer state and variables are kept."
     )
-    warning = "" if fits else " By the plan it does not fit."
-    differ = switch.differences(now, then)
-    return " ".join([said + warning, *(f"{one[0].upper()}{one[1:]}." for one in differ)])
+    warning = "" if fits else " According to the plan it does not fit."
+    differences = switch.describe_numeric_differences(now, new_options)
+    return " ".join(
+        [
+            change + warning,
+            *(f"{difference[0].upper()}{difference[1:]}." for difference in differences),
+        ]
+    )

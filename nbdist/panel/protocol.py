@@ -1,24 +1,24 @@
-"""Every message between the panel and its front end; pure. `widgets/src/protocol.ts` mirrors it.
+"""Messages between the panel and its front end. `widgets/src/protocol.ts` mirrors this module.
 
 Kernel -> front end, custom messages of the widget's model:
 
-    reset     everything; answers hello. Buffer: the points of all series one after the other
-    picture   top-level keys of the picture that changed, whole
-    rows      new points. Buffer: for each series in turn `points` triples
-    samples   once a second: what the devices do now
-    answer    to a command, by its id
-    log       the last lines of a rank
-    beat      when nothing else was sent for BEAT_S
+    reset     complete state; the reply to hello. Buffer: the points of all curves, concatenated
+    picture   top-level keys of the state that have changed, with their complete values
+    rows      new points. Buffer: for each curve in turn `points` triples
+    samples   once per second: current readings of the devices
+    answer    reply to a command, by its id
+    log       the last log lines of a rank
+    beat      sent when nothing else was sent for ``HEARTBEAT_INTERVAL_S``
 
 Front end -> kernel:
 
     hello     a page was opened
     command   interrupt, restart, cancel, switch, save, load, export, plan
-    log       lines of a rank are wanted
+    log       request for the log lines of a rank
 
-A point is a triple of float64, little endian: step, unix seconds, value. A point of a step that
-was sent before replaces it (a rank was late). Steps come almost in order. Numbers may be NaN or
-infinite in buffers only; in JSON they are null. Sizes are in bytes, times in seconds.
+A point is a triple of float64, little endian: step, Unix seconds, value. A point of a step that was
+already sent replaces the earlier one (a rank was late). Steps arrive almost in order. Numbers may
+be NaN or infinite in buffers only; in JSON they are null. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from __future__ import annotations
 from typing import Any, Literal, TypedDict
 
 MAX_POINTS = 2000
-"""Of one series in a reset."""
+"""Maximum number of points per curve in a reset."""
 MAX_SAMPLES = 300
-BEAT_S = 2.0
+HEARTBEAT_INTERVAL_S = 2.0
 MAX_MESSAGE_CHARS = 65_536
-"""Of a message of the front end; a larger one is refused."""
+"""Maximum size of a message of the front end; larger ones are rejected."""
 MAX_ID_CHARS = 64
 MAX_LOG_LINES = 500
 
-State = Literal[
+SessionState = Literal[
     "new",
     "starting",
     "ready",
@@ -51,7 +51,7 @@ CommandName = Literal[
     "interrupt", "restart", "cancel", "switch", "save", "load", "export", "plan", "profile"
 ]
 
-PARTS = (
+MEMORY_PARTS = (
     "parameters",
     "master",
     "gradients",
@@ -64,74 +64,74 @@ PARTS = (
     "context",
     "other",
 )
-"""Parts of a device's memory, in the order of a bar. other: the allocator's margin."""
+"""Parts of a device's memory, in the order of a bar. other: margin of the allocator."""
 
 
-class Part(TypedDict):
+class MemoryPart(TypedDict):
     """One part of a bar."""
 
     part: str
     bytes: int
 
 
-class Header(TypedDict):
-    """The line on top."""
+class HeaderView(TypedDict):
+    """Header line of the panel."""
 
     backend: str
     world_size: int
     precision: str
     offload: str
     options: str
-    """The rest of the strategy, in words."""
+    """The other options of the strategy, as text."""
     place: str
-    state: State
+    state: SessionState
     words: str
-    """The state in words: "running cell 4"."""
+    """Description of the state: "running cell 4"."""
     since: float | None
-    """Unix seconds."""
+    """Unix time in seconds."""
     started: float | None
     kernel_id: str | None
-    """As Jupyter's REST API names this kernel; None where it is not known."""
+    """Id of this kernel in Jupyter's REST API; None if unknown."""
     version: str
 
 
 class NodeView(TypedDict):
-    """One machine of a cluster; there are none where all ranks are on the notebook's."""
+    """One node of a cluster. Empty list if all ranks are on the notebook's machine."""
 
     name: str
     words: str
     """Its devices: "4 x NVIDIA A100 80GB, NVLink", "2 CPU ranks, 16 cores"."""
     host_bytes: int
-    """Memory of the machine or container, of which is used by anybody:"""
+    """Memory of the machine or container. The next field is the part in use by any process."""
     host_used_bytes: int | None
 
 
 class DeviceView(TypedDict):
-    """One GPU, or one CPU rank. What nobody tells is None."""
+    """One GPU, or one CPU rank. Unknown values are None."""
 
     name: str
     node: str
-    """As in `NodeView.name`; empty on the notebook's machine, as for `RankView`."""
+    """`NodeView.name`; empty on the notebook's machine. The same holds for `RankView`."""
     kind: Literal["cuda", "cpu"]
     ranks: list[int]
     capacity_bytes: int | None
-    predicted: list[Part]
+    predicted: list[MemoryPart]
     predicted_bytes: int | None
     stated_error: float | None
     used_bytes: int | None
-    """By this session's ranks."""
+    """Memory in use by the ranks of this session."""
     peak_bytes: int | None
-    """The most of `used_bytes` that was seen since the session began."""
+    """Peak of `used_bytes` since the session started."""
     others_bytes: int
     holders: list[str]
-    """Other processes there."""
+    """Other processes on the device."""
     utilization: float | None
-    """Share of the time, from 0 to 1; of a CPU rank, share of the machine's cores."""
+    """Share of the time, from 0 to 1. For a CPU rank: share of the machine's cores."""
     power_w: float | None
     power_limit_w: float | None
     temperature_c: float | None
     pcie_tx: float | None
-    """Bytes a second, as the three that follow."""
+    """Bytes per second, as in the next three fields."""
     pcie_rx: float | None
     nvlink_tx: float | None
     nvlink_rx: float | None
@@ -146,78 +146,78 @@ class StrategyRow(TypedDict):
     words: str
     device_bytes: int
     capacity_bytes: int
-    parts: list[Part]
+    parts: list[MemoryPart]
     fits: bool
     current: bool
     recommended: bool
     tokens_per_s: float | None
     why: str
     command: str
-    """The line to paste."""
+    """The command to paste."""
     does: str
-    """What the switch will do; empty for the current one."""
+    """Description of the switch; empty for the current strategy."""
     arguments: dict[str, Any]
-    """Of the switch command; empty where a button cannot do it."""
+    """Arguments of the switch command; empty if a button cannot perform it."""
 
 
-class Strategies(TypedDict):
+class StrategiesView(TypedDict):
     """The plan."""
 
     rows: list[StrategyRow]
     note: str
 
 
-class Span(TypedDict):
-    """One part of a step's time."""
+class StepPartTime(TypedDict):
+    """Duration of one part of a step."""
 
     part: str
-    """One of nbdist.profiler.measurements.PARTS."""
+    """One of `nbdist.profiler.measurements.STEP_PARTS`."""
     seconds: float
 
 
 class ProfiledRank(TypedDict):
-    """Where a rank's step went."""
+    """Breakdown of a rank's step."""
 
     rank: int
     step_s: float
-    """Mean over the window."""
-    parts: list[Span]
-    """In the order of the bar; together the step."""
+    """Mean over the profiled window."""
+    parts: list[StepPartTime]
+    """In the order of the bar; the sum is the step."""
     straggler: bool
-    """The others wait for it."""
+    """True for the rank that the others wait for."""
     figures: str
-    """What else was measured on it, in words."""
+    """Other measurements of the rank, as text."""
 
 
 class AdviceView(TypedDict):
-    """What would make it faster."""
+    """A suggestion to speed up training."""
 
     title: str
     text: str
-    """The predicted gain, and why."""
+    """The predicted gain and the reason."""
     command: str
-    """The line to paste."""
+    """The command to paste."""
     does: str
-    """What the switch will do; empty where a button cannot do it."""
+    """Description of the switch; empty if a button cannot perform it."""
     arguments: dict[str, Any]
-    """Of the switch command; empty where a button cannot do it."""
+    """Arguments of the switch command; empty if a button cannot perform it."""
 
 
 class ProfileView(TypedDict):
-    """The latest profile; its verdict is empty before the first."""
+    """The latest profile. The verdict is empty before the first one."""
 
     verdict: str
     facts: str
-    """Of all ranks together: steps, tokens/s, MFU."""
+    """Facts about all ranks together: steps, tokens/s, MFU."""
     gained: str
-    """What the advice that was followed last has brought."""
+    """Measured gain of the last advice that was followed."""
     ranks: list[ProfiledRank]
     advice: list[AdviceView]
     notes: list[str]
     time: float | None
-    """Unix seconds of its end."""
+    """Unix time in seconds at which it ended."""
     refused: str
-    """Why no profile can be asked for now; empty where one can."""
+    """Why no profile can be started now; empty if one can."""
 
 
 class RankView(TypedDict):
@@ -230,7 +230,7 @@ class RankView(TypedDict):
     state: Literal["starting", "ready", "running", "waiting", "dead", "ended"]
     line: str
     written: int
-    """Characters that it has printed: a log on the page that is behind is asked for again."""
+    """Number of printed characters. A page whose log is behind requests it again."""
     where: str
 
 
@@ -242,7 +242,7 @@ class CheckpointView(TypedDict):
     size_bytes: int
     backend: str
     saved: float
-    """Unix seconds."""
+    """Unix time in seconds."""
     seconds: float | None
     path: str
     state: Literal["done", "running", "failed"]
@@ -250,22 +250,22 @@ class CheckpointView(TypedDict):
 
 
 class ProgressView(TypedDict):
-    """Long work."""
+    """Progress of a long operation."""
 
     text: str
     share: float | None
     since: float
 
 
-class Queued(TypedDict):
+class QueuedCommand(TypedDict):
     """A command that waits for the running cell."""
 
     id: str
     text: str
 
 
-class MarkView(TypedDict):
-    """A mark on the curves."""
+class EventMarkView(TypedDict):
+    """An event mark on the curves."""
 
     step: int
     time: float
@@ -273,39 +273,39 @@ class MarkView(TypedDict):
     text: str
 
 
-class Notice(TypedDict):
-    """Something to be told once."""
+class NoticeView(TypedDict):
+    """A message that is shown for a short time."""
 
     kind: Literal["error", "info"]
     text: str
     time: float
 
 
-class Picture(TypedDict):
-    """The session at one moment."""
+class PanelState(TypedDict):
+    """State of the session at one moment."""
 
-    header: Header
+    header: HeaderView
     nodes: list[NodeView]
     devices: list[DeviceView]
-    strategies: Strategies
+    strategies: StrategiesView
     profile: ProfileView
     ranks: list[RankView]
     checkpoints: list[CheckpointView]
     progress: ProgressView | None
-    queue: list[Queued]
-    marks: list[MarkView]
-    notice: Notice | None
+    queue: list[QueuedCommand]
+    marks: list[EventMarkView]
+    notice: NoticeView | None
 
 
-class SeriesPart(TypedDict):
-    """Says whose points lie in the buffer."""
+class CurveSlice(TypedDict):
+    """Name and length of one curve in the buffer."""
 
     name: str
     points: int
 
 
 class DeviceSample(TypedDict):
-    """What one device did in the last second."""
+    """Readings of one device in the last second."""
 
     memory_bytes: int | None
     utilization: float | None
@@ -313,7 +313,7 @@ class DeviceSample(TypedDict):
 
 
 class DeviceSamples(TypedDict):
-    """What one device did in the last minutes."""
+    """Readings of one device in the last minutes."""
 
     memory_bytes: list[int | None]
     utilization: list[float | None]
@@ -321,56 +321,56 @@ class DeviceSamples(TypedDict):
 
 
 class SampleHistory(TypedDict):
-    """The last minutes of all devices."""
+    """Readings of all devices in the last minutes."""
 
     times: list[float]
     devices: list[DeviceSamples]
 
 
-class Reset(TypedDict):
-    """Everything."""
+class ResetMessage(TypedDict):
+    """The complete state."""
 
     kind: Literal["reset"]
-    picture: Picture
-    series: list[SeriesPart]
+    picture: PanelState
+    series: list[CurveSlice]
     samples: SampleHistory
 
 
-class Changed(TypedDict):
-    """What changed of the picture."""
+class StateChangeMessage(TypedDict):
+    """Changed parts of the state."""
 
     kind: Literal["picture"]
     changed: dict[str, Any]
 
 
-class Rows(TypedDict):
+class CurvePointsMessage(TypedDict):
     """New points."""
 
     kind: Literal["rows"]
-    series: list[SeriesPart]
+    series: list[CurveSlice]
 
 
-class Samples(TypedDict):
-    """The devices now."""
+class DeviceSamplesMessage(TypedDict):
+    """Current readings of the devices."""
 
     kind: Literal["samples"]
     time: float
     devices: list[DeviceSample]
 
 
-class Answer(TypedDict):
-    """What came of a command."""
+class CommandAnswer(TypedDict):
+    """Result of a command."""
 
     kind: Literal["answer"]
     id: str
     ok: bool
     text: str
     replaces: bool
-    """Refused because something is there already: the same with `overwrite` replaces it."""
+    """True if the target exists: the same command with `overwrite` replaces it."""
 
 
-class Log(TypedDict):
-    """The last lines of a rank, those with the searched text."""
+class LogMessage(TypedDict):
+    """The last log lines of a rank that contain the searched text."""
 
     kind: Literal["log"]
     rank: int | None
@@ -378,11 +378,19 @@ class Log(TypedDict):
     lines: list[str]
 
 
-class Beat(TypedDict):
-    """The kernel lives."""
+class HeartbeatMessage(TypedDict):
+    """Heartbeat of the kernel."""
 
     kind: Literal["beat"]
     time: float
 
 
-ToFront = Reset | Changed | Rows | Samples | Answer | Log | Beat
+FrontendMessage = (
+    ResetMessage
+    | StateChangeMessage
+    | CurvePointsMessage
+    | DeviceSamplesMessage
+    | CommandAnswer
+    | LogMessage
+    | HeartbeatMessage
+)

@@ -1,6 +1,6 @@
-"""The session at this moment, as plain values: what the widget, the HTML and the text show.
+"""Takes a snapshot of the session as plain values, which the widget, the HTML and the text show.
 
-Made on the panel's thread, in about a millisecond; asks the ranks nothing.
+Runs on the panel's thread in about a millisecond and sends no request to the ranks.
 """
 
 from __future__ import annotations
@@ -11,86 +11,86 @@ import time
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-import nbdist
+from nbdist._version import __version__
 from nbdist.display import panel_units
-from nbdist.hardware.telemetry import Reading
-from nbdist.output.ansi import clean, plain
-from nbdist.output.sink import kernel_here
-from nbdist.panel.devices import Seat
+from nbdist.hardware.telemetry import GpuReading
+from nbdist.output.ansi import replace_invalid_chars, strip_ansi
+from nbdist.output.sink import get_kernel
+from nbdist.panel.devices import DeviceSlot
 from nbdist.panel.protocol import (
     CheckpointView,
     DeviceView,
-    Header,
-    MarkView,
+    EventMarkView,
+    HeaderView,
     NodeView,
-    Notice,
-    Picture,
+    NoticeView,
+    PanelState,
     ProgressView,
-    Queued,
+    QueuedCommand,
     RankView,
-    State,
+    SessionState,
 )
-from nbdist.session.progress import share_in
+from nbdist.session.progress import parse_fraction_done
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbdist.panel.devices import Devices
-    from nbdist.panel.plan_view import Predicted
-    from nbdist.panel.profile_view import Profiled
+    from nbdist.panel.devices import DeviceSampler
+    from nbdist.panel.plan_view import PlanView
+    from nbdist.panel.profile_view import ProfileViewCache
     from nbdist.protocol import messages
     from nbdist.session.cell import Cell
-    from nbdist.session.events import Mark
     from nbdist.session.session import Session
+    from nbdist.session.training_events import TrainingEvent
 
 MAX_LINE_CHARS = 300
 MAX_CHECKPOINTS = 100
 MAX_MARKS = 100
-PATIENCE_S = 3.0
-"""A rank that goes on for so long after Stop is named."""
+INTERRUPT_TIMEOUT_S = 3.0
+"""A rank that has not responded to an interrupt after this time is named."""
 _KERNEL_ID = re.compile(r"kernel-(.+)\.json")
 
 
-def draw(
+def take_snapshot(
     session: Session,
-    devices: Devices,
-    predicted: Predicted,
-    profiled: Profiled,
+    devices: DeviceSampler,
+    predicted: PlanView,
+    profiled: ProfileViewCache,
     *,
-    queue: Sequence[Queued] = (),
-    notice: Notice | None = None,
-) -> Picture:
-    """Look at the session.
+    queue: Sequence[QueuedCommand] = (),
+    notice: NoticeView | None = None,
+) -> PanelState:
+    """Return a snapshot of the session.
 
     Args:
-        session: the one shown.
-        devices: what is known of its devices.
+        session: the session to show.
+        devices: its devices.
         predicted: the plan.
-        profiled: where the step goes.
-        queue: commands that wait.
-        notice: something to be told.
+        profiled: the profile.
+        queue: waiting commands.
+        notice: a message to show.
     """
     ended = session.state in {"stopped", "dead"}
-    return Picture(
-        header=header(session),
+    return PanelState(
+        header=header_view(session),
         nodes=_nodes(devices, ended=ended),
         devices=_devices(devices, predicted, ended=ended),
         strategies=predicted.strategies,
-        profile=profiled.now(session),
+        profile=profiled.current_view(session),
         ranks=_ranks(session),
         checkpoints=_checkpoints(session),
         progress=_progress(session),
         queue=list(queue),
         marks=[
-            MarkView(step=one.step, time=one.time, kind=one.kind, text=_short(one))
-            for one in session.marks.all()[-MAX_MARKS:]
+            EventMarkView(step=mark.step, time=mark.time, kind=mark.kind, text=_short(mark))
+            for mark in session.events.to_list()[-MAX_MARKS:]
         ],
         notice=notice,
     )
 
 
-def _short(mark: Mark) -> str:
-    """Words for a narrow place: of a switch what changes, without the ranks that stay."""
+def _short(mark: TrainingEvent) -> str:
+    """Short text of a mark: of a switch only what changes."""
     if mark.kind != "switch":
         return mark.text
     return mark.text.rpartition(": ")[2].replace("->", "\N{RIGHTWARDS ARROW}")
@@ -99,82 +99,82 @@ def _short(mark: Mark) -> str:
 # ---------------------------------------------------------------------------- header
 
 
-def header(session: Session) -> Header:
-    """The line on top."""
+def header_view(session: Session) -> HeaderView:
+    """Return the header line."""
     options = session.options
     state, words, since = _state(session)
-    named = {options.backend, f"precision {options.precision}", f"offload {options.offload}"}
-    rest = [one for one in options.describe().split(", ") if one not in named]
-    rest += ["auto: not decided yet"] if session.undecided else []
-    return Header(
+    shown = {options.backend, f"precision {options.precision}", f"offload {options.offload}"}
+    others = [option for option in options.describe().split(", ") if option not in shown]
+    others += ["auto: not decided yet"] if session.undecided else []
+    return HeaderView(
         backend="auto" if session.undecided else options.backend,
         world_size=session.world_size,
         precision=options.precision or "no",
         offload=options.offload,
-        options=", ".join(rest),
+        options=", ".join(others),
         place=session.place,
         state=state,
         words=words,
         since=since,
-        started=session.started,
-        kernel_id=kernel_id(),
-        version=nbdist.__version__,
+        started=session.started_at,
+        kernel_id=jupyter_kernel_id(),
+        version=__version__,
     )
 
 
-def _state(session: Session) -> tuple[State, str, float | None]:
-    """What the session does, in one word and in several, and since when."""
-    work, cell = session.activity.now, session.running
+def _state(session: Session) -> tuple[SessionState, str, float | None]:
+    """State of the session, its description, and its start time."""
+    work, cell = session.operation.progress, session.running
     if session.state == "dead" or session.state == "stopped":  # noqa: PLR1714 - for mypy
         words = session.death.headline if session.death else "stopped"
-        return session.state, words, session.since
+        return session.state, words, session.state_since
     if work is not None and work.kind != "planning":
-        kind: State = "running" if work.kind == "calibrating" else work.kind
-        return kind, work.text, work.since
+        kind: SessionState = "running" if work.kind == "calibrating" else work.kind
+        return kind, work.text, work.started_at
     if cell is not None:
         words = " \N{MIDDLE DOT} ".join(
             part for part in (_running(cell), session.standstill) if part
         )
-        return "running", words, cell.began
+        return "running", words, cell.started_at
     if session.state == "new":
         return "new", "not started", None
-    last, marks = session.last, session.marks.all()
-    gone_on = bool(marks) and marks[-1].time > session.since  # a switch, say
-    if last is not None and last.stopped and not gone_on:
-        return "interrupted", f"cell {last.count} was interrupted", session.since
-    return "ready", "ready", session.since
+    last, marks = session.last, session.events.to_list()
+    has_newer_event = bool(marks) and marks[-1].time > session.state_since  # for example a switch
+    if last is not None and last.is_interrupted and not has_newer_event:
+        return "interrupted", f"cell {last.count} was interrupted", session.state_since
+    return "ready", "ready", session.state_since
 
 
 def _running(cell: Cell) -> str:
-    """What a cell does, and who does not hear of Stop."""
+    """Description of a running cell, with the ranks that do not respond to an interrupt."""
     if not cell.interrupted_at:
         return f"running cell {cell.count}"
-    silent = cell.pending
-    if time.time() - cell.interrupted_at < PATIENCE_S or not silent:
+    unresponsive = cell.pending
+    if time.time() - cell.interrupted_at < INTERRUPT_TIMEOUT_S or not unresponsive:
         return f"stopping cell {cell.count}"
-    ranks = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))}"
-    verb = "do" if len(silent) > 1 else "does"
-    return f"cell {cell.count}: {ranks} {verb} not answer Stop; Restart ends the ranks"
+    ranks = f"rank{'s' * (len(unresponsive) > 1)} {', '.join(map(str, sorted(unresponsive)))}"
+    verb = "do" if len(unresponsive) > 1 else "does"
+    return f"cell {cell.count}: {ranks} {verb} not respond to Stop; Restart ends the ranks"
 
 
-def kernel_id() -> str | None:
-    """This kernel as Jupyter's REST API names it, by its connection file."""
-    if kernel_here() is None:
+def jupyter_kernel_id() -> str | None:
+    """Return the id of this kernel in Jupyter's REST API, from its connection file."""
+    if get_kernel() is None:
         return None
     with contextlib.suppress(ImportError, RuntimeError, OSError):
         from ipykernel.connect import get_connection_file
 
-        found = _KERNEL_ID.search(get_connection_file())
-        return found[1] if found else None
-    return None  # one without a connection file
+        match = _KERNEL_ID.search(get_connection_file())
+        return match[1] if match else None
+    return None  # a kernel without a connection file
 
 
 # ---------------------------------------------------------------------------- devices
 
 
-def _devices(devices: Devices, predicted: Predicted, *, ended: bool) -> list[DeviceView]:
-    seats, latest = devices.seats, devices.latest
-    known = [] if latest is None or ended else latest.readings
+def _devices(devices: DeviceSampler, predicted: PlanView, *, ended: bool) -> list[DeviceView]:
+    seats, latest = devices.device_slots, devices.latest_snapshot
+    readings = [] if latest is None or ended else latest.readings
     return [
         DeviceView(
             name=seat.name,
@@ -186,7 +186,7 @@ def _devices(devices: Devices, predicted: Predicted, *, ended: bool) -> list[Dev
             predicted_bytes=predicted.device_bytes,
             stated_error=predicted.stated_error,
             used_bytes=reading.used_bytes,
-            peak_bytes=devices.peaks.get(place) or None,
+            peak_bytes=devices.peak_bytes.get(place) or None,
             others_bytes=reading.others_bytes,
             holders=list(reading.holders),
             utilization=reading.utilization,
@@ -197,37 +197,39 @@ def _devices(devices: Devices, predicted: Predicted, *, ended: bool) -> list[Dev
             pcie_rx=reading.pcie_rx,
             nvlink_tx=reading.nvlink_tx,
             nvlink_rx=reading.nvlink_rx,
-            note=_note(predicted, devices.peaks_now.get(place, 0), reading.note),
+            note=_note(predicted, devices.strategy_peak_bytes.get(place, 0), reading.note),
         )
-        for place, (seat, reading) in enumerate(zip_longest(seats, known, fillvalue=Reading()))
-        if isinstance(seat, Seat)
+        for place, (seat, reading) in enumerate(
+            zip_longest(seats, readings, fillvalue=GpuReading())
+        )
+        if isinstance(seat, DeviceSlot)
     ]
 
 
-def _nodes(devices: Devices, *, ended: bool) -> list[NodeView]:
-    latest = devices.latest
-    told = {} if latest is None or ended else latest.nodes
+def _nodes(devices: DeviceSampler, *, ended: bool) -> list[NodeView]:
+    latest = devices.latest_snapshot
+    usage = {} if latest is None or ended else latest.nodes
     return [
         NodeView(
             name=node.name,
             words=node.describe(),
             host_bytes=node.machine.memory_bytes,
-            host_used_bytes=node.machine.memory_bytes - told[node.name].host_free_bytes
-            if node.name in told
+            host_used_bytes=node.machine.memory_bytes - usage[node.name].host_free_bytes
+            if node.name in usage
             else None,
         )
         for node in devices.nodes
     ]
 
 
-def _note(predicted: Predicted, peak: int, told: str) -> str:
-    """What a reader of the bar must know."""
+def _note(predicted: PlanView, peak: int, text: str) -> str:
+    """Notes on a device: from its reading, and on a peak above the prediction."""
     expected, error = predicted.device_bytes, predicted.stated_error
-    notes = [told] if told else []
+    notes = [text] if text else []
     if expected and error is not None and peak > expected * (1 + error):
         notes.append(
             f"the peak is {peak / expected - 1:.0%} above the prediction, whose stated error is"
-            f" {error:.0%}: %nbdist plan --check tells which part"
+            f" {error:.0%}: %nbdist plan --check shows which part"
         )
     return "; ".join(notes)
 
@@ -236,16 +238,16 @@ def _note(predicted: Predicted, peak: int, told: str) -> str:
 
 
 def _ranks(session: Session) -> list[RankView]:
-    work = session.activity.now
+    work = session.operation.progress
     if session.state == "new" and (work is None or work.kind != "starting"):
-        return []  # none were ever started
+        return []  # no rank was started yet
     members = {member["rank"]: member for member in session.status()["ranks"]}
     nodes = {rank: node.name for node in session.nodes for rank in node.ranks}
-    whereabouts, cell = session.whereabouts.now(), session.running
+    rank_activity, cell = session.rank_activity.latest_replies(), session.running
     views = []
     for rank in range(session.world_size):
         member, log = members.get(rank), session.logs.get(rank)
-        answer = whereabouts.get(rank)
+        answer = rank_activity.get(rank)
         if session.state == "dead" or (member is not None and not member["alive"]):
             state: Any = "dead"
         elif session.state == "stopped":
@@ -263,7 +265,11 @@ def _ranks(session: Session) -> list[RankView]:
                 device=member["device"] if member else "",
                 node=nodes.get(rank, ""),
                 state=state,
-                line=panel_units.cut(plain(clean(log.last_line())), MAX_LINE_CHARS) if log else "",
+                line=panel_units.truncate(
+                    strip_ansi(replace_invalid_chars(log.last_line())), MAX_LINE_CHARS
+                )
+                if log
+                else "",
                 written=log.written if log else 0,
                 where=_where(answer) if answer and state in {"running", "waiting"} else "",
             )
@@ -271,8 +277,8 @@ def _ranks(session: Session) -> list[RankView]:
     return views
 
 
-def _where(answer: messages.WhereReply) -> str:
-    """Cell, line, code and collective; empty outside of a cell's code."""
+def _where(answer: messages.RankActivityReply) -> str:
+    """Cell, line, code and collective; only the collective outside of a cell's code."""
     if not answer["cell"]:
         return answer["collective"]
     place = f"{answer['cell']} line {answer['line']}: {answer['source']}"
@@ -283,28 +289,30 @@ def _where(answer: messages.WhereReply) -> str:
 
 
 def _checkpoints(session: Session) -> list[CheckpointView]:
-    """The newest last; those that run or failed behind them."""
+    """The checkpoints, newest last, followed by failed and running saves."""
     checkpoints = session.checkpoints
-    known = checkpoints.known
-    written = {one.name: one.created.timestamp() for one in known}
+    known = checkpoints.cached
+    written = {checkpoint.name: checkpoint.created.timestamp() for checkpoint in known}
     views = [
         CheckpointView(
-            name=one.name,
-            step=one.step,
-            size_bytes=one.size_bytes,
-            backend=one.backend,
-            saved=one.created.timestamp(),
-            seconds=one.seconds,
-            path=str(one.path),
+            name=checkpoint.name,
+            step=checkpoint.step,
+            size_bytes=checkpoint.size_bytes,
+            backend=checkpoint.backend,
+            saved=checkpoint.created.timestamp(),
+            seconds=checkpoint.seconds,
+            path=str(checkpoint.path),
             state="done",
             problem="",
         )
-        for one in known[-MAX_CHECKPOINTS:]
+        for checkpoint in known[-MAX_CHECKPOINTS:]
     ]
-    # one that is whole may be listed before its ranks have said so
-    running = [one for one in session.saves_running() if written.get(one.name, 0.0) < one.began]
+    # a complete checkpoint may be listed before its ranks have reported it
+    running = [
+        save for save in session.saves_running() if written.get(save.name, 0.0) < save.started_at
+    ]
     for state, saves in (
-        ("failed", list(checkpoints.failed)[-3:]),
+        ("failed", list(checkpoints.failed_saves)[-3:]),
         ("running", running),
     ):
         views += [
@@ -313,7 +321,7 @@ def _checkpoints(session: Session) -> list[CheckpointView]:
                 step=None,
                 size_bytes=0,
                 backend=session.backend,
-                saved=save.began,
+                saved=save.started_at,
                 seconds=None,
                 path=str(save.root / save.name),
                 state=state,  # type: ignore[typeddict-item]
@@ -325,25 +333,27 @@ def _checkpoints(session: Session) -> list[CheckpointView]:
 
 
 def _progress(session: Session) -> ProgressView | None:
-    work = session.activity.now
+    work = session.operation.progress
     if work is not None:
-        return ProgressView(text=work.text, share=work.share, since=work.since)
+        return ProgressView(text=work.text, share=work.fraction_done, since=work.started_at)
     for save in session.saves_running():
-        share = share_in(save.how_far)
-        return ProgressView(text=save.how_far, share=share, since=save.began)
+        share = parse_fraction_done(save.how_far)
+        return ProgressView(text=save.how_far, share=share, since=save.started_at)
     profiling = session.profiling
     if profiling is not None:
-        return ProgressView(text=profiling.text, share=profiling.share, since=profiling.since)
+        return ProgressView(
+            text=profiling.text, share=profiling.fraction_done, since=profiling.requested_at
+        )
     return None
 
 
-def changed(before: Picture | None, now: Picture) -> dict[str, Any]:
-    """Keys of the picture that differ, whole."""
+def changed_keys(before: PanelState | None, now: PanelState) -> dict[str, Any]:
+    """Return the top-level keys of the state that differ, with their new values."""
     old: Any = before or {}
     new: Any = now
     return {key: value for key, value in new.items() if key not in old or old[key] != value}
 
 
-def notice(kind: Any, text: str) -> Notice:
-    """A notice of this moment."""
-    return Notice(kind=kind, text=clean(text), time=time.time())
+def make_notice(kind: Any, text: str) -> NoticeView:
+    """Return a notice with the current time."""
+    return NoticeView(kind=kind, text=replace_invalid_chars(text), time=time.time())

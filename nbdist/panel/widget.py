@@ -1,4 +1,4 @@
-"""The widget's model; the only module that imports anywidget, when a panel is first displayed."""
+"""The widget's model. Imports anywidget, and is imported when a panel is first displayed."""
 
 from __future__ import annotations
 
@@ -13,57 +13,58 @@ from nbdist.panel import assets
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.panel.protocol import ToFront
+    from nbdist.panel.protocol import FrontendMessage
 
 log = logging.getLogger(__name__)
 
-ANY_VERSION = "*"
-"""Of anywidget's front end. Its own pin is the kernel's minor version, and a server that has
-another one would show nothing; the messages between the two are the same (0.9.18 to 0.11)."""
+ANY_FRONTEND_VERSION = "*"
+"""Accepts any version of anywidget's front end. By default it is pinned to the kernel's minor
+version, and a server with another one would show nothing. The messages are the same in 0.9.18 to
+0.11."""
 
 
 class PanelWidget(anywidget.AnyWidget):
-    """Passes messages between a panel and its pages; has no state of its own.
+    """Transports messages between a panel and its pages; stateless.
 
     Args:
-        receive: gets each message of a page, with its buffers, on whichever thread it comes.
-        words: what is displayed where no widget can be.
+        receive: called with each message of a page and its buffers, on any thread.
+        words: returns the MIME bundle for front ends without widgets.
     """
 
     _esm = assets.SCRIPT
     _css = assets.STYLE
-    _model_module_version = Unicode(ANY_VERSION).tag(sync=True)
-    _view_module_version = Unicode(ANY_VERSION).tag(sync=True)
+    _model_module_version = Unicode(ANY_FRONTEND_VERSION).tag(sync=True)
+    _view_module_version = Unicode(ANY_FRONTEND_VERSION).tag(sync=True)
 
     def __init__(
         self, receive: Callable[[object, object], object], words: Callable[[], dict[str, str]]
     ) -> None:
         super().__init__()
-        self._words = words
+        self._fallback_bundle = words
         self.on_msg(lambda _, content, buffers: receive(content, buffers))
         if hasattr(self.comm, "_reply_subshell_for"):
-            # ipykernel 7.4 sends a page's messages to the shell that wrote to the comm last:
-            # the one in which a cell blocks. JupyterLab's subshell can take them meanwhile.
-            self.comm._reply_subshell_for = _where_it_came  # noqa: SLF001
+            # ipykernel 7.4 dispatches a page's messages to the shell that last wrote to the comm:
+            # the one that a cell blocks. JupyterLab's subshell can handle them in the meantime.
+            self.comm._reply_subshell_for = _receiving_shell  # noqa: SLF001
 
-    def say(self, message: ToFront, buffers: list[bytes]) -> None:
+    def send_message(self, message: FrontendMessage, buffers: list[bytes]) -> None:
         """Send a message to all pages."""
         self.send(message, buffers)
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Let no page change the model: another `_esm` would end the views of all pages."""
+        """Ignore changes by a page: another `_esm` would break the views of all pages."""
         del sync_data
-        log.info("a page wanted to change the panel's model; refused")
+        log.info("rejected a page's change of the panel's model")
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
-        """The view, and what is shown instead of it where there are no widgets."""
-        made = super()._repr_mimebundle_(**options)
-        if made is None:
+        """Return the view, and the MIME bundle for front ends without widgets."""
+        result = super()._repr_mimebundle_(**options)
+        if result is None:
             return None
-        bundle, metadata = made
-        return {**bundle, **self._words()}, metadata
+        bundle, metadata = result
+        return {**bundle, **self._fallback_bundle()}, metadata
 
 
-def _where_it_came(_data: object, default: object) -> object:
-    """Take a message on the shell that it was sent to."""
+def _receiving_shell(_data: object, default: object) -> object:
+    """Handle a message on the shell that received it."""
     return default

@@ -1,8 +1,8 @@
 """Predicts which strategies fit on which devices, how fast a step is, and which one to use.
 
-Pure arithmetic on a model's shape, in any process. Read in this order: `spec` (a model as the
-planner sees it) from `closed` (formulas) or `traced`; `memory` with the stories of the engines
-`ddp`, `fsdp`, `zero`; `cost` on `devices`; `choice`; `result` and `show`.
+Pure arithmetic on a model's shape, in any process. Reading order: `model_spec` (the planner's view
+of a model), built by `models.analytic` (formulas) or `models.traced`; `memory_model` with the
+timelines in `memory`; `step_time` on a `cluster_spec`; `search`; `result`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from nbdist.planner.plan_request import PlanRequest
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbdist.planner.cluster_spec import Cluster
+    from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.planner.result import Plan
 
 
-def plan(  # noqa: PLR0913 - the contract, and the input that a plain module needs
+def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module needs
     model: object,
-    devices: str | Cluster | None = None,
+    devices: str | ClusterSpec | None = None,
     world_size: int | None = None,
     batch_size: int | Sequence[int] = 1,
     seq_len: int | None = None,
@@ -29,64 +31,66 @@ def plan(  # noqa: PLR0913 - the contract, and the input that a plain module nee
     inputs: object = None,
     **fixed: Any,
 ) -> Plan:
-    """Say what every strategy needs for a model on these devices, and which one to take.
+    """Predict memory and speed of every strategy on these devices, and pick one.
 
-    Downloads nothing, runs no code of the model's author, needs no GPU; imports torch for an
-    `nn.Module` only, where it is imported already.
+    Downloads nothing, does not run the model author's code and needs no GPU. torch is used only
+    for an `nn.Module`, in which case it is already imported.
 
     Args:
-        model: a transformers config, a folder with config.json or the file, an `nn.Module`, or
-            a size such as "7b".
-        devices: "8xH100-80GB,nvlink", "2x24GB,pcie", on several machines
-            "2x(8xH100-80GB,nvlink),400Gb/s"; default: the GPUs found here, or CPU ranks.
-        world_size: number of ranks; default: one for each device.
-        batch_size: samples of one rank's micro-batch, or several sizes to compare.
-        seq_len: tokens of a sample; default: what the model takes, 2048 at most.
+        model: a transformers config, a folder with config.json or the file itself, an
+            `nn.Module`, or a size such as "7b".
+        devices: "8xH100-80GB,nvlink", "2x24GB,pcie", or for several machines
+            "2x(8xH100-80GB,nvlink),400Gb/s". Default: the GPUs of this machine, or CPU ranks.
+        world_size: number of ranks. Default: one per device.
+        batch_size: samples per rank and micro-batch, or several sizes to compare.
+        seq_len: tokens per sample. Default: the model's maximum, at most 2048.
         precision: no, fp16, bf16 or fp8.
-        optimizer: adamw, adamw_fused, adamw_8bit, sgd, adafactor, ..., or the name of its class.
-        inputs: example input for a module that is no transformers model: a tensor, or a tuple
+        optimizer: adamw, adamw_fused, adamw_8bit, sgd, adafactor, ..., or a class name.
+        inputs: example input of a module that is not a transformers model: a tensor, or a tuple
             or dict of its arguments.
-        fixed: options of `%%distribute` that are not to be searched, as offload="cpu",
-            activation_checkpointing=True, accumulate=4.
+        fixed: options of `%%distribute` to hold fixed instead of searching, such as
+            offload="cpu", activation_checkpointing=True, accumulate=4.
 
     Raises:
-        PlanError: one sentence: what was given, what is allowed, what to do.
-        OptionError: an option that does not exist, or a value that it does not take.
+        PlanError: the model, the devices or a number is invalid.
+        OptionError: an unknown option, or an invalid value.
     """
     from nbdist.planner import load_model, local_devices, optimizers, search
 
     batch_sizes = _batch_sizes(batch_size)
-    cluster = local_devices.cluster(devices, _maybe("world_size", world_size))
-    settled = search.checked(fixed, precision, cluster)
-    spec, length = load_model.model_spec(
+    cluster = local_devices.resolve_cluster(devices, _maybe("world_size", world_size))
+    settled = search.validate_options(fixed, precision, cluster)
+    spec, length = load_model.load_model_spec(
         model,
         batch_size=batch_sizes[0],
         seq_len=_maybe("seq_len", seq_len),
         kind=cluster.kind,
         precision=settled["precision"],
         inputs=inputs,
-        progress=local_devices.say,
+        progress=local_devices.print_progress,
     )
-    return search.search(
-        search.Question(
+    return search.search_plan(
+        PlanRequest(
             model=spec,
             cluster=cluster,
             batch_sizes=batch_sizes,
             seq_len=length,
             precision=settled.pop("precision"),
-            optimizer=optimizers.for_kind(optimizers.lookup(optimizer), cluster.kind),
-            fixed=settled,
+            optimizer=optimizers.optimizer_for_device(
+                optimizers.find_optimizer(optimizer), cluster.kind
+            ),
+            fixed_options=settled,
         )
     )
 
 
 _MOST = 10**7
-"""Samples, tokens or ranks; beyond it a number is a slip of the hand."""
+"""Upper limit of samples, tokens or ranks; a larger number is a typing error."""
 
 
 def _batch_sizes(given: int | Sequence[int]) -> tuple[int, ...]:
     several = given if isinstance(given, (list, tuple, range)) else [given]
-    sizes = tuple(_whole("batch_size", one) for one in several)
+    sizes = tuple(_whole("batch_size", size) for size in several)
     return sizes or (_whole("batch_size", given),)
 
 
@@ -95,15 +99,15 @@ def _maybe(name: str, given: object) -> int | None:
 
 
 def _whole(name: str, given: object) -> int:
-    """Read a whole number from 1.
+    """Validate an integer >= 1.
 
     Raises:
-        PlanError: anything else, NaN and booleans included.
+        PlanError: for anything else, including NaN and booleans.
     """
     from nbdist.errors import PlanError
 
     number = given if isinstance(given, (int, float)) and not isinstance(given, bool) else math.nan
     if not (math.isfinite(number) and number == int(number) and 1 <= number <= _MOST):
-        message = f"{name} {given!r} is not possible; use a whole number from 1 to {_MOST:,}."
+        message = f"{name} must be an integer from 1 to {_MOST:,}, got {given!r}."
         raise PlanError(message)
     return int(number)

@@ -1,7 +1,6 @@
-"""What nbdist has learned on this machine and keeps: JSON files in the user's cache folder.
+"""JSON files in the user's cache folder that hold what nbdist measured on this machine.
 
-They may be deleted at any time. Whatever stands in them is looked at as if a stranger had
-written it.
+They may be deleted at any time. Their contents are untrusted and validated on reading.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 
-def folder() -> Path:
-    """The folder: nbdist in XDG_CACHE_HOME, or in ~/.cache."""
+def cache_dir() -> Path:
+    """Return nbdist's cache folder, in XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "nbdist"
 
 
-def read(file: Path) -> dict[str, Any]:
-    """The entries of a file; none where it cannot be read."""
+def read_entries(file: Path) -> dict[str, Any]:
+    """Return the entries of a file, or {} if it cannot be read."""
     try:
         entries = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
-        return {}  # none yet, or torn: it is only a cache
+        return {}  # missing or truncated: it is only a cache
     return entries if isinstance(entries, dict) else {}
 
 
-def write(file: Path, entries: dict[str, Any]) -> None:
-    """Write whole or not at all; a folder that cannot be written costs only what was learned."""
+def write_entries(file: Path, entries: dict[str, Any]) -> None:
+    """Write a file atomically. Errors are ignored: only the measurements are lost."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
@@ -40,12 +39,12 @@ def write(file: Path, entries: dict[str, Any]) -> None:
 
 
 def today() -> str:
-    """The day as entries have it: 2026-11-21."""
+    """Return the current date as ISO text, such as "2026-11-21"."""
     return dt.datetime.now().astimezone().date().isoformat()
 
 
-def day(given: object) -> str:
-    """A day of an entry; empty for anything else."""
+def parse_date(given: object) -> str:
+    """Return a valid ISO date unchanged, and "" for anything else."""
     try:
         return dt.date.fromisoformat(str(given)).isoformat()
     except ValueError:

@@ -1,8 +1,8 @@
-"""The devices that a plan is for, and what is between them; those found on this machine.
+"""Devices of a plan and the links between them, and the cluster found on this machine.
 
-Pure. `described` reads them from words; `of_machine` takes what NVML told. Speeds are those of
-`catalogue`. Memory is in bytes, speeds are in bytes/s and FLOP/s; a link's speed is of one
-direction.
+Pure. `device_parser` parses them from text; `cluster_for_machine` takes what NVML reports.
+Speeds come from `gpu_catalog`. Memory is in bytes, speeds are in bytes/s and FLOP/s; a link's
+speed is for one direction.
 """
 
 from __future__ import annotations
@@ -15,164 +15,169 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.planner.gpu_catalog import CATALOGUE, FP32_SUSTAINED, GB, GIB, Device, lookup
+from nbdist.planner.gpu_catalog import FP32_EFFICIENCY, GB, GIB, GPU_CATALOG, DeviceSpec, find_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from nbdist.hardware.discovery import Gpu, Machine, Usage
-    from nbdist.planner.measurement_store import Known
-    from nbdist.planner.measurements import Collective, Disk, Links
+    from nbdist.hardware.discovery import Gpu, GpuFreeMemory, Machine
+    from nbdist.planner.measurement_store import MeasurementStore
+    from nbdist.planner.measurements import Collective, CommSpeed, DiskSpeed
 
-__all__ = ["CATALOGUE", "Cluster", "Device", "cpu_ranks", "of_machine"]
+__all__ = ["GPU_CATALOG", "ClusterSpec", "DeviceSpec", "cluster_for_machine", "cpu_cluster"]
 
 Link = Literal["nvlink", "pcie", "cpu", "none"]
-"""cpu: ranks of one machine over its loopback; none: one device alone."""
-Ring = Literal["all", "node", "nodes"]
-"""Ranks of a collective: all, those of one node, or one of each node, while the others of each
-node have rings of their own."""
+"""cpu: loopback between ranks of one machine; none: a single device."""
+CollectiveScope = Literal["all", "node", "nodes"]
+"""Ranks of a collective: all, those of one node, or one rank per node (each node's other ranks
+run the same collective among themselves)."""
 
-NODE_SIZE = 8
-"""GPUs of a node, where more are asked for than one is said to have."""
-NETWORK = 50 * GB
-"""Into each node, where nobody said: one adapter of 400 Gb/s."""
+DEFAULT_GPUS_PER_NODE = 8
+"""Default GPUs per node when more GPUs are requested than one node has."""
+DEFAULT_NETWORK_BANDWIDTH = 50 * GB
+"""Default network bandwidth into each node: one adapter of 400 Gb/s."""
 
 _LINK_SHARE = 0.8
-"""Of a link's datasheet speed that large collectives reach: 235 of 300 GB/s on 8 A100, 361 of
-450 on 8 H200, 382 of 400 over 4 nodes (nccl-tests, stas00/ml-engineering)."""
+"""Fraction of a link's datasheet speed that large collectives reach: 235 of 300 GB/s on 8 A100,
+361 of 450 on 8 H200, 382 of 400 over 4 nodes (nccl-tests, stas00/ml-engineering)."""
 _SWITCH_GAIN = 1.3
-"""Of an all-reduce summed inside the NVSwitch (NVLS), against a ring: 475 to 367 GB/s, 8 H200."""
+"""Speedup of an all-reduce inside the NVSwitch (NVLS) over a ring: 475 against 367 GB/s, 8 H200."""
 _SWITCH_RANKS = 5
-"""Fewest GPUs for which NCCL does so; 4 H200 reach the ring's 363 GB/s."""
+"""Minimum number of GPUs for which NCCL uses NVLS; 4 H200 reach the ring's 363 GB/s."""
 _PCIE_SHARE = 0.63
-"""Of PCIe for collectives, which cross bridges that several GPUs share."""
+"""Fraction of PCIe that collectives reach: they cross bridges shared by several GPUs."""
 _PAIR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """All devices of a plan, one a rank, and what is between them."""
+class ClusterSpec:
+    """All devices of a plan, one per rank, and the links between them."""
 
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceSpec, ...]
     link: Link
-    """Between the devices of one node."""
-    nodes: int = 1
-    network: float = 0.0
-    """Into one node, all its adapters together, one direction."""
+    """Link between the devices of one node."""
+    num_nodes: int = 1
+    network_bandwidth: float = 0.0
+    """Bandwidth into one node over all its adapters, one direction."""
     host_memory_bytes: int | None = None
-    """Of one node, free; None where nobody said."""
+    """Free host memory of one node; None if unknown."""
     host_bandwidth: float = 50 * GB
-    """Of one node, as an optimizer on the CPU reaches it. Llama-2-7B: over 4 s for the 202 GB
-    that AdamW moves (DeepSpeed, ZenFlow's announcement, 2025)."""
+    """Host memory bandwidth of one node for an optimizer on the CPU. Llama-2-7B: over 4 s for the
+    202 GB that AdamW moves (DeepSpeed, ZenFlow's announcement, 2025)."""
     nvme_bytes: int | None = None
-    """Of one node, free; None where nobody said."""
+    """Free NVMe space of one node; None if unknown."""
     nvme_bandwidth: float = 6 * GB
-    """Of one node."""
+    """NVMe bandwidth of one node."""
     num_cpus: int | None = None
-    """Cores of one node that CPU ranks share; None where nobody said."""
+    """Cores of one node that CPU ranks share; None if unknown."""
     notes: tuple[str, ...] = ()
-    """Sentences for the reader: what was assumed, what binds."""
+    """Sentences for the user: assumptions and limiting devices."""
     kind: Literal["cuda", "cpu"] = "cuda"
-    known: Known | None = None
-    """What was measured on this machine; None for devices that were described in words."""
-    links: Links | None = None
-    """Of it, between these very ranks."""
-    disk: Disk | None = None
-    """Of it, the disk measured last."""
+    measurement_store: MeasurementStore | None = None
+    """Measurements of this machine; None for devices given as text."""
+    comm_speed: CommSpeed | None = None
+    """Measured collectives between exactly these ranks."""
+    disk_speed: DiskSpeed | None = None
+    """The disk measured last."""
 
     @property
     def world_size(self) -> int:
-        """Ranks: one a device."""
+        """Number of ranks, one per device."""
         return len(self.devices)
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of one node, which share its host memory and its network."""
-        return len(self.devices) // self.nodes
+        """Ranks of one node, which share its host memory and network."""
+        return len(self.devices) // self.num_nodes
 
     @cached_property
-    def smallest(self) -> Device:
-        """The device with the least free memory; all hold equal shards, so it binds."""
+    def smallest_device(self) -> DeviceSpec:
+        """The device with the least free memory. It limits the plan, as all hold equal shards."""
         return min(self.devices, key=lambda device: device.free_bytes)
 
     @cached_property
-    def slowest(self) -> Device:
-        """The device that all others wait for."""
-        return min(self.devices, key=lambda device: device.reached("bf16"))
+    def slowest_device(self) -> DeviceSpec:
+        """The slowest device, which all others wait for."""
+        return min(self.devices, key=lambda device: device.sustained_flops("bf16"))
 
     @property
     def latency_s(self) -> float:
-        """From the call of a collective to its first byte."""
-        if self.nodes > 1:
+        """Seconds from the call of a collective to its first byte."""
+        if self.num_nodes > 1:
             return 30e-6
         return {"nvlink": 10e-6, "pcie": 15e-6, "cpu": 200e-6, "none": 0.0}[self.link]
 
     @property
     def ramp_s(self) -> float:
-        """Time of a transfer that a collective of that size doubles.
+        """Ramp-up constant in seconds: a collective with this ideal time takes twice as long.
 
         Fitted to nccl-tests (stas00/ml-engineering) of 8 A100 and 8 H200 (1 MiB: 8 % of full
         speed, 8 MiB: 32-47 %, 128 MiB: 75-83 %) and of 4 nodes of B200 (1 MiB: 1.4 %).
         """
-        return 300e-6 if self.nodes > 1 else 45e-6
+        return 300e-6 if self.num_nodes > 1 else 45e-6
 
     def link_bytes_per_s(self, collective: Collective) -> float:
-        """Bus bandwidth of a large collective over all ranks, per rank.
-
-        A ring crosses each node's adapters once, so a node's adapters count together.
-        """
+        """Bus bandwidth of a large collective over all ranks, in bytes/s per rank."""
         inside = self._inside(collective)
-        return inside if self.nodes == 1 else min(inside, self.network * _LINK_SHARE)
+        # A ring crosses each node's adapters once, so all adapters of a node count together.
+        return inside if self.num_nodes == 1 else min(inside, self.network_bandwidth * _LINK_SHARE)
 
-    def ring(self, which: Ring) -> Cluster:
-        """The ranks of a collective as a cluster of their own."""
+    def subcluster(self, which: CollectiveScope) -> ClusterSpec:
+        """Return the ranks of a collective as a cluster of their own."""
         return {"all": self, "node": self._one_node, "nodes": self._one_of_each}[which]
 
     @cached_property
-    def _one_node(self) -> Cluster:
-        """The devices of one node, those that bind."""
+    def _one_node(self) -> ClusterSpec:
+        """One node, built from the slowest device."""
         ranks = self.ranks_per_node
         link: Link = self.link if ranks > 1 else "none"
-        one = (self.slowest,) * ranks
-        return replace(self, devices=one, nodes=1, network=0.0, link=link, links=None)
-
-    @cached_property
-    def _one_of_each(self) -> Cluster:
-        """One device of each node, with its share of the network."""
-        one = (self.slowest,) * self.nodes
-        share = self.network / self.ranks_per_node
-        return replace(self, devices=one, link="none", network=share, links=None)
-
-    def measured_s(self, collective: Collective, size: float) -> float | None:
-        """Time of a collective of this size as measured here; None where it was not."""
-        return None if self.links is None else self.links.seconds(collective, size)
-
-    def informed(self, known: Known | None) -> Cluster:
-        """The same with what was measured on this machine instead of the catalogue's figures."""
-        if known is None:
-            return self
-        disk = known.disk()
+        devices = (self.slowest_device,) * ranks
         return replace(
-            self,
-            known=known,
-            links=known.links(self.describe()),
-            devices=tuple(_paced(one, known, self.place_of(one)) for one in self.devices),
-            disk=disk,
-            nvme_bandwidth=self.nvme_bandwidth if disk is None else disk.both,
+            self, devices=devices, num_nodes=1, network_bandwidth=0.0, link=link, comm_speed=None
         )
 
-    def place_of(self, device: Device) -> str:
-        """What decides how fast one rank computes: CPU ranks share their machine's cores."""
+    @cached_property
+    def _one_of_each(self) -> ClusterSpec:
+        """One device per node, with its share of the network."""
+        devices = (self.slowest_device,) * self.num_nodes
+        share = self.network_bandwidth / self.ranks_per_node
+        return replace(self, devices=devices, link="none", network_bandwidth=share, comm_speed=None)
+
+    def measured_collective_s(self, collective: Collective, size: float) -> float | None:
+        """Return the measured time of a collective of this size, or None if not measured."""
+        return (
+            None if self.comm_speed is None else self.comm_speed.collective_time_s(collective, size)
+        )
+
+    def with_measurements(self, store: MeasurementStore | None) -> ClusterSpec:
+        """Return this cluster with measured speeds in place of the catalogue's."""
+        if store is None:
+            return self
+        disk = store.disk_speed()
+        return replace(
+            self,
+            measurement_store=store,
+            comm_speed=store.comm_speed(self.describe()),
+            devices=tuple(
+                _paced(device, store, self.compute_speed_key(device)) for device in self.devices
+            ),
+            disk_speed=disk,
+            nvme_bandwidth=self.nvme_bandwidth if disk is None else disk.mixed_bandwidth,
+        )
+
+    def compute_speed_key(self, device: DeviceSpec) -> str:
+        """Return the key under which a device's compute speed is stored."""
+        # CPU ranks share their machine's cores, so their speed depends on how many there are.
         return _cpu_words(self.ranks_per_node) if self.kind == "cpu" else device.name
 
     def _inside(self, collective: Collective) -> float:
         """Bus bandwidth between the devices of one node."""
-        if self.link == "none" or (self.ranks_per_node == 1 and self.nodes > 1):
+        if self.link == "none" or (self.ranks_per_node == 1 and self.num_nodes > 1):
             return math.inf
-        device = self.slowest
+        device = self.slowest_device
         if self.link == "cpu":
             return _LOOPBACK
-        if self.link == "pcie" or not (device.switched or self.ranks_per_node <= _PAIR):
+        if self.link == "pcie" or not (device.has_nvswitch or self.ranks_per_node <= _PAIR):
             return device.pcie * _PCIE_SHARE
         summed = (
             collective == "all_reduce"
@@ -182,65 +187,74 @@ class Cluster:
         return device.nvlink * _LINK_SHARE * (_SWITCH_GAIN if summed else 1.0)
 
     def describe(self) -> str:
-        """Describe in a few words: "8 x H100-80GB, nvlink", "2 CPU ranks"."""
+        """Return a short description: "8 x H100-80GB, nvlink", "2 CPU ranks"."""
         if self.kind == "cpu":
             ranks = _cpu_words(self.world_size)
-            return ranks if self.nodes == 1 else f"{ranks} on {self.nodes} nodes"
+            return ranks if self.num_nodes == 1 else f"{ranks} on {self.num_nodes} nodes"
         kinds = Counter(device.name for device in self.devices)
         words = [" + ".join(f"{count} x {name}" for name, count in kinds.items())]
         words += [self.link] if self.link != "none" else []
-        if self.nodes == 1:
+        if self.num_nodes == 1:
             return ", ".join(words)
-        return f"{self._in_nodes(words)}, {8 * self.network / GB:g} Gb/s"
+        return f"{self._in_nodes(words)}, {8 * self.network_bandwidth / GB:g} Gb/s"
 
     def _in_nodes(self, words: Sequence[str]) -> str:
-        """All devices on several nodes, which are alike but where a number of ranks was asked."""
+        """Describe several nodes, which differ only if a number of ranks was requested."""
         kinds, each = {device.name for device in self.devices}, self.ranks_per_node
-        if len(kinds) > 1 or each * self.nodes != self.world_size:
-            return f"{', '.join(words)} on {self.nodes} nodes"
-        one = f"{each} x {kinds.pop()}"
-        return f"{self.nodes} x ({', '.join([one, *words[1:]])})"
+        if len(kinds) > 1 or each * self.num_nodes != self.world_size:
+            return f"{', '.join(words)} on {self.num_nodes} nodes"
+        node = f"{each} x {kinds.pop()}"
+        return f"{self.num_nodes} x ({', '.join([node, *words[1:]])})"
 
-    def resized(self, ranks: int) -> Cluster:
-        """The same with another number of ranks; more nodes where one has not so many GPUs."""
+    def with_num_ranks(self, ranks: int) -> ClusterSpec:
+        """Return this cluster with another number of ranks; add nodes if needed."""
         if self.kind == "cpu":
             memory = self.host_memory_bytes
-            each = -(-ranks // self.nodes)
-            made = cpu_ranks(each, host_memory_bytes=memory, num_cpus=self.num_cpus)
-            if self.nodes > 1:
-                devices, network = made.devices[:1] * ranks, self.network
-                made = replace(
-                    made, devices=devices, nodes=self.nodes, network=network, notes=self.notes
+            each = -(-ranks // self.num_nodes)
+            cluster = cpu_cluster(each, host_memory_bytes=memory, num_cpus=self.num_cpus)
+            if self.num_nodes > 1:
+                devices, network = cluster.devices[:1] * ranks, self.network_bandwidth
+                cluster = replace(
+                    cluster,
+                    devices=devices,
+                    num_nodes=self.num_nodes,
+                    network_bandwidth=network,
+                    notes=self.notes,
                 )
-            return made.informed(self.known)
-        said = self.ranks_per_node if self.nodes > 1 else max(self.ranks_per_node, NODE_SIZE)
-        nodes = -(-ranks // said)
-        least = self.smallest
-        kept = self.devices[:ranks] + (least,) * (ranks - self.world_size)
+            return cluster.with_measurements(self.measurement_store)
+        per_node = (
+            self.ranks_per_node
+            if self.num_nodes > 1
+            else max(self.ranks_per_node, DEFAULT_GPUS_PER_NODE)
+        )
+        nodes = -(-ranks // per_node)
+        smallest = self.smallest_device
+        devices = self.devices[:ranks] + (smallest,) * (ranks - self.world_size)
         link: Link = "none" if ranks == 1 else self.link
         if link == "none" and ranks > 1:
-            link = usual_link(least, ranks)
-        made = replace(self, devices=kept, link=link, nodes=nodes)
-        made = made if nodes == 1 or self.network else networked(made)
-        return made.informed(self.known)
+            link = default_link(smallest, ranks)
+        cluster = replace(self, devices=devices, link=link, num_nodes=nodes)
+        cluster = cluster if nodes == 1 or self.network_bandwidth else with_default_network(cluster)
+        return cluster.with_measurements(self.measurement_store)
 
 
 def _cpu_words(ranks: int) -> str:
     return f"{ranks} CPU {'rank' if ranks == 1 else 'ranks'}"
 
 
-def _paced(device: Device, known: Known, place: str) -> Device:
-    """A device with what was measured of it."""
-    pace = known.pace(place)
+def _paced(device: DeviceSpec, store: MeasurementStore, place: str) -> DeviceSpec:
+    pace = store.compute_speed(place)
     host_link = (pace and pace.host_link) or device.host_link
-    return replace(device, pace=pace, host_link=host_link)
+    return replace(device, compute_speed=pace, host_link=host_link)
 
 
-def networked(cluster: Cluster) -> Cluster:
-    """Assume a network between nodes, and say so."""
-    speed = f"{8 * NETWORK / GB:.0f} Gb/s"
-    note = f"The network is not said: {speed} into each node is assumed."
-    return replace(cluster, network=NETWORK, notes=(*cluster.notes, note))
+def with_default_network(cluster: ClusterSpec) -> ClusterSpec:
+    """Assume the default network between nodes and add a note about it."""
+    speed = f"{8 * DEFAULT_NETWORK_BANDWIDTH / GB:.0f} Gb/s"
+    note = f"No network given: assuming {speed} into each node."
+    return replace(
+        cluster, network_bandwidth=DEFAULT_NETWORK_BANDWIDTH, notes=(*cluster.notes, note)
+    )
 
 
 _TYPICAL = (
@@ -256,39 +270,39 @@ _TYPICAL = (
     "H200-141GB",
     "B200-180GB",
 )
-"""Whose speeds a GPU has that is known by its memory alone."""
-USABLE = 0.985
-"""Of the memory in a name that CUDA reports, where the catalogue does not say."""
+"""Stand-ins for a GPU of which only the memory is known."""
+USABLE_MEMORY_FRACTION = 0.985
+"""Fraction of the nominal memory that CUDA reports, for GPUs missing in the catalogue."""
 
 _LOOPBACK = 1.5 * GB
-"""Gloo between processes of one machine."""
+"""Gloo between processes on one machine."""
 _CORE_FLOPS = 30e9
-"""fp32, one core of a present server in torch's matrix products."""
+"""fp32 FLOP/s of one current server core in torch's matrix products."""
 _HOST_MEMORY_BANDWIDTH = 20 * GB
 
 
-def cpu_ranks(
+def cpu_cluster(
     count: int, *, host_memory_bytes: int | None = None, num_cpus: int | None = None
-) -> Cluster:
-    """CPU ranks of one machine, which share its memory and its cores."""
+) -> ClusterSpec:
+    """Return CPU ranks of one machine, which share its memory and cores."""
     memory = host_memory_bytes or 8 * GIB * count
     cores = max(1.0, (num_cpus or count) / count)
-    rank = Device(
+    rank = DeviceSpec(
         name="CPU rank",
         memory_bytes=memory // count,
         free_bytes=memory // count,
-        # bf16 is no faster than fp32 on cores without units for it.
+        # bf16 is no faster than fp32 on cores without bf16 instructions.
         flops=MappingProxyType(dict.fromkeys(("fp32", "bf16"), cores * _CORE_FLOPS)),
-        sustained=FP32_SUSTAINED,
+        compute_efficiency=FP32_EFFICIENCY,
         memory_bandwidth=_HOST_MEMORY_BANDWIDTH / count,
         pcie=_LOOPBACK,
         host_link=_HOST_MEMORY_BANDWIDTH / count,
-        source="a present server core; a modest guess",
+        source="conservative estimate for a current server core",
     )
     notes: tuple[str, ...] = ()
     if host_memory_bytes is None:
-        notes = (f"Host memory is not said: {memory / count / GIB:.0f} GiB a rank is assumed.",)
-    return Cluster(
+        notes = (f"No host memory given: assuming {memory / count / GIB:.0f} GiB per rank.",)
+    return ClusterSpec(
         devices=(rank,) * count,
         link="cpu" if count > 1 else "none",
         host_memory_bytes=host_memory_bytes,
@@ -299,58 +313,58 @@ def cpu_ranks(
     )
 
 
-def by_memory(memory: float, why: str) -> tuple[Device, tuple[str, ...]]:
-    """A GPU known by its memory alone, with the speeds of a typical one."""
+def device_with_memory(memory: float, why: str) -> tuple[DeviceSpec, tuple[str, ...]]:
+    """Return a GPU of which only the memory is known, with the speeds of a typical one."""
     typical = min(
-        (CATALOGUE[name] for name in _TYPICAL),
-        key=lambda one: abs(math.log(one.memory_bytes / memory)),
+        (GPU_CATALOG[name] for name in _TYPICAL),
+        key=lambda device: abs(math.log(device.memory_bytes / memory)),
     )
     device = replace(
         typical,
-        name=f"{round(memory / USABLE / GIB)}GB",
+        name=f"{round(memory / USABLE_MEMORY_FRACTION / GIB)}GB",
         memory_bytes=int(memory),
         free_bytes=int(memory),
     )
-    return device, (f"{why}: its speeds are taken to be those of {typical.name}.",)
+    return device, (f"{why}: assuming the speeds of {typical.name}.",)
 
 
-def usual_link(device: Device, count: int) -> Link:
-    """What a machine of such GPUs has between them, unless it is said."""
+def default_link(device: DeviceSpec, count: int) -> Link:
+    """Return the usual link between such GPUs in one machine."""
     if count == 1:
         return "none"
-    return "nvlink" if device.switched else "pcie"
+    return "nvlink" if device.has_nvswitch else "pcie"
 
 
-# ------------------------------------------------------------------------------ finding
+# ------------------------------------------------------------------------- this machine
 
 
-def of_machine(
+def cluster_for_machine(
     machine: Machine,
-    usage: Sequence[Usage] = (),
+    usage: Sequence[GpuFreeMemory] = (),
     *,
     cpu_ranks: int = 2,
     host_free_bytes: int | None = None,
     nvme_free_bytes: int | None = None,
-) -> Cluster:
-    """Make the cluster of this machine: one rank for each GPU, or CPU ranks without any.
+) -> ClusterSpec:
+    """Return the cluster of this machine: one rank per GPU, or CPU ranks without GPUs.
 
     Args:
-        machine: what was found.
-        usage: of each GPU now; what other processes hold cannot be planned with.
-        cpu_ranks: how many, where there is no GPU.
-        host_free_bytes: memory of the host that can still be taken.
-        nvme_free_bytes: of a fast local disk.
+        machine: the detected hardware.
+        usage: current usage of each GPU; memory held by other processes is not planned with.
+        cpu_ranks: number of CPU ranks if there is no GPU.
+        host_free_bytes: free host memory.
+        nvme_free_bytes: free space of a fast local disk.
     """
     if not machine.gpus:
         return _cpu_ranks(cpu_ranks, host_memory_bytes=host_free_bytes, num_cpus=machine.num_cpus)
-    known = [_known(gpu) for gpu in machine.gpus]
-    devices = [device for device, _ in known]
-    notes = dict.fromkeys(note for _, several in known for note in several)
-    for index, now in enumerate(usage):
-        devices[index] = replace(devices[index], free_bytes=now.free_bytes)
+    specs = [_known(gpu) for gpu in machine.gpus]
+    devices = [device for device, _ in specs]
+    notes = dict.fromkeys(note for _, notes_of_gpu in specs for note in notes_of_gpu)
+    for index, gpu_usage in enumerate(usage):
+        devices[index] = replace(devices[index], free_bytes=gpu_usage.free_bytes)
     fast = machine.link == "NVLink" and all(device.nvlink for device in devices)
     link: Link = "nvlink" if fast else "pcie"
-    return Cluster(
+    return ClusterSpec(
         devices=tuple(devices),
         link=link if len(devices) > 1 else "none",
         host_memory_bytes=host_free_bytes,
@@ -359,76 +373,77 @@ def of_machine(
     )
 
 
-_cpu_ranks = cpu_ranks
+_cpu_ranks = cpu_cluster
 
 
-def of_nodes(nodes: Mapping[str, Cluster]) -> Cluster:
-    """Make one cluster of several machines; of what they differ in the least counts.
+def cluster_for_nodes(nodes: Mapping[str, ClusterSpec]) -> ClusterSpec:
+    """Return one cluster of several machines. Where they differ, the minimum counts.
 
     Args:
-        nodes: what each is, by its name, in the order of the ranks.
+        nodes: cluster of each machine by name, in rank order.
     """
     first, *others = nodes.values()
     if not others:
         return first
     devices = [device for node in nodes.values() for device in node.devices]
     links = {node.link for node in nodes.values()}
-    made = Cluster(
+    cluster = ClusterSpec(
         devices=tuple(devices),
         link=next((link for link in _SLOWEST_FIRST if link in links), "none"),
-        nodes=len(nodes),
+        num_nodes=len(nodes),
         host_memory_bytes=_least(node.host_memory_bytes for node in nodes.values()),
         host_bandwidth=first.host_bandwidth,
         num_cpus=_least(node.num_cpus for node in nodes.values()),
         notes=(*_notes_of(nodes), *_uneven(devices), *_scarce(nodes)),
         kind=first.kind,
     )
-    return networked(made)
+    return with_default_network(cluster)
 
 
 _SLOWEST_FIRST: tuple[Link, ...] = ("cpu", "pcie", "nvlink")
 _ALIKE = 0.9
-"""Nodes whose host memory differs by less are alike: each has something else to hold."""
+"""Nodes whose free host memory differs by less than this are treated as equal."""
 
 
 def _least(figures: Iterable[int | None]) -> int | None:
-    return min((one for one in figures if one is not None), default=None)
+    return min((figure for figure in figures if figure is not None), default=None)
 
 
-def _notes_of(nodes: Mapping[str, Cluster]) -> Iterator[str]:
-    """What is said of the nodes: of all of them once, else with the name."""
-    said = {name: set(node.notes) - set(_uneven(node.devices)) for name, node in nodes.items()}
-    everywhere = set.intersection(*said.values())
+def _notes_of(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
+    """Notes of the nodes: once if all share it, otherwise prefixed with the node's name."""
+    by_node = {name: set(node.notes) - set(_uneven(node.devices)) for name, node in nodes.items()}
+    everywhere = set.intersection(*by_node.values())
     yield from sorted(everywhere)
-    for name, notes in said.items():
+    for name, notes in by_node.items():
         yield from (f"On {name}: {note}" for note in sorted(notes - everywhere))
 
 
-def _scarce(nodes: Mapping[str, Cluster]) -> Iterator[str]:
-    """Sentences about nodes that have less host memory or fewer cores than others."""
+def _scarce(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
+    """Notes about nodes with less host memory or fewer cores than others."""
     memory = {name: node.host_memory_bytes or 0 for name, node in nodes.items()}
     least, most = min(memory, key=memory.__getitem__), max(memory.values())
     if memory[least] < _ALIKE * most:
         yield (
-            f"The nodes differ: {least} has the least host memory free, {memory[least] / GIB:.1f}"
-            f" GiB to {most / GIB:.1f} GiB of another, and no more is planned with on any."
+            f"The nodes differ: {least} has the least free host memory,"
+            f" {memory[least] / GIB:.1f} GiB against {most / GIB:.1f} GiB elsewhere; the plan"
+            " assumes this minimum on every node."
         )
     cores = {name: node.num_cpus or 0 for name, node in nodes.items()}
     fewest, most = min(cores, key=cores.__getitem__), max(cores.values())
     if cores[fewest] < most:
         yield (
-            f"The nodes differ: {fewest} has {cores[fewest]} cores to {most} of another, and all"
-            " ranks wait for its ranks."
+            f"The nodes differ: {fewest} has {cores[fewest]} cores against {most} elsewhere; all"
+            f" ranks wait for those on {fewest}."
         )
 
 
-def _known(gpu: Gpu) -> tuple[Device, tuple[str, ...]]:
-    """A found GPU under its driver's name, with the speeds that the catalogue has for it."""
+def _known(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
+    """A detected GPU under the driver's name, with the catalogue's speeds."""
     notes: tuple[str, ...] = ()
     share = _instance(gpu.name)
-    device = lookup(gpu.name, memory_bytes=gpu.memory_bytes if share == 1 else None)
+    device = find_gpu(gpu.name, memory_bytes=gpu.memory_bytes if share == 1 else None)
     if device is None:
-        device, notes = by_memory(gpu.memory_bytes, f"{gpu.name} is not in the catalogue")
+        device, notes = device_with_memory(gpu.memory_bytes, f"{gpu.name} is not in the catalogue")
     bandwidth = device.memory_bandwidth
     return replace(
         device,
@@ -441,31 +456,31 @@ def _known(gpu: Gpu) -> tuple[Device, tuple[str, ...]]:
 
 
 def _instance(name: str) -> float:
-    """The share of a GPU's seven slices that a MIG instance has: "MIG 3g.40gb"."""
+    """Return the fraction of a GPU that a MIG instance has: 3/7 for "MIG 3g.40gb"."""
     slices = re.search(r"MIG ([1-7])g\.", name)
     return int(slices[1]) / 7 if slices else 1.0
 
 
-def _held(devices: Sequence[Device], usage: Sequence[Usage]) -> Iterator[str]:
-    """Sentences about memory that other processes hold."""
-    for index, (device, now) in enumerate(zip(devices, usage, strict=False)):
-        if now.holders:
-            free, whole = now.free_bytes / GIB, device.memory_bytes / GIB
+def _held(devices: Sequence[DeviceSpec], usage: Sequence[GpuFreeMemory]) -> Iterator[str]:
+    """Notes about memory held by other processes."""
+    for index, (device, gpu_usage) in enumerate(zip(devices, usage, strict=False)):
+        if gpu_usage.holders:
+            free, whole = gpu_usage.free_bytes / GIB, device.memory_bytes / GIB
             yield (
-                f"GPU {index} has {free:.1f} of {whole:.1f} GiB free, and no more is planned "
-                f"with: {', '.join(now.holders)} runs on it."
+                f"GPU {index} has {free:.1f} of {whole:.1f} GiB free; the plan uses no more. Also "
+                f"running on it: {', '.join(gpu_usage.holders)}."
             )
 
 
-def _uneven(devices: Sequence[Device]) -> Iterator[str]:
-    """A sentence about GPUs that differ."""
+def _uneven(devices: Sequence[DeviceSpec]) -> Iterator[str]:
+    """Note about GPUs that differ."""
     names = Counter(device.name for device in devices)
     if len(names) > 1:
-        least = min(devices, key=lambda device: device.free_bytes)
-        slow = min(devices, key=lambda device: device.reached("bf16"))
+        smallest = min(devices, key=lambda device: device.free_bytes)
+        slowest = min(devices, key=lambda device: device.sustained_flops("bf16"))
         kinds = " and ".join(f"{count} x {name}" for name, count in names.items())
         yield (
-            f"The GPUs differ ({kinds}); all ranks hold equal shares and wait for each other, so "
-            f"{least.name} with {least.free_bytes / GIB:.1f} GiB free bounds the memory and "
-            f"{slow.name} the speed."
+            f"The GPUs differ ({kinds}). All ranks hold equal shards and wait for each other, so "
+            f"{smallest.name} with {smallest.free_bytes / GIB:.1f} GiB free limits the memory and "
+            f"{slowest.name} the speed."
         )

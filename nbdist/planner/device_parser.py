@@ -1,7 +1,6 @@
-"""The devices that a plan is for, as a user writes them.
+"""Parses descriptions of devices such as "8xH100-80GB,nvlink"; pure.
 
-Pure. `parse` reads "8xH100-80GB,nvlink", and for several machines what one of them is in brackets:
-"2x(8xH100-80GB,nvlink),400Gb/s".
+Several machines are written with one of them in brackets: "2x(8xH100-80GB,nvlink),400Gb/s".
 """
 
 from __future__ import annotations
@@ -12,8 +11,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nbdist.errors import PlanError
-from nbdist.planner.cluster_spec import USABLE, Cluster, by_memory, cpu_ranks, networked, usual_link
-from nbdist.planner.gpu_catalog import GB, GIB, TERA, Device, Key, families, family, lookup
+from nbdist.planner.cluster_spec import (
+    USABLE_MEMORY_FRACTION,
+    ClusterSpec,
+    cpu_cluster,
+    default_link,
+    device_with_memory,
+    with_default_network,
+)
+from nbdist.planner.gpu_catalog import (
+    GB,
+    GIB,
+    TERA,
+    DeviceSpec,
+    GpuName,
+    find_gpu,
+    gpu_families,
+    gpus_of_family,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +36,7 @@ if TYPE_CHECKING:
     from nbdist.planner.cluster_spec import Link
 
 MAX_DEVICES = 100_000
-"""More than any cluster has: a slip of the keyboard, not a question."""
+"""Larger than any cluster; more is a typing error."""
 MAX_MEMORY_GB = 10_000
 
 _COUNTED = re.compile(r"(?:(-?[0-9.]+)\s*[x*]\s*)?(?:(-?[0-9.]+)\s*[x*]\s*)?(.*)", re.IGNORECASE)
@@ -37,35 +52,37 @@ _CPU = re.compile(r"(?:(-?[0-9.]+)\s*[x* ]?\s*)?cpus?", re.IGNORECASE)
 _EXAMPLES = '"8xH100-80GB,nvlink", "2x24GB,pcie", "2x(8xH100-80GB,nvlink),400Gb/s" or "2xcpu"'
 
 
-def parse(text: str) -> Cluster:
-    """Read a description of devices.
+def parse_devices(text: str) -> ClusterSpec:
+    """Parse a description of devices.
 
-    "[COUNTx]GPU[,nvlink|pcie][,HOST]": the GPU by name, or by memory alone ("24GB"). Several
-    machines are "NODESx(ONE MACHINE)[,NETWORK]", or in short "NODESxCOUNTxGPU[,nvlink|pcie]
-    [,NETWORK]"; the network is what goes into one node ("400Gb/s" for one adapter, "8x400Gb/s"
-    for eight). "512GB host" and "2TB nvme" are of one node. "2xcpu" for CPU ranks.
+    The form is "[COUNTx]GPU[,nvlink|pcie][,HOST]", with the GPU given by name, or by memory alone
+    ("24GB"). Several machines are "NODESx(ONE MACHINE)[,NETWORK]", or in short
+    "NODESxCOUNTxGPU[,nvlink|pcie][,NETWORK]". NETWORK is the bandwidth into one node ("400Gb/s"
+    for one adapter, "8x400Gb/s" for eight). "512GB host" and "2TB nvme" are per node. "2xcpu"
+    means CPU ranks.
 
     Raises:
-        PlanError: not of this form, an unknown GPU, or numbers without a meaning.
+        PlanError: invalid syntax, an unknown GPU, or an invalid number.
     """
     if len(str(text)) > _MAX_CHARS or not str(text).isprintable():
-        # the expressions below take a time that grows with the square of the length
-        message = f"devices {_short(text)} are no words for devices; write them as 8xH100-80GB."
+        # The regular expressions below take time quadratic in the length.
+        message = f"Cannot parse devices {_short(text)}. Example: 8xH100-80GB."
         raise PlanError(message)
     return _nodes(str(text)) if set("()") & set(str(text)) else _plain(str(text))
 
 
-def _nodes(text: str) -> Cluster:
-    """Several machines, one of which stands in brackets.
+def _nodes(text: str) -> ClusterSpec:
+    """Parse several machines, one of them in brackets.
 
     Raises:
-        PlanError: brackets that do not fit, or a word on their wrong side.
+        PlanError: unbalanced brackets, or an item on the wrong side of them.
     """
     parts = _BRACKETS.fullmatch(text.strip())
     if parts is None:
         message = (
-            f"devices {_short(text)}: the brackets hold one machine, its number stands before them"
-            " and the network behind, as in 2x(8xH100-80GB,nvlink),400Gb/s."
+            f"Cannot parse devices {_short(text)}: put one machine in brackets, the number of"
+            " machines before them and the network after them."
+            " Example: 2x(8xH100-80GB,nvlink),400Gb/s."
         )
         raise PlanError(message)
     nodes, (first, *inside) = _count(parts[1], text), _words(parts[2])
@@ -74,7 +91,7 @@ def _nodes(text: str) -> Cluster:
     node = _plain(",".join([first, *inside]))
     _check_size(nodes * node.world_size, text)
     devices = node.devices * nodes
-    return _finished(replace(node, devices=devices, nodes=nodes), outside, text)
+    return _finished(replace(node, devices=devices, num_nodes=nodes), outside, text)
 
 
 def _words(text: str) -> list[str]:
@@ -82,112 +99,118 @@ def _words(text: str) -> list[str]:
 
 
 def _check_sides(first: str, inside: Sequence[str], outside: Sequence[str], text: str) -> None:
-    """Refuse what stands on the wrong side of the brackets.
+    """Reject items on the wrong side of the brackets.
 
     Raises:
-        PlanError: it does.
+        PlanError: if there is one.
     """
     counted = _COUNTED.fullmatch(first)
     wrong = ""
     if _CPU.fullmatch(first):
-        wrong = "CPU ranks are planned for on one machine; write 4xcpu"
+        wrong = "CPU ranks are planned for one machine only; use 4xcpu"
     elif counted is not None and counted[2]:
-        wrong = f"{first} in the brackets is more than one machine; write 2x(8xH100-80GB)"
+        wrong = f"{first} in the brackets is more than one machine; use 2x(8xH100-80GB)"
     elif networks := [word for word in inside if _NETWORK.fullmatch(word)]:
-        wrong = f"{networks[0]} is between machines, so it stands behind the brackets"
+        wrong = f"{networks[0]} connects machines; put it after the brackets"
     elif links := [word for word in outside if word.lower() in _LINKS]:
-        wrong = f"{links[0]} is inside a machine, so it stands in the brackets"
+        wrong = f"{links[0]} is a link inside a machine; put it in the brackets"
     if wrong:
-        message = f"devices {_short(text)}: {wrong}."
+        message = f"Cannot parse devices {_short(text)}: {wrong}."
         raise PlanError(message)
 
 
-def _plain(text: str) -> Cluster:
-    """A description without brackets."""
+def _plain(text: str) -> ClusterSpec:
+    """Parse a description without brackets."""
     first, *more = _words(text)
     if cpu := _CPU.fullmatch(first):
         _refuse_rest(text, more)
         ranks = _count(cpu[1], text)
         _check_size(ranks, text)
-        return cpu_ranks(ranks)
+        return cpu_cluster(ranks)
     counted = _COUNTED.fullmatch(first)
-    assert counted is not None  # its last group takes anything  # noqa: S101
-    one, other, name = counted.groups()
-    nodes, count = (_count(one, text), _count(other, text)) if other else (1, _count(one, text))
+    assert counted is not None  # its last group matches anything  # noqa: S101
+    outer, inner, name = counted.groups()
+    nodes, count = (_count(outer, text), _count(inner, text)) if inner else (1, _count(outer, text))
     _check_size(nodes * count, text)
     if _COUNT.match(name):
         message = (
-            f"devices {_short(text)}: {first} has three numbers; write the number of machines and"
-            " what one of them has, as in 2x(8xH100-80GB,nvlink),400Gb/s."
+            f"Cannot parse devices {_short(text)}: {first} has three numbers. Give the number of"
+            " machines and the GPUs of one machine. Example: 2x(8xH100-80GB,nvlink),400Gb/s."
         )
         raise PlanError(message)
     device, notes = _described(name, text)
-    cluster = Cluster(
+    cluster = ClusterSpec(
         devices=(device,) * (nodes * count),
-        link=usual_link(device, nodes * count),
-        nodes=nodes,
+        link=default_link(device, nodes * count),
+        num_nodes=nodes,
         notes=notes,
     )
     return _finished(cluster, more, text)
 
 
 def _check_size(count: int, text: str) -> None:
-    """Refuse more devices than any cluster has.
+    """Check the number of devices.
 
     Raises:
-        PlanError: there are.
+        PlanError: if it exceeds MAX_DEVICES.
     """
     if count > MAX_DEVICES:
-        message = f"devices {_short(text)} are {count}; at most {MAX_DEVICES} can be."
+        message = f"Too many devices in {_short(text)}: {count}. At most {MAX_DEVICES} are allowed."
         raise PlanError(message)
 
 
-def _finished(cluster: Cluster, more: Sequence[str], text: str) -> Cluster:
-    """Apply link, network and host to a cluster, and note what was assumed."""
+def _finished(cluster: ClusterSpec, more: Sequence[str], text: str) -> ClusterSpec:
+    """Apply link, network and host memory to a cluster, and add notes about assumptions."""
     for word in more:
         if word.lower() in _LINKS:
             cluster = replace(cluster, link=_link(word.lower(), cluster))
         elif network := _NETWORK.fullmatch(word):
-            if cluster.nodes == 1:
+            if cluster.num_nodes == 1:
                 message = (
-                    f"devices {_short(text)} is one machine, and {word} would be between several,"
-                    " which are written as 2x(8xH100-80GB,nvlink),400Gb/s."
+                    f"Network {word} needs several machines, but devices {_short(text)} is one."
+                    " Example: 2x(8xH100-80GB,nvlink),400Gb/s."
                 )
                 raise PlanError(message)
             speed = int(network[1] or 1) * _positive(network[2], text) * GB / 8
-            cluster = replace(cluster, network=speed)
+            cluster = replace(cluster, network_bandwidth=speed)
         elif store := _STORE.fullmatch(word):
             size = int(_positive(store[1], text) * (GB if store[2].upper() == "GB" else TERA))
             where = "nvme_bytes" if store[3].lower() == "nvme" else "host_memory_bytes"
             cluster = replace(cluster, **{where: size})  # type: ignore[arg-type]
         else:
             raise PlanError(_unknown_word(word, text))
-    return networked(cluster) if cluster.nodes > 1 and not cluster.network else cluster
+    return (
+        with_default_network(cluster)
+        if cluster.num_nodes > 1 and not cluster.network_bandwidth
+        else cluster
+    )
 
 
-def _described(name: str, text: str) -> tuple[Device, tuple[str, ...]]:
-    """The device of a name, or a typical one of that memory."""
+def _described(name: str, text: str) -> tuple[DeviceSpec, tuple[str, ...]]:
+    """Return the device of a name, or a typical one with that memory."""
     if memory := _MEMORY.fullmatch(name.strip()):
         size = _positive(memory[1], text) * (1000 if memory[2].upper().startswith("T") else 1)
         if size > MAX_MEMORY_GB:
-            message = f"devices {_short(text)}: no GPU has {size:g} GB; give what one GPU has."
+            message = f"No GPU has {size:g} GB ({_short(text)}). Give the memory of one GPU."
             raise PlanError(message)
-        return by_memory(size * USABLE * GIB, f"{size:g} GB names no GPU")
-    device = lookup(name)
+        return device_with_memory(
+            size * USABLE_MEMORY_FRACTION * GIB, f"{size:g} GB does not name a GPU"
+        )
+    device = find_gpu(name)
     if device is None:
         raise PlanError(_unknown_gpu(name, text))
     return device, ()
 
 
-def _link(word: str, cluster: Cluster) -> Link:
-    """The link that was asked for.
+def _link(word: str, cluster: ClusterSpec) -> Link:
+    """Return the requested link.
 
     Raises:
-        PlanError: NVLink for a GPU that has none.
+        PlanError: NVLink was requested for a GPU without it.
     """
     device = cluster.devices[0]
     if word == "nvlink" and not device.nvlink:
-        message = f"{device.name} has no NVLink; use pcie."
+        message = f"{device.name} has no NVLink. Use pcie."
         raise PlanError(message)
     if cluster.world_size == 1:
         return "none"
@@ -195,68 +218,72 @@ def _link(word: str, cluster: Cluster) -> Link:
 
 
 def _count(text: str | None, whole: str) -> int:
-    """How many, 1 if it is not said."""
+    """Parse a count; 1 if it is missing."""
     if text is None:
         return 1
     if not text.isdigit() or int(text) < 1:
         message = (
-            f"devices {_short(whole)}: {text} is not a number of devices; use a whole number from "
-            f"1, as in {_EXAMPLES}."
+            f"Number of devices must be an integer >= 1, got {text} in {_short(whole)}."
+            f" Examples: {_EXAMPLES}."
         )
         raise PlanError(message)
     return int(text)
 
 
 def _positive(text: str, whole: str) -> float:
-    """Read a number above 0."""
+    """Parse a number > 0."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        message = f"devices {_short(whole)}: {text} is not a size; use a number above 0."
+        message = f"Invalid size {text} in devices {_short(whole)}: must be a number > 0."
         raise PlanError(message)
     return value
 
 
 def _refuse_rest(text: str, more: Sequence[str]) -> None:
-    """Refuse what CPU ranks do not have."""
+    """Reject items that CPU ranks do not take."""
     if more:
-        message = f"devices {_short(text)}: CPU ranks take no {more[0]!r}; leave it out."
+        message = f"CPU ranks do not take {more[0]!r} (devices {_short(text)}). Remove {more[0]!r}."
         raise PlanError(message)
 
 
 def _unknown_gpu(name: str, text: str) -> str:
-    """Say that a description names no GPU, and which names are near."""
+    """Return the error message for an unknown GPU, with similar names."""
     from difflib import get_close_matches
 
-    wanted = Key.of(name)
-    if same := [device.name for device in family(name)]:
-        return f"no {wanted.family} with {wanted.memory} GB is known; there is {', '.join(same)}."
+    wanted = GpuName.parse(name)
+    if same := [device.name for device in gpus_of_family(name)]:
+        known = ", ".join(same)
+        return f"Unknown GPU: {wanted.family} with {wanted.memory} GB. Known: {known}."
     if not re.search(r"[0-9A-Z]", wanted.family):
-        return f"devices {_short(text)} name no GPU; use {_EXAMPLES}."
-    first = families()
+        return f"No GPU named in devices {_short(text)}. Examples: {_EXAMPLES}."
+    first = gpu_families()
     if re.search(r"[0-9]\s*(nodes?|machines?)\b", text, re.IGNORECASE):
-        return f"devices {_short(text)}: several machines are 2x(8xH100-80GB,nvlink),400Gb/s."
+        return (
+            f"Cannot parse devices {_short(text)}. Write several machines as"
+            " 2x(8xH100-80GB,nvlink),400Gb/s."
+        )
     near = [first[key] for key in get_close_matches(wanted.family, first, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(near)}? Or give" if near else "give"
-    return f"{_short(name.strip())} is not a known GPU; {hint} its memory, as in 2x24GB,pcie."
+    hint = f"Did you mean {' or '.join(near)}? Or give" if near else "Give"
+    return f"Unknown GPU {_short(name.strip())}. {hint} its memory, as in 2x24GB,pcie."
 
 
 def _unknown_word(word: str, text: str) -> str:
-    """Say what may stand after the GPU."""
+    """Return the error message for an unknown item after the GPU."""
     from difflib import get_close_matches
 
     near = get_close_matches(word.lower(), sorted(_LINKS), n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    hint = f"Did you mean {near[0]}? " if near else ""
     if _BYTES.fullmatch(word):
-        hint = "a network counts bits, as 400Gb/s, and memory says whose it is, as 512GB host; "
+        hint = "Give a network in bits, as in 400Gb/s, and memory with its kind, as in 512GB host. "
     return (
-        f"devices {_short(text)}: {word!r} is no link; {hint}after the GPU come nvlink or pcie, "
+        f"Unknown {word!r} in devices {_short(text)}. {hint}After the GPU, use nvlink or pcie, "
         "a network such as 8x400Gb/s, and 512GB host or 2TB nvme."
     )
 
 
 def _short(text: str, limit: int = 60) -> str:
-    """Quote a user's text, cut where it is long."""
+    """Quote a user's text, truncated if it is long."""
     return repr(text if len(text) <= limit else f"{text[:limit]}...")

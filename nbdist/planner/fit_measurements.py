@@ -1,9 +1,8 @@
-"""What the planner takes from a calibration and from profiles of the user's own loop.
+"""Derives measured speeds from calibrations and from profiles of the user's loop.
 
-A calibration (`worker.benchmarks.communication`) replaces what was known of these ranks. A profile
-says what
-collectives took beside real work, and how fast a training loop really computes: the speeds are
-found at which the model of `cost` takes the measured time.
+A calibration (`worker.benchmarks.calibration`) replaces the stored speeds of these ranks. A
+profile gives the time of collectives in real training and the compute speed of a training loop,
+fitted so that `step_time` predicts the measured time.
 """
 
 from __future__ import annotations
@@ -14,297 +13,322 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbdist.display.units import seconds as time_words
-from nbdist.display.units import size as size_words
+from nbdist.display.units import format_bytes, format_seconds
 from nbdist.errors import NbdistError
-from nbdist.planner import cache, memory_model, optimizers, step_time
-from nbdist.planner.measurements import COLLECTIVES, KINDS, Disk, Links, Loop, Pace, slowest_curves
+from nbdist.planner import cache, optimizers, step_time
+from nbdist.planner.measurements import (
+    COLLECTIVES,
+    DTYPES,
+    CommSpeed,
+    ComputeSpeed,
+    DiskSpeed,
+    LoopEfficiency,
+    slowest_curves,
+)
+from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from nbdist.planner.cluster_spec import Cluster
+    from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.planner.measurements import Collective
     from nbdist.planner.model_spec import ModelSpec
     from nbdist.strategies import Options
 
-SMALLEST = 1 << 18
-"""Bytes of a collective in a profile that says something of the link."""
+MIN_COLLECTIVE_BYTES = 1 << 18
+"""Collectives of fewer bytes in a profile do not characterize the link."""
 _WEIGHT_OF_NEW = 0.5
 _STEPS = 40
 _FACTORS = 1 / 30, 30.0
-"""Speeds beyond these, against what is assumed, are not the speeds of computing."""
+"""Range of plausible compute speeds, relative to the assumed speed."""
 _TERA = 1e12
 
 
 # ------------------------------------------------------------------------ calibration
 
 
-def calibrated(figures: Sequence[Mapping[str, Any]], cluster: Cluster) -> Cluster:
-    """Keep what ranks have measured, and give the cluster with it.
+def apply_calibration(figures: Sequence[Mapping[str, Any]], cluster: ClusterSpec) -> ClusterSpec:
+    """Store the measurements of a calibration and return the cluster with them.
 
     Args:
-        figures: of each rank, as `worker.benchmarks.communication.measure` gives them.
-        cluster: these ranks, found on this machine.
+        figures: results of `worker.benchmarks.calibration.run_benchmark` for each rank.
+        cluster: the ranks, detected on this machine.
     """
-    known = cluster.known
+    known = cluster.measurement_store
     if known is None:
         return cluster
-    place, note = cluster.describe(), {"day": cache.today(), "runs": 1}
-    old = known.links(place)
-    curves = slowest_curves([one["curves"] for one in figures])
-    links = Links.parsed({"curves": curves, **_again(note, old)})
+    place, entry = cluster.describe(), {"day": cache.today(), "runs": 1}
+    old = known.comm_speed(place)
+    curves = slowest_curves([rank["curves"] for rank in figures])
+    links = CommSpeed.from_json({"curves": curves, **_again(entry, old)})
     if links is not None:
-        known.keep_links(place, links)
-    for where, of_it in _by_place(figures, cluster).items():
-        pace = _pace(of_it, known.pace(where), note)
+        known.store_comm_speed(place, links)
+    for place_of_rank, of_place in _by_place(figures, cluster).items():
+        pace = _pace(of_place, known.compute_speed(place_of_rank), entry)
         if pace is not None:
-            known.keep_pace(where, pace)
-    if disk := _disk(figures, note):
-        known.keep_disk(disk)
+            known.store_compute_speed(place_of_rank, pace)
+    if disk := _disk(figures, entry):
+        known.store_disk_speed(disk)
     known.save()
-    return cluster.informed(known)
+    return cluster.with_measurements(known)
 
 
-def _again(note: dict[str, Any], old: Links | Pace | None) -> dict[str, Any]:
-    """Day, and one run more than before."""
+def _again(note: dict[str, Any], old: CommSpeed | ComputeSpeed | None) -> dict[str, Any]:
+    """Increment the number of runs."""
     return note | {"runs": 1 + (old.runs if old else 0)}
 
 
 def _by_place(
-    figures: Sequence[Mapping[str, Any]], cluster: Cluster
+    figures: Sequence[Mapping[str, Any]], cluster: ClusterSpec
 ) -> dict[str, list[Mapping[str, Any]]]:
-    """Figures of ranks that compute alike, by what they are kept under."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for one in figures:
-        where = cluster.describe() if cluster.kind == "cpu" else str(one["device"])
-        found.setdefault(where, []).append(one)
-    return found
+    """Group the results of ranks by the key of their compute speed."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for rank in figures:
+        place = cluster.describe() if cluster.kind == "cpu" else str(rank["device"])
+        groups.setdefault(place, []).append(rank)
+    return groups
 
 
 def _pace(
-    figures: Sequence[Mapping[str, Any]], old: Pace | None, note: dict[str, Any]
-) -> Pace | None:
-    """What the slowest of these ranks computes."""
-    kinds = [kind for kind in KINDS if all(kind in one["products"] for one in figures)]
-    copies = [one["copies"]["to_device_pinned"] for one in figures if "copies" in one]
-    products = {kind: min(one["products"][kind] for one in figures) for kind in kinds}
-    kept = {} if old is None else {k: v for k, v in old.products.items() if k not in products}
-    return Pace.parsed(
+    figures: Sequence[Mapping[str, Any]], old: ComputeSpeed | None, note: dict[str, Any]
+) -> ComputeSpeed | None:
+    """Return the compute speed of the slowest of these ranks."""
+    kinds = [kind for kind in DTYPES if all(kind in rank["products"] for rank in figures)]
+    copies = [rank["copies"]["to_device_pinned"] for rank in figures if "copies" in rank]
+    products = {kind: min(rank["products"][kind] for rank in figures) for kind in kinds}
+    kept = {} if old is None else {k: v for k, v in old.matmul_flops.items() if k not in products}
+    return ComputeSpeed.from_json(
         {
             "products": kept | products,
-            "memory": min(one["memory"] for one in figures),
+            "memory": min(rank["memory"] for rank in figures),
             "host_link": min(copies, default=None),
             **_again(note, old),
         }
     )
 
 
-def _disk(figures: Sequence[Mapping[str, Any]], note: dict[str, Any]) -> Disk | None:
-    """What all ranks together reach."""
-    disks = [one["disk"] for one in figures if "disk" in one]
+def _disk(figures: Sequence[Mapping[str, Any]], note: dict[str, Any]) -> DiskSpeed | None:
+    """Return the disk speed of all ranks together."""
+    disks = [rank["disk"] for rank in figures if "disk" in rank]
     if not disks:
         return None
-    total = {way: sum(one[way] for one in disks) for way in ("read", "write")}
-    return Disk.parsed({**total, "filesystem": disks[0]["filesystem"], **note})
+    total = {way: sum(disk[way] for disk in disks) for way in ("read", "write")}
+    return DiskSpeed.from_json({**total, "filesystem": disks[0]["filesystem"], **note})
 
 
 # ---------------------------------------------------------------------------- profiles
 
 
-class Transfers(Protocol):
-    """Collectives of one kind in a step, as `profiler.measurements.Traffic` has them."""
+class CollectiveStatsLike(Protocol):
+    """Collectives of one kind in a step; see `profiler.measurements.CollectiveStats`."""
 
     @property
     def name(self) -> str:
-        """As torch.distributed calls it."""
+        """Name in torch.distributed."""
 
     @property
     def count(self) -> float:
-        """In a step."""
+        """Calls per step."""
 
     @property
     def bytes(self) -> int:
-        """Of the full tensors."""
+        """Bytes of the full tensors."""
 
     @property
     def seconds(self) -> float:
-        """From begin to end."""
+        """Seconds from begin to end."""
 
     @property
     def waiting_s(self) -> float:
-        """Of these, another rank was not there yet."""
+        """Seconds of these spent waiting for another rank to enter the collective."""
 
 
-class Trained(Protocol):
-    """What the engine made of the model, as `profiler.measurements.Model` has it."""
+class ProfiledModelLike(Protocol):
+    """The prepared model; see `profiler.measurements.ProfiledModel`."""
 
     @property
     def samples(self) -> int:
-        """Of a micro-batch."""
+        """Samples per micro-batch."""
 
     @property
     def seq_len(self) -> int:
-        """Tokens of each."""
+        """Tokens per sample."""
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches per step."""
 
 
-class Figures(Protocol):
-    """One rank's profile, as `profiler.measurements.RankFigures` has it."""
+class RankProfileLike(Protocol):
+    """One rank's profile; see `profiler.measurements.RankProfile`."""
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """Seconds of a step by part: "forward", "backward", ..."""
+        """Seconds per step by part: "forward", "backward", ..."""
 
     @property
-    def traffic(self) -> Sequence[Transfers]:
+    def traffic(self) -> Sequence[CollectiveStatsLike]:
         """Collectives by kind."""
 
     @property
-    def model(self) -> Trained | None:
-        """None where none was seen."""
+    def model(self) -> ProfiledModelLike | None:
+        """The profiled model, or None if there was none."""
 
 
-def learn(
-    figures: Sequence[Figures], *, spec: ModelSpec, options: Options, cluster: Cluster
+def learn_from_profile(
+    figures: Sequence[RankProfileLike], *, spec: ModelSpec, options: Options, cluster: ClusterSpec
 ) -> list[str]:
-    """Take in a profile of the user's loop: how fast it computed, and what collectives took.
+    """Store what a profile of the user's loop shows: compute speed and times of collectives.
 
-    What it cannot trust it leaves: small messages, a model whose kernels are too small to
-    show a device's speed, times beyond belief.
+    Unreliable data is skipped: small messages, models whose kernels are too small to reach the
+    device's speed, implausible times.
 
     Args:
-        figures: of all ranks, with their waiting told apart.
-        spec: of the prepared model.
-        options: that it was trained with.
-        cluster: these ranks, found on this machine.
+        figures: profiles of all ranks, with waiting time separated.
+        spec: spec of the prepared model.
+        options: options that it was trained with.
+        cluster: the ranks, detected on this machine.
 
     Returns:
-        Sentences: what was learned.
+        One sentence for each stored measurement.
     """
-    if cluster.known is None or not figures:
+    if cluster.measurement_store is None or not figures:
         return []
-    # With replicas collectives are of a node's ranks, or of one rank of each node.
+    # With replicas, collectives run within a node or between one rank of each node.
     links = _learn_links(figures, cluster) if options.replicate_across == "none" else ()
-    said = [*links, *_learn_loop(figures, spec, options, cluster)]
-    if said:
-        cluster.known.save()
-    return said
+    messages = [*links, *_learn_loop(figures, spec, options, cluster)]
+    if messages:
+        cluster.measurement_store.save()
+    return messages
 
 
-def _learn_links(figures: Sequence[Figures], cluster: Cluster) -> Iterator[str]:
-    """Points of the curves, from what each kind of collective took on average."""
-    known, place = cluster.known, cluster.describe()
+def _learn_links(figures: Sequence[RankProfileLike], cluster: ClusterSpec) -> Iterator[str]:
+    """Store one point per kind of collective: its average size and time."""
+    known, place = cluster.measurement_store, cluster.describe()
     for name in COLLECTIVES:
-        found = [one for rank in figures for one in _of_kind(rank.traffic, name)]
-        if known is None or not found:
+        calls = [stats for rank in figures for stats in _of_kind(rank.traffic, name)]
+        if known is None or not calls:
             continue
-        size = int(statistics.median([one.bytes / one.count for one in found]))
-        taken = statistics.median([(one.seconds - one.waiting_s) / one.count for one in found])
-        if size < SMALLEST or taken <= 0:
+        size = int(statistics.median([stats.bytes / stats.count for stats in calls]))
+        taken = statistics.median(
+            [(stats.seconds - stats.waiting_s) / stats.count for stats in calls]
+        )
+        if size < MIN_COLLECTIVE_BYTES or taken <= 0:
             continue
-        old = known.links(place) or Links(curves=MappingProxyType({}), day="", runs=0)
-        new = old.with_point(name, size, taken, cache.today())
+        old = known.comm_speed(place) or CommSpeed(curves=MappingProxyType({}), day="", runs=0)
+        new = old.with_measurement(name, size, taken, cache.today())
         plain = {"curves": new.curves, "day": new.day, "runs": new.runs}
-        if Links.parsed(plain) is not None:
-            known.keep_links(place, new)
-            yield f"{name} of {size_words(size)} takes {time_words(taken)} here"
+        if CommSpeed.from_json(plain) is not None:
+            known.store_comm_speed(place, new)
+            yield f"{name} of {format_bytes(size)} takes {format_seconds(taken)} here"
 
 
-def _of_kind(traffic: Sequence[Transfers], name: Collective) -> Iterator[Transfers]:
-    """Traffic of one kind: "all_gather_into_tensor" and "_allgather_base" are all_gather."""
+def _of_kind(
+    traffic: Sequence[CollectiveStatsLike], name: Collective
+) -> Iterator[CollectiveStatsLike]:
+    """Filter by kind: "all_gather_into_tensor" and "_allgather_base" are all_gather."""
     wanted = name.replace("_", "")
-    for one in traffic:
-        if one.name.replace("_", "").startswith(wanted) and one.count > 0 and one.bytes > 0:
-            yield one
+    for stats in traffic:
+        name_in_torch = stats.name.replace("_", "")
+        if name_in_torch.startswith(wanted) and stats.count > 0 and stats.bytes > 0:
+            yield stats
 
 
 def _learn_loop(
-    figures: Sequence[Figures], spec: ModelSpec, options: Options, cluster: Cluster
+    figures: Sequence[RankProfileLike], spec: ModelSpec, options: Options, cluster: ClusterSpec
 ) -> Iterator[str]:
-    """Speeds at which the model of `cost` computes for as long as the ranks did."""
+    """Store the speed at which `step_time` predicts the compute time of the ranks."""
     trained, kind = figures[0].model, _kind(options)
-    taken = statistics.median([_computing(one) for one in figures])
-    if trained is None or taken <= 0 or cluster.known is None:
+    taken = statistics.median([_computing(rank) for rank in figures])
+    if trained is None or taken <= 0 or cluster.measurement_store is None:
         return
     try:
         factor, plain = _factor(taken, trained, spec, options, cluster)
-    except NbdistError:  # a model or an engine that the planner does not know
+    except NbdistError:  # a model or an optimizer unknown to the planner
         return
-    if factor is None or plain.pace is None:
+    if factor is None or plain.compute_speed is None:
         return
-    place = cluster.place_of(cluster.slowest)
-    start = plain.pace.loops[kind]
-    old = None if cluster.slowest.pace is None else cluster.slowest.pace.loops.get(kind)
-    made = replace(start, flops=factor * start.flops, memory=factor * start.memory)
+    place = cluster.compute_speed_key(cluster.slowest_device)
+    start = plain.compute_speed.loop_efficiency[kind]
+    old = (
+        None
+        if cluster.slowest_device.compute_speed is None
+        else cluster.slowest_device.compute_speed.loop_efficiency.get(kind)
+    )
+    loop = replace(start, flops=factor * start.flops, memory=factor * start.memory)
     if old is not None:
         weight = _WEIGHT_OF_NEW
-        made = replace(
-            made,
-            flops=old.flops + weight * (made.flops - old.flops),
-            memory=old.memory + weight * (made.memory - old.memory),
+        loop = replace(
+            loop,
+            flops=old.flops + weight * (loop.flops - old.flops),
+            memory=old.memory + weight * (loop.memory - old.memory),
             runs=old.runs + 1,
         )
-    cluster.known.keep_loop(place, kind, made)
-    yield f"a loop in {kind} computes {made.flops / _TERA:.3g} TFLOP/s on a rank here"
+    cluster.measurement_store.store_loop_efficiency(place, kind, loop)
+    yield f"a training loop in {kind} reaches {loop.flops / _TERA:.3g} TFLOP/s per rank here"
 
 
-def _computing(figures: Figures) -> float:
-    """Seconds of a step in the model's forward and backward."""
+def _computing(figures: RankProfileLike) -> float:
+    """Seconds per step in the model's forward and backward."""
     return figures.parts.get("forward", 0.0) + figures.parts.get("backward", 0.0)
 
 
 def _kind(options: Options) -> str:
-    """The type that products are computed in."""
+    """Data type of the matrix products."""
     precision = options.precision or "no"
     return {"no": "fp32", "fp8": "bf16"}.get(precision, precision)
 
 
 def _factor(
-    taken: float, trained: Trained, spec: ModelSpec, options: Options, cluster: Cluster
+    taken: float,
+    trained: ProfiledModelLike,
+    spec: ModelSpec,
+    options: Options,
+    cluster: ClusterSpec,
 ) -> tuple[float | None, Any]:
-    """By how much a rank computes faster than is assumed without loops, and that device.
+    """Return the measured compute speed relative to the assumed one, and the assumed device.
 
-    None where no speed explains the time: launches bind, or more was measured than computing.
+    The factor is None if no speed explains the time: kernel launches dominate, or the
+    measurement contains more than compute.
 
     Raises:
         NbdistError: the model cannot be planned.
     """
-    asked = replace(options, accumulate=trained.accumulate)
-    setup = memory_model.Setup(
-        options=asked,
+    trained_with = replace(options, accumulate=trained.accumulate)
+    setup = TrainingSetup(
+        options=trained_with,
         world_size=cluster.world_size,
-        optimizer=optimizers.for_kind(optimizers.lookup("adamw"), cluster.kind),
+        optimizer=optimizers.optimizer_for_device(optimizers.find_optimizer("adamw"), cluster.kind),
         kind=cluster.kind,
-        nodes=cluster.nodes,
+        num_nodes=cluster.num_nodes,
     )
     workload = Workload(
         batch_size=trained.samples,
         seq_len=trained.seq_len,
-        compute=memory_model.compute_of(setup),
-        activation_checkpointing=asked.activation_checkpointing,
+        compute=compute_mode(setup),
+        activation_checkpointing=trained_with.activation_checkpointing,
         kind=cluster.kind,
     )
-    kind, device = _kind(options), cluster.slowest
-    bare = replace(device, pace=device.pace and replace(device.pace, loops={}))
-    base = Loop(
-        flops=bare.reached(kind if kind != "fp32" else "no"),
-        memory=bare.memory_reached(kind),
+    kind, device = _kind(options), cluster.slowest_device
+    bare = replace(
+        device,
+        compute_speed=device.compute_speed and replace(device.compute_speed, loop_efficiency={}),
+    )
+    base = LoopEfficiency(
+        flops=bare.sustained_flops(kind if kind != "fp32" else "no"),
+        memory=bare.sustained_memory_bandwidth(kind),
         model=spec.name,
         day=cache.today(),
     )
 
     def at(factor: float) -> Any:
         loop = replace(base, flops=factor * base.flops, memory=factor * base.memory)
-        return replace(bare, pace=Pace(loops={kind: loop}))
+        return replace(bare, compute_speed=ComputeSpeed(loop_efficiency={kind: loop}))
 
     def seconds(factor: float) -> float:
         many = replace(cluster, devices=(at(factor),) * cluster.world_size)
-        return step_time.Costs(spec, setup, many).of(workload).compute_s
+        return step_time.StepCostModel(spec, setup, many).cost_for(workload).compute_s
 
     low, high = _FACTORS
     if not seconds(high) < taken < seconds(low):
@@ -314,9 +338,9 @@ def _factor(
         low, high = (middle, high) if seconds(middle) > taken else (low, middle)
     faster = seconds(2 * low)
     if faster > _BINDS * taken:
-        return None, bare  # launches take most of it: speeds would explain nothing
+        return None, bare  # launches dominate: speeds would explain nothing
     return low, at(1.0)
 
 
 _BINDS = 0.75
-"""Of the time left at twice the speed: more, and computing is not what takes it."""
+"""Maximum time at twice the speed, relative to the measured time, if compute dominates."""

@@ -1,7 +1,7 @@
-"""What a user hands to `plan`, made into a spec: a size, a folder, a config, a module.
+"""Builds a model spec from what the user passes to `plan`: a size, folder, config or module.
 
-Nothing is downloaded and no code of a model's author is run: a config is read as JSON, and
-`auto_map` (remote code) is never followed.
+Downloads nothing and does not run the model author's code: a config is read as JSON, and
+`auto_map` (remote code) is ignored.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from nbdist.errors import PlanError
-from nbdist.paths import expanded
-from nbdist.planner import memory_model
-from nbdist.planner.model_spec import noted
+from nbdist.paths import expand_user
+from nbdist.planner.memory.training_setup import compute_modes
+from nbdist.planner.model_spec import with_notes
 from nbdist.planner.models import analytic, parameter_count, traced
 
 if TYPE_CHECKING:
     from nbdist.planner.model_spec import ModelSpec
 
-Progress = Callable[[str], None]
-Kind = Literal["cuda", "cpu"]
+ProgressCallback = Callable[[str], None]
+DeviceKind = Literal["cuda", "cpu"]
 
 DEFAULT_SEQ_LEN = 2048
-"""Where neither user nor config says how long a sample is."""
+"""Tokens per sample if neither the user nor the config gives a length."""
 _LENGTH_FIELDS = (
     "max_position_embeddings",
     "n_positions",
@@ -35,39 +35,39 @@ _LENGTH_FIELDS = (
     "max_target_positions",
 )
 _RELATIVE = "relative_attention_num_buckets"
-"""In the config of a model whose positions are relative (T5), so that none is the last one."""
+"""Config field of models with relative positions (T5), which have no maximum length."""
 
 
-def model_spec(
+def load_model_spec(
     given: object,
     *,
     batch_size: int,
     seq_len: int | None,
-    kind: Kind,
+    kind: DeviceKind,
     precision: str,
     inputs: object = None,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> tuple[ModelSpec, int]:
-    """Return the spec of what was given, and the tokens of a sample to plan for.
+    """Return the model spec and the number of tokens per sample to plan for.
 
     Args:
         given: a `PretrainedConfig`, a mapping, a folder or config.json, an `nn.Module`, a
             size such as "7b", or a spec.
-        batch_size: of the trace, where one is needed.
-        seq_len: tokens of a sample; default: what the model takes, 2048 at most.
-        kind: of the devices; a trace computes as they do.
-        precision: to plan for.
-        inputs: example input of a module, where it cannot be known from its config.
-        progress: told what a trace is doing.
+        batch_size: batch size of the trace, if one is needed.
+        seq_len: tokens per sample. Default: the model's maximum, at most 2048.
+        kind: device kind; a trace computes as on such a device.
+        precision: precision to plan for.
+        inputs: example input of a module whose config does not determine it.
+        progress: called with progress messages of a trace.
 
     Raises:
-        PlanError: not of these kinds, or a config that lacks a field.
+        PlanError: an unsupported kind of model, or a config that lacks a field.
     """
     if _is_spec(given):
         return given, _length_of_spec(given, seq_len or DEFAULT_SEQ_LEN)
     if _is_module(given):
         length = seq_len or _module_length(given)
-        found = traced.of_module(
+        spec = traced.spec_from_module(
             given,
             batch_size=batch_size,
             seq_len=length,
@@ -75,82 +75,86 @@ def model_spec(
             progress=progress,
             kinds=(kind,),
         )
-        return _measured(found, _module_config(given), _length_of_inputs(found, seq_len) or length)
-    # Path.exists() raises where a name is too long
-    if isinstance(given, str) and parameter_count.is_size(given) and not os.path.exists(given):  # noqa: PTH110
-        return parameter_count.with_size(given), seq_len or DEFAULT_SEQ_LEN
+        return _measured(spec, _module_config(given), _length_of_inputs(spec, seq_len) or length)
+    # Path.exists() raises if a name is too long
+    if (
+        isinstance(given, str)
+        and parameter_count.is_parameter_count(given)
+        and not os.path.exists(given)  # noqa: PTH110
+    ):
+        return parameter_count.spec_from_parameter_count(given), seq_len or DEFAULT_SEQ_LEN
     config = _config(given)
-    length = seq_len or length_of(config)
-    if analytic.knows(config):
-        return noted(analytic.from_config(config), length_notes(config, length)), length
-    found = traced.of_config(
+    length = seq_len or default_seq_len(config)
+    if analytic.is_supported(config):
+        return with_notes(analytic.spec_from_config(config), seq_len_notes(config, length)), length
+    spec = traced.trace_config(
         config,
         batch_size=batch_size,
         seq_len=length,
         progress=progress,
         kinds=(kind,),
-        computes=memory_model.computes(precision),
+        computes=compute_modes(precision),
     )
-    return _measured(found, config, length)
+    return _measured(spec, config, length)
 
 
 def _measured(spec: ModelSpec, config: Mapping[str, Any], length: int) -> tuple[ModelSpec, int]:
-    """A spec, noted where its samples are longer than its positions, and their length."""
-    counted = _length_of_spec(spec, length)
-    return noted(spec, length_notes(config, counted)), counted
+    """Return a spec with its sequence length; add a note if that exceeds the positions."""
+    seq_len = _length_of_spec(spec, length)
+    return with_notes(spec, seq_len_notes(config, seq_len)), seq_len
 
 
-def _length_of_inputs(spec: ModelSpec, asked: int | None) -> int | None:
-    """Tokens of a sample of the example inputs; None where they hold none.
+def _length_of_inputs(spec: ModelSpec, requested: int | None) -> int | None:
+    """Return the tokens per sample of the example inputs, or None if they have none.
 
     Raises:
-        PlanError: another length was asked for.
+        PlanError: a different length was requested.
     """
-    found = spec.seq_len if isinstance(spec, traced.Traced) else None
-    if None not in {found, asked} and found != asked:
+    seq_len = spec.seq_len if isinstance(spec, traced.TracedModel) else None
+    if None not in {seq_len, requested} and seq_len != requested:
         message = (
-            f"inputs have {found} tokens a sample and seq_len is {asked}; leave seq_len out, or"
-            " give inputs of that length."
+            f"seq_len={requested} does not match the inputs, which have {seq_len} tokens per"
+            " sample. Omit seq_len, or give inputs of that length."
         )
         raise PlanError(message)
-    return found
+    return seq_len
 
 
-def _length_of_spec(spec: ModelSpec, asked: int) -> int:
-    """The length to plan for: 1 for a model that takes no tokens, so that samples are counted."""
-    return 1 if isinstance(spec, traced.Traced) and spec.seq_len is None else asked
+def _length_of_spec(spec: ModelSpec, requested: int) -> int:
+    """Return the length to plan for; 1 for a model without tokens, so that samples count."""
+    return 1 if isinstance(spec, traced.TracedModel) and spec.seq_len is None else requested
 
 
 def _is_spec(given: object) -> TypeGuard[ModelSpec]:
-    return hasattr(given, "micro_batch")
+    return hasattr(given, "micro_batch_activations")
 
 
 def _is_module(given: object) -> bool:
-    """Whether it is an `nn.Module`; torch is not imported to ask."""
+    """True for an `nn.Module`; does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(given, torch.nn.Module)
 
 
 def _module_length(module: Any) -> int:
-    """Tokens of a sample for a module, by its config where it has one."""
-    return length_of(_module_config(module))
+    """Return the default tokens per sample of a module, from its config if it has one."""
+    return default_seq_len(_module_config(module))
 
 
 def _module_config(module: Any) -> Mapping[str, Any]:
-    """The fields of a module's config; none where it has no such."""
+    """Return the fields of a module's config; empty if it has none."""
     to_dict = getattr(getattr(module, "config", None), "to_dict", dict)
     fields: Mapping[str, Any] = to_dict()
     return fields
 
 
 def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
-    """Rebuild a spec from its `to_json()`."""
-    readers = {"closed form": analytic.from_json, "traced": traced.from_json}
+    """Restore a spec from its `to_json()`."""
+    readers = {"closed form": analytic.spec_from_json, "traced": traced.from_json}
     return readers[fields["depth"]](fields)
 
 
 def _config(given: object) -> Mapping[str, Any]:
-    """The fields of a transformers config, whatever holds them."""
+    """Return the fields of a transformers config in any supported form."""
     if isinstance(given, Mapping):
         return given
     to_dict = getattr(given, "to_dict", None)
@@ -159,24 +163,24 @@ def _config(given: object) -> Mapping[str, Any]:
         return fields
     if given == "":
         message = (
-            'the model is "", which names none; give a size such as "7b", a folder with'
-            " config.json, a transformers config or an nn.Module."
+            'The model is empty (""). Give a size such as "7b", a folder with config.json, a'
+            " transformers config or an nn.Module."
         )
         raise PlanError(message)
     if isinstance(given, (str, Path)):
-        return _config_file(expanded(given))
+        return _config_file(expand_user(given))
     message = (
-        f"an object of class {type(given).__name__} cannot be planned; give a transformers"
-        ' config, a folder with config.json, an nn.Module, or a size such as "7b".'
+        f"Cannot plan an object of class {type(given).__name__}. Give a transformers config, a"
+        ' folder with config.json, an nn.Module, or a size such as "7b".'
     )
     raise PlanError(message)
 
 
 def _config_file(path: Path) -> Mapping[str, Any]:
-    """The fields in a file.
+    """Return the fields of a config file.
 
     Raises:
-        PlanError: there is none, or it holds no config.
+        PlanError: the file does not exist or holds no config.
     """
     file = path
     try:
@@ -185,40 +189,40 @@ def _config_file(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         message = (
             f"{str(path)!r} is neither a size such as '7b' nor a folder with config.json on this"
-            " machine; nbdist downloads nothing, so download the model's config.json first."
+            " machine. nbdist does not download models; download the model's config.json first."
         )
         raise PlanError(message) from None
     except (OSError, ValueError, RecursionError) as error:
-        message = f"{file} cannot be read as a config ({error}); give a transformers config.json."
+        message = f"Cannot read {file} as a config ({error}). Give a transformers config.json."
         raise PlanError(message) from None
     if not isinstance(fields, dict):
-        message = f"{file} holds a {type(fields).__name__}; a config.json holds an object."
+        message = f"Invalid config {file}: expected a JSON object, got {type(fields).__name__}."
         raise PlanError(message)
     return fields
 
 
-def length_of(config: Mapping[str, Any]) -> int:
-    """Tokens of a sample: the most that the model takes, 2048 at most."""
-    _, most = _positions(config)
-    return min(most or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
+def default_seq_len(config: Mapping[str, Any]) -> int:
+    """Return the tokens per sample: the model's maximum, at most 2048."""
+    _, max_positions = _positions(config)
+    return min(max_positions or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
 
 
-def length_notes(config: Mapping[str, Any], seq_len: int) -> list[str]:
-    """Say that samples are longer than the model has positions."""
-    name, most = _positions(config)
-    if not most or seq_len <= most or _RELATIVE in config:
+def seq_len_notes(config: Mapping[str, Any], seq_len: int) -> list[str]:
+    """Return a note if samples are longer than the model's maximum number of positions."""
+    name, max_positions = _positions(config)
+    if not max_positions or seq_len <= max_positions or _RELATIVE in config:
         return []
     note = (
-        f"seq_len {seq_len:,} is more than the config's {name} of {most:,}, beyond which the model"
-        f" was not trained or fails; extend its positions, or plan for {most:,}."
+        f"seq_len {seq_len:,} exceeds the config's {name} of {max_positions:,}; the model was not"
+        f" trained beyond it, or fails. Extend its positions, or plan for {max_positions:,}."
     )
     return [note]
 
 
 def _positions(config: Mapping[str, Any]) -> tuple[str, int | None]:
-    """The field that says how many tokens a sample may have, and its value.
+    """Return name and value of the field that limits the tokens per sample.
 
-    Of a model with several towers it is the text's.
+    For multimodal models the limit is the text model's.
     """
     text = config.get("text_config")
     for fields in (config, text if isinstance(text, Mapping) else {}):

@@ -1,4 +1,4 @@
-"""The devices to plan for: those described in words, or those of this machine."""
+"""Resolves the devices to plan for: given as text, or detected on this machine."""
 
 from __future__ import annotations
 
@@ -8,77 +8,85 @@ from typing import TYPE_CHECKING, Literal
 
 from nbdist.hardware import discovery
 from nbdist.planner import cluster_spec, device_parser
-from nbdist.planner.cluster_spec import Cluster
-from nbdist.planner.measurement_store import Known
+from nbdist.planner.cluster_spec import ClusterSpec
+from nbdist.planner.measurement_store import MeasurementStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from nbdist.hardware.discovery import Node, Usage
+    from nbdist.hardware.discovery import GpuFreeMemory, SessionNode
 
 
-def cluster(given: str | Cluster | None, world_size: int | None) -> Cluster:
-    """The devices that the user means, one for each rank.
+def resolve_cluster(given: str | ClusterSpec | None, world_size: int | None) -> ClusterSpec:
+    """Return the requested devices, one per rank.
 
     Args:
-        given: words, a cluster, or None for what is found here.
-        world_size: number of ranks, where it is not the number of devices.
+        given: a description, a cluster, or None to detect the devices of this machine.
+        world_size: number of ranks, if it differs from the number of devices.
 
     Raises:
-        PlanError: words that name no device.
+        PlanError: an invalid description.
     """
-    if isinstance(given, Cluster):
-        made = given
+    if isinstance(given, ClusterSpec):
+        resolved = given
     elif given is None:
-        made = found(world_size)
+        resolved = detect_local_cluster(world_size)
     else:
-        made = device_parser.parse(given)
-    return made if world_size in {None, made.world_size} else made.resized(world_size)
+        resolved = device_parser.parse_devices(given)
+    return (
+        resolved
+        if world_size in {None, resolved.world_size}
+        else resolved.with_num_ranks(world_size)
+    )
 
 
-def found(
+def detect_local_cluster(
     world_size: int | None = None,
     *,
     kind: Literal["cuda", "cpu"] | None = None,
     own: Collection[int] = (),
-) -> Cluster:
-    """The GPUs of this machine with what is free on each now; without any, CPU ranks.
+) -> ClusterSpec:
+    """Return the GPUs of this machine with their free memory; without GPUs, CPU ranks.
 
-    What was measured here counts before what the catalogue says.
+    Measurements on this machine take precedence over the catalogue.
 
     Args:
         world_size: number of CPU ranks.
-        kind: "cpu" for CPU ranks although there are GPUs.
-        own: processes whose GPU memory counts as free: ranks that a plan would replace.
+        kind: "cpu" for CPU ranks even if there are GPUs.
+        own: processes whose GPU memory counts as free: ranks that the plan would replace.
     """
-    there = discovery.found()
+    machine = discovery.discover_machine()
     if kind == "cpu":
-        there = replace(there, gpus=(), link=None)
-    made = cluster_spec.of_machine(
-        there,
-        discovery.usage(there, own=own),
-        cpu_ranks=world_size or discovery.CPU_RANKS,
-        host_free_bytes=discovery.host_free_bytes(),
+        machine = replace(machine, gpus=(), link=None)
+    detected = cluster_spec.cluster_for_machine(
+        machine,
+        discovery.gpu_memory_usage(machine, own=own),
+        cpu_ranks=world_size or discovery.DEFAULT_CPU_RANKS,
+        host_free_bytes=discovery.host_free_memory_bytes(),
     )
-    return made.informed(Known(discovery.host(there)))
+    return detected.with_measurements(MeasurementStore(discovery.host_fingerprint(machine)))
 
 
-def on_nodes(told: Sequence[tuple[Node, Sequence[Usage], int]]) -> Cluster:
-    """The nodes of a session, one device for each of their ranks, with what is free on each now.
+def cluster_for_session_nodes(
+    readings: Sequence[tuple[SessionNode, Sequence[GpuFreeMemory], int]],
+) -> ClusterSpec:
+    """Return a session's nodes with one device per rank and the memory that is free.
 
     Args:
-        told: each node, the memory of its GPUs, and the host memory that is free on it.
+        readings: each node, the usage of its GPUs, and its free host memory.
     """
     clusters = {
-        node.name: cluster_spec.of_machine(
+        node.name: cluster_spec.cluster_for_machine(
             node.machine, usage, cpu_ranks=len(node.ranks), host_free_bytes=host_free_bytes
         )
-        for node, usage, host_free_bytes in told
+        for node, usage, host_free_bytes in readings
     }
-    hosts = dict.fromkeys(discovery.host(node.machine) for node, *_ in told)
-    return cluster_spec.of_nodes(clusters).informed(Known(" and ".join(hosts)))
+    hosts = dict.fromkeys(discovery.host_fingerprint(node.machine) for node, *_ in readings)
+    return cluster_spec.cluster_for_nodes(clusters).with_measurements(
+        MeasurementStore(" and ".join(hosts))
+    )
 
 
-def say(text: str) -> None:
-    """Show the progress of a trace."""
-    print(f"nbdist: {text}", file=sys.stderr)  # noqa: T201 - for the one who waits
+def print_progress(text: str) -> None:
+    """Print the progress of a trace to stderr."""
+    print(f"nbdist: {text}", file=sys.stderr)  # noqa: T201 - shown to the waiting user

@@ -1,7 +1,7 @@
-"""What was measured on this machine, kept in the user's cache folder; pure.
+"""Stores the speeds measured on this machine in the user's cache folder; pure.
 
-By the names of devices, their link, the number of ranks, the processor of the host and torch's
-version, never by host name: a folder that several hosts share serves each with its own.
+Entries are keyed by device names, link, number of ranks, host processor and torch version, not by
+host name, so that a folder shared by several hosts holds the entries of each.
 """
 
 from __future__ import annotations
@@ -13,79 +13,82 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nbdist.planner import cache
-from nbdist.planner.measurements import KINDS, Disk, Links, Loop, Pace
+from nbdist.planner.measurements import DTYPES, CommSpeed, ComputeSpeed, DiskSpeed, LoopEfficiency
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-ENTRIES = 64
-"""Of each sort in the file; the oldest go."""
+MAX_ENTRIES = 64
+"""Maximum number of entries per section of the file; the oldest are dropped."""
 
 
-class Known:
-    """Everything that was measured on a machine, read once for a plan.
+class MeasurementStore:
+    """All measurements of a machine, read once per plan.
 
     Args:
-        host: what tells hosts apart that have the same GPUs: processor and cores.
-        file: default: the user's own.
+        host: distinguishes hosts with the same GPUs: processor and cores.
+        file: default: the user's file.
     """
 
     def __init__(self, host: str, file: Path | None = None) -> None:
-        """Read the file; one that cannot be read counts as empty."""
-        self._file = file or path()
+        """Read the file. An unreadable file counts as empty."""
+        self._file = file or store_path()
         self._about = f"{host} | torch {_torch()}"
-        self._sections = cache.read(self._file)
+        self._sections = cache.read_entries(self._file)
 
-    def links(self, place: str) -> Links | None:
-        """What was measured between these ranks.
+    def comm_speed(self, place: str) -> CommSpeed | None:
+        """Return the measured collectives between these ranks.
 
         Args:
-            place: devices, link and number of ranks, as a cluster describes itself.
+            place: devices, link and number of ranks, from `ClusterSpec.describe`.
         """
-        return Links.parsed(self._entry("links", place))
+        return CommSpeed.from_json(self._entry("links", place))
 
-    def pace(self, place: str) -> Pace | None:
-        """What one rank of a place computes, on its own and in training loops."""
-        pace = Pace.parsed(self._entry("pace", place))
-        found = {kind: Loop.parsed(self._entry("loops", f"{place}, {kind}")) for kind in KINDS}
-        loops = {kind: one for kind, one in found.items() if one is not None}
+    def compute_speed(self, place: str) -> ComputeSpeed | None:
+        """Return the measured compute speed of one rank, alone and in training loops."""
+        pace = ComputeSpeed.from_json(self._entry("pace", place))
+        parsed = {
+            kind: LoopEfficiency.from_json(self._entry("loops", f"{place}, {kind}"))
+            for kind in DTYPES
+        }
+        loops = {kind: loop for kind, loop in parsed.items() if loop is not None}
         if pace is None and not loops:
             return None
-        return replace(pace or Pace(), loops=MappingProxyType(loops))
+        return replace(pace or ComputeSpeed(), loop_efficiency=MappingProxyType(loops))
 
-    def disk(self) -> Disk | None:
-        """The disk that was measured last."""
-        disks = [Disk.parsed(one) for one in self._section("disks").values()]
-        real = [one for one in disks if one is not None and not one.in_memory]
-        return max(real, key=lambda one: one.day, default=None)
+    def disk_speed(self) -> DiskSpeed | None:
+        """Return the disk measured last."""
+        disks = [DiskSpeed.from_json(entry) for entry in self._section("disks").values()]
+        real = [disk for disk in disks if disk is not None and not disk.is_in_memory]
+        return max(real, key=lambda disk: disk.day, default=None)
 
-    def keep_links(self, place: str, links: Links) -> None:
-        """Keep what was measured between ranks in place of what was there."""
-        plain = {name: [list(one) for one in curve] for name, curve in links.curves.items()}
+    def store_comm_speed(self, place: str, links: CommSpeed) -> None:
+        """Store the measured collectives between ranks, replacing older ones."""
+        plain = {name: [list(point) for point in curve] for name, curve in links.curves.items()}
         self._keep("links", place, {"curves": plain, "day": links.day, "runs": links.runs})
 
-    def keep_pace(self, place: str, pace: Pace) -> None:
-        """Keep what a rank computes, beside what loops have reached."""
+    def store_compute_speed(self, place: str, speed: ComputeSpeed) -> None:
+        """Store a rank's compute speed; the speeds of training loops are kept."""
         plain = {
-            "products": dict(pace.products),
-            "memory": pace.memory,
-            "host_link": pace.host_link,
-            "day": pace.day,
-            "runs": pace.runs,
+            "products": dict(speed.matmul_flops),
+            "memory": speed.memory_bandwidth,
+            "host_link": speed.host_link,
+            "day": speed.day,
+            "runs": speed.runs,
         }
         self._keep("pace", place, plain)
 
-    def keep_loop(self, place: str, kind: str, loop: Loop) -> None:
-        """Keep what a training loop reached."""
+    def store_loop_efficiency(self, place: str, kind: str, loop: LoopEfficiency) -> None:
+        """Store the speed reached in a training loop."""
         self._keep("loops", f"{place}, {kind}", asdict(loop))
 
-    def keep_disk(self, disk: Disk) -> None:
-        """Keep what a disk reached."""
+    def store_disk_speed(self, disk: DiskSpeed) -> None:
+        """Store the speed of a disk."""
         self._keep("disks", disk.filesystem, asdict(disk))
 
     def save(self) -> None:
         """Write the file."""
-        cache.write(self._file, self._sections)
+        cache.write_entries(self._file, self._sections)
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self._sections.get(name)
@@ -95,20 +98,20 @@ class Known:
         return self._section(section).get(f"{place} | {self._about}")
 
     def _keep(self, section: str, place: str, entry: dict[str, Any]) -> None:
-        """Put the entry last, and drop the oldest beyond so many."""
+        """Append the entry and drop the oldest beyond the maximum."""
         key = f"{place} | {self._about}"
-        others = [(name, one) for name, one in self._section(section).items() if name != key]
-        self._sections[section] = dict([*others[1 - ENTRIES :], (key, entry)])
+        others = [(name, old) for name, old in self._section(section).items() if name != key]
+        self._sections[section] = dict([*others[1 - MAX_ENTRIES :], (key, entry)])
 
 
-def path() -> Path:
-    """The file: nbdist/speeds.json in XDG_CACHE_HOME, or ~/.cache."""
-    return cache.folder() / "speeds.json"
+def store_path() -> Path:
+    """Return the file: nbdist/speeds.json in XDG_CACHE_HOME, or ~/.cache."""
+    return cache.cache_dir() / "speeds.json"
 
 
 @once
 def _torch() -> str:
-    """Its version, without the import of it."""
+    """Return torch's version without importing it."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -1,9 +1,9 @@
-"""From tensor bytes to device bytes: what was learned from real runs on this machine.
+"""Device memory beyond tensors, calibrated by measured sessions on this machine.
 
-A device holds more than its tensors: the allocator rounds and keeps blocks, CUDA and the
-communicator have memory of their own. `device = factor * allocated + context`. Both begin as
-defaults and are corrected after each measured session, by device, backend and offload. They
-are kept in the user's cache folder, a JSON file that may be deleted at any time.
+A device holds more than tensors: the allocator rounds up and caches blocks, CUDA and the
+communicator need memory. `device = factor * allocated + context`. Both start as defaults and are
+updated after each measured session, by device, backend and offload. They are stored as JSON in the
+user's cache folder, which may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -16,65 +16,65 @@ from nbdist.planner import cache
 if TYPE_CHECKING:
     from pathlib import Path
 
-FACTOR = 1.04
-"""Default: caching allocator's unused remainder in a steady training loop."""
+DEFAULT_ALLOCATOR_FACTOR = 1.04
+"""Default overhead of the caching allocator in a steady training loop."""
 CUDA_CONTEXT_BYTES = 600 << 20
-"""Default: a CUDA context with torch's kernels loaded (0.4-0.6 GiB by generation)."""
+"""Default size of a CUDA context with torch's kernels loaded (0.4-0.6 GiB by generation)."""
 COMMUNICATOR_BYTES = 450 << 20
-"""Default: NCCL's buffers and channels for one process group of two or more ranks."""
+"""Default size of NCCL's buffers and channels for a process group of two or more ranks."""
 CPU_CONTEXT_BYTES = 600 << 20
-"""Default: resident memory of a rank's process with torch, before any model."""
-WEIGHT_OF_NEW = 0.5
-"""A new run counts as much as all earlier ones together: drivers and libraries change."""
+"""Default resident memory of a rank's process with torch, before any model."""
+UPDATE_WEIGHT = 0.5
+"""Weight of a new run against all earlier ones: high, as drivers and libraries change."""
 FACTOR_LIMITS = (1.0, 1.5)
-"""A factor beyond these says that something else was measured, another process perhaps."""
+"""A factor outside this range is a measurement error, such as another process on the device."""
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
-    """How device bytes follow from tensor bytes."""
+class DeviceOverhead:
+    """Conversion from tensor bytes to device bytes."""
 
-    factor: float = FACTOR
+    factor: float = DEFAULT_ALLOCATOR_FACTOR
     context_bytes: int = CUDA_CONTEXT_BYTES
     runs: int = 0
-    """Measured sessions behind it; 0 for the defaults."""
+    """Number of measured sessions; 0 for the defaults."""
     day: str = ""
-    """Of the last one, as 2026-11-21; empty where it was not noted."""
+    """Date of the last session, such as "2026-11-21"; empty if unknown."""
 
     def device_bytes(self, allocated_bytes: int) -> int:
-        """Bytes of the device for tensors of `allocated_bytes`."""
+        """Return the device bytes for tensors of `allocated_bytes`."""
         return int(allocated_bytes * self.factor) + self.context_bytes
 
 
-def path() -> Path:
-    """The file: nbdist/calibration.json in XDG_CACHE_HOME, or ~/.cache."""
-    return cache.folder() / "calibration.json"
+def calibration_path() -> Path:
+    """Return the file: nbdist/calibration.json in XDG_CACHE_HOME, or ~/.cache."""
+    return cache.cache_dir() / "calibration.json"
 
 
-def default(kind: str, world_size: int) -> Calibration:
-    """What is assumed before anything was measured."""
+def default_overhead(kind: str, world_size: int) -> DeviceOverhead:
+    """Return the overhead that is assumed without measurements."""
     if kind == "cpu":
-        return Calibration(context_bytes=CPU_CONTEXT_BYTES)
+        return DeviceOverhead(context_bytes=CPU_CONTEXT_BYTES)
     communicator = COMMUNICATOR_BYTES if world_size > 1 else 0
-    return Calibration(context_bytes=CUDA_CONTEXT_BYTES + communicator)
+    return DeviceOverhead(context_bytes=CUDA_CONTEXT_BYTES + communicator)
 
 
-class Learned:
-    """The file's contents, read once for a plan."""
+class MemoryCalibration:
+    """Contents of the calibration file, read once per plan."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """Read the file; one that cannot be read counts as empty."""
-        self._file = file or path()
-        self._entries = cache.read(self._file)
+        """Read the file. An unreadable file counts as empty."""
+        self._file = file or calibration_path()
+        self._entries = cache.read_entries(self._file)
 
-    def known(
+    def overhead_for(
         self, device: str, backend: str, offload: str, *, kind: str, world_size: int
-    ) -> Calibration:
-        """The calibration for a device and strategy; the default where none was measured."""
+    ) -> DeviceOverhead:
+        """Return the overhead of a device and strategy, or the default if it was not measured."""
         entry = self._entries.get(_key(device, backend, offload))
-        return _parsed(entry) or default(kind, world_size)
+        return _parsed(entry) or default_overhead(kind, world_size)
 
-    def learn(
+    def record_session(
         self,
         device: str,
         backend: str,
@@ -83,16 +83,16 @@ class Learned:
         allocated_bytes: int,
         reserved_bytes: int,
         device_bytes: int,
-    ) -> Calibration:
-        """Take in one measured session and write the file.
+    ) -> DeviceOverhead:
+        """Add one measured session and write the file.
 
         Args:
-            device: name of the device, as the driver gives it.
+            device: name of the device as reported by the driver.
             backend: canonical name.
             offload: none, cpu or nvme.
             allocated_bytes: peak of tensors.
-            reserved_bytes: peak of what the allocator held for them.
-            device_bytes: peak of the device by this process; the rest is context.
+            reserved_bytes: peak reserved by the allocator.
+            device_bytes: peak of the device used by this process; the rest is context.
         """
         key = _key(device, backend, offload)
         low, high = FACTOR_LIMITS
@@ -100,33 +100,33 @@ class Learned:
         context = max(0, device_bytes - reserved_bytes)
         old = _parsed(self._entries.get(key))
         if old is not None:
-            factor += (1 - WEIGHT_OF_NEW) * (old.factor - factor)
-            context += int((1 - WEIGHT_OF_NEW) * (old.context_bytes - context))
-        made = Calibration(factor, context, 1 + (old.runs if old else 0), cache.today())
+            factor += (1 - UPDATE_WEIGHT) * (old.factor - factor)
+            context += int((1 - UPDATE_WEIGHT) * (old.context_bytes - context))
+        overhead = DeviceOverhead(factor, context, 1 + (old.runs if old else 0), cache.today())
         self._entries[key] = {
-            "factor": round(made.factor, 4),
-            "context_bytes": made.context_bytes,
-            "runs": made.runs,
-            "day": made.day,
+            "factor": round(overhead.factor, 4),
+            "context_bytes": overhead.context_bytes,
+            "runs": overhead.runs,
+            "day": overhead.day,
         }
-        cache.write(self._file, self._entries)
-        return made
+        cache.write_entries(self._file, self._entries)
+        return overhead
 
 
 def _key(device: str, backend: str, offload: str) -> str:
     return f"{device} | {backend} | {offload}"
 
 
-def _parsed(entry: Any) -> Calibration | None:
-    """Read one entry; None for what this module did not write."""
+def _parsed(entry: Any) -> DeviceOverhead | None:
+    """Parse one entry; None if it is invalid."""
     try:
-        made = Calibration(
+        overhead = DeviceOverhead(
             float(entry["factor"]),
             int(entry["context_bytes"]),
             int(entry["runs"]),
-            cache.day(entry.get("day")),
+            cache.parse_date(entry.get("day")),
         )
     except (TypeError, KeyError, ValueError, OverflowError, AttributeError):
         return None
     low, high = FACTOR_LIMITS
-    return made if low <= made.factor <= high and made.context_bytes >= 0 else None
+    return overhead if low <= overhead.factor <= high and overhead.context_bytes >= 0 else None

@@ -1,8 +1,8 @@
-"""Predicted against measured: one rank's figures of a real step beside the plan's; pure.
+"""Compares the plan with the memory that ranks measured in a real step; pure.
 
-A rank measures its third optimizer step (`Measured`); `check` puts the model of memory beside
-it, part by part. Parts that a running step does not tell apart (gathered parameters,
-activations, logits, temporaries) are one line.
+Each rank measures its third optimizer step (`MeasuredMemory`); `validate_plan` compares it with the
+memory model, part by part. Parts that a running step cannot separate (gathered parameters,
+activations, logits, temporaries) form one line.
 """
 
 from __future__ import annotations
@@ -11,132 +11,132 @@ from dataclasses import dataclass, field, fields, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.display.units import gib
+from nbdist.display.units import format_gib
 from nbdist.planner import memory_model, optimizers
-from nbdist.planner.memory.timeline import Moment
-from nbdist.planner.memory_calibration import Calibration, Learned
+from nbdist.planner.memory.timeline import MemoryUsage
+from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner.memory_calibration import DeviceOverhead, MemoryCalibration
 from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from nbdist.planner.memory_model import Setup
     from nbdist.planner.model_spec import ModelSpec
-    from nbdist.planner.optimizers import Optimizer
+    from nbdist.planner.optimizers import OptimizerSpec
     from nbdist.strategies import Options
 
-PERSISTENT = ("parameters", "master", "optimizer", "buffers")
-"""Parts that rest between two steps, so that any moment shows them."""
-TOLD_APART = (*PERSISTENT, "gradients")
-"""Parts that a rank finds by what they belong to, where it sees every operation."""
+PERSISTENT_PARTS = ("parameters", "master", "optimizer", "buffers")
+"""Parts that exist between steps, so they can be measured at any time."""
+DISTINCT_PARTS = (*PERSISTENT_PARTS, "gradients")
+"""Parts that a CPU rank can separate, since it sees every operation."""
 _WORTH_SAYING = 0.01
-"""Of all tensors: a smaller part needs no word."""
-BESIDE = "other models"
-"""What lives on the rank beside the model that is checked; seen, not predicted."""
-REST = "activations and temporaries"
+"""Fraction of all tensors below which a part is not mentioned."""
+OTHER_MODELS_PART = "other models"
+"""Memory of other models on the rank; measured, not predicted."""
+REMAINING_PART = "activations and temporaries"
 """All other parts of a step."""
-CPU_RANK = "CPU rank"
-"""Name of the device that a CPU rank is, as `devices` has it."""
+CPU_DEVICE_NAME = "CPU rank"
+"""Device name of a CPU rank, as in `cluster_spec`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What one rank held in its third optimizer step. Sizes are in bytes."""
+class MeasuredMemory:
+    """Memory of one rank in its third optimizer step. Sizes are in bytes."""
 
     kind: Literal["cuda", "cpu"]
     step: int
-    """Optimizer steps done at the end of the measurement."""
+    """Number of optimizer steps at the end of the measurement."""
     batch_size: int
-    """Samples of the micro-batch."""
+    """Samples per micro-batch."""
     seq_len: int
-    """Tokens of each."""
+    """Tokens per sample."""
     accumulate: int
     optimizer: Mapping[str, Any]
-    """Class name ("class") and defaults that change its memory."""
+    """Class name ("class") and the defaults that affect its memory."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """At the peak; on a GPU what rests between two steps. What is not told apart is "other"."""
+    """Parts at the peak; on a GPU those between two steps. The rest is "other"."""
     allocated_bytes: int | None = None
-    """Peak of tensors; None on CPU ranks under torch.compile, whose operations are unseen."""
+    """Peak of all tensors; None on CPU ranks under torch.compile, which hides operations."""
     active_bytes: int | None = None
     reserved_bytes: int | None = None
-    """Peak of what the CUDA allocator held."""
+    """Peak of the memory reserved by the CUDA allocator."""
     device_bytes: int | None = None
-    """Of the device, by this rank: with context and communicator."""
+    """Device memory used by this rank, including context and communicator."""
     device_total_bytes: int | None = None
-    device_name: str = CPU_RANK
+    device_name: str = CPU_DEVICE_NAME
     rss_bytes: int = 0
-    """Peak of the process's resident memory."""
+    """Peak resident memory of the process."""
     rss_before_bytes: int = 0
-    """The same before the model was prepared."""
+    """Peak resident memory before the model was prepared."""
     compiled: bool = False
     beside_bytes: int = 0
-    """Of other models and their optimizers, on the rank's device."""
+    """Memory of other models and their optimizers on the rank's device."""
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Self:
-        """Rebuild from a rank's message."""
-        known = {one.name for one in fields(cls)}
+        """Restore from a rank's message."""
+        known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in plain.items() if name in known})
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Parts that this measurement tells apart at the peak."""
-        return PERSISTENT if self.kind == "cuda" else TOLD_APART
+    def distinct_part_names(self) -> tuple[str, ...]:
+        """Parts that this measurement separates at the peak."""
+        return PERSISTENT_PARTS if self.kind == "cuda" else DISTINCT_PARTS
 
-    def told_apart(self) -> dict[str, int]:
-        """Parts at the peak, all that is not told apart as one; empty where it was not seen."""
+    def distinct_parts(self) -> dict[str, int]:
+        """Return the parts at the peak, the rest as one part; empty if it was not measured."""
         if self.allocated_bytes is None:
             return {}
-        known = {name: self.parts.get(name, 0) for name in self.names}
-        known |= {BESIDE: self.beside_bytes} if self.beside_bytes else {}
-        return known | {REST: self.allocated_bytes - sum(known.values())}
+        known = {name: self.parts.get(name, 0) for name in self.distinct_part_names}
+        known |= {OTHER_MODELS_PART: self.beside_bytes} if self.beside_bytes else {}
+        return known | {REMAINING_PART: self.allocated_bytes - sum(known.values())}
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One part: predicted and measured bytes."""
+class PartComparison:
+    """Predicted and measured bytes of one part."""
 
     part: str
-    predicted: int | None
-    measured: int | None
+    predicted_bytes: int | None
+    measured_bytes: int | None
 
     @property
-    def error(self) -> float | None:
-        """Relative error: 0.01 is one percent too many; None where a figure is missing."""
-        if self.predicted is None or not self.measured:
+    def relative_error(self) -> float | None:
+        """Relative error, 0.01 for one percent too many; None if a figure is missing."""
+        if self.predicted_bytes is None or not self.measured_bytes:
             return None
-        return (self.predicted - self.measured) / self.measured
+        return (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """The plan of a prepared model beside what its fullest rank measured."""
+class PlanValidation:
+    """The plan of a prepared model compared with its fullest rank's measurement."""
 
     title: str
-    """Model, options, ranks and micro-batch in a line."""
+    """Model, options, ranks and micro-batch in one line."""
     rank: int
-    moment: str
-    """When the prediction has its peak."""
-    lines: tuple[Line, ...]
-    allocated: Line
+    peak_moment: str
+    """When the predicted peak occurs."""
+    lines: tuple[PartComparison, ...]
+    allocated: PartComparison
     """All tensors."""
-    device: Line
-    """The device on a GPU; on a CPU rank its process's resident memory, which untouched
-    buffers do not add to, so that nothing is predicted for it."""
-    measured: Mapping[int, Measured]
-    """By rank."""
-    outputs: int = 0
-    """Of the prediction: logits that live on in a cell's variable (`out = model(**batch)`)."""
-    runs: int = 0
-    """Sessions from which the step from tensors to the device was learned."""
+    device: PartComparison
+    """The GPU, or the resident memory of a CPU rank. The latter is not predicted, since untouched
+    buffers do not count as resident."""
+    measured_by_rank: Mapping[int, MeasuredMemory]
+    """Measurements by rank."""
+    output_bytes: int = 0
+    """Predicted bytes of logits that a cell's variable keeps alive (`out = model(**batch)`)."""
+    num_calibration_runs: int = 0
+    """Number of sessions in the memory calibration."""
 
     @property
-    def error(self) -> float | None:
+    def relative_error(self) -> float | None:
         """Relative error of the predicted peak of tensors; 0.01 is one percent too many."""
-        return self.allocated.error
+        return self.allocated.relative_error
 
     def __str__(self) -> str:
-        """A table for a terminal."""
+        """Return a table for a terminal."""
         rows = [(row.part, *_cells(row)) for row in (*self.lines, self.allocated, self.device)]
         head = ("", "predicted", "measured", "error")
         table = [f"  {part:<32}{a:>12}{b:>12}  {c}" for part, a, b, c in (head, *rows)]
@@ -146,26 +146,26 @@ class Check:
 
     @property
     def note(self) -> str:
-        """When and where, in a sentence."""
-        step = next(iter(self.measured.values())).step
-        several = len(self.measured) > 1
-        kept = self.outputs > _WORTH_SAYING * (self.allocated.predicted or 0)
+        """Rank, step and predicted peak in one sentence."""
+        step = next(iter(self.measured_by_rank.values())).step
+        several = len(self.measured_by_rank) > 1
+        kept = self.output_bytes > _WORTH_SAYING * (self.allocated.predicted_bytes or 0)
         logits = (
-            f"; {_size(self.outputs)} of it are the model's output, which a cell that keeps the"
-            " loss alone lets go"
+            f"; {_size(self.output_bytes)} of it is the model's output, which is freed if the cell"
+            " keeps only the loss"
         )
-        beside = self.measured[self.rank].beside_bytes
+        beside = self.measured_by_rank[self.rank].beside_bytes
         others = (
-            f"; {_size(beside)} are held by other models on this rank, which are counted on both"
-            " sides: delete them to have that memory"
+            f"; {_size(beside)} are held by other models on this rank and counted on both sides:"
+            " delete them to free that memory"
         )
         return (
             f"rank {self.rank}{', the fullest,' if several else ''} in step {step}; predicted peak:"
-            f" {self.moment}{logits if kept else ''}{others if beside else ''}"
+            f" {self.peak_moment}{logits if kept else ''}{others if beside else ''}"
         )
 
     def _repr_html_(self) -> str:
-        """The same as a table."""
+        """Return the same as an HTML table."""
         rows = [
             f"<tr><td>{escape(row.part)}</td>"
             + "".join(f"<td style='text-align:right'>{escape(cell)}</td>" for cell in _cells(row))
@@ -179,117 +179,129 @@ class Check:
         )
 
 
-def check(
-    model: ModelSpec, options: Options, measured: Mapping[int, Measured], *, nodes: int = 1
-) -> Check:
-    """Predict what the ranks have measured, and put both side by side.
+def validate_plan(
+    model: ModelSpec, options: Options, measured: Mapping[int, MeasuredMemory], *, nodes: int = 1
+) -> PlanValidation:
+    """Predict what the ranks measured and compare both.
 
     Args:
-        model: of the prepared model.
-        options: of the session, checked.
-        measured: by rank; at least one.
-        nodes: machines that the ranks are on.
+        model: spec of the prepared model.
+        options: validated options of the session.
+        measured: measurements by rank; at least one.
+        nodes: number of nodes.
     """
-    rank = max(measured, key=lambda one: measured[one].allocated_bytes or measured[one].rss_bytes)
-    found = measured[rank]
-    setup = setup_of(options, len(measured), found, nodes=nodes)
-    moment = predicted(model, setup, found)
-    parts = together(moment.parts, found.names)
-    seen = found.told_apart()
-    if seen and found.beside_bytes:  # without it the sums would be of different things
-        parts[BESIDE] = found.beside_bytes
+    rank = max(
+        measured, key=lambda rank: measured[rank].allocated_bytes or measured[rank].rss_bytes
+    )
+    fullest = measured[rank]
+    setup = setup_from_measurement(options, len(measured), fullest, nodes=nodes)
+    moment = predict_peak(model, setup, fullest)
+    parts = merge_parts(moment.parts, fullest.distinct_part_names)
+    seen = fullest.distinct_parts()
+    if seen and fullest.beside_bytes:  # otherwise the sums would not be comparable
+        parts[OTHER_MODELS_PART] = fullest.beside_bytes
     expected = sum(parts.values())
-    names = [name for name in (*found.names, BESIDE, REST) if parts.get(name) or seen.get(name)]
-    calibration = Learned().known(
-        found.device_name,
+    names = [
+        name
+        for name in (*fullest.distinct_part_names, OTHER_MODELS_PART, REMAINING_PART)
+        if parts.get(name) or seen.get(name)
+    ]
+    calibration = MemoryCalibration().overhead_for(
+        fullest.device_name,
         options.backend,
         options.offload_device,
-        kind=found.kind,
+        kind=fullest.kind,
         world_size=len(measured),
     )
-    return Check(
+    return PlanValidation(
         title=(
             f"{model.name}, {options.describe()}, {len(measured)} ranks, micro-batch"
-            f" {found.batch_size} x {found.seq_len} ({model.depth})"
+            f" {fullest.batch_size} x {fullest.seq_len} ({model.depth})"
         ),
         rank=rank,
-        moment=moment.name,
-        lines=tuple(Line(name, parts.get(name, 0), seen.get(name)) for name in names),
-        allocated=Line("all tensors", expected, found.allocated_bytes),
-        device=_device_line(found, calibration, expected),
-        measured=dict(measured),
-        outputs=model.micro_batch(workload_of(setup, found)).outputs,
-        runs=calibration.runs,
+        peak_moment=moment.name,
+        lines=tuple(PartComparison(name, parts.get(name, 0), seen.get(name)) for name in names),
+        allocated=PartComparison("all tensors", expected, fullest.allocated_bytes),
+        device=_device_line(fullest, calibration, expected),
+        measured_by_rank=dict(measured),
+        output_bytes=model.micro_batch_activations(
+            workload_from_measurement(setup, fullest)
+        ).output_bytes,
+        num_calibration_runs=calibration.runs,
     )
 
 
-def predicted(model: ModelSpec, setup: Setup, found: Measured) -> Moment:
-    """The peak of a rank's tensors; CPU ranks hold what is offloaded in the same memory."""
-    moments = memory_model.moments(model, workload_of(setup, found), setup)
+def predict_peak(model: ModelSpec, setup: TrainingSetup, found: MeasuredMemory) -> MemoryUsage:
+    """Predict the peak of a rank's tensors; on CPU ranks offloaded parts are in the same memory."""
+    moments = memory_model.step_memory_usage(model, workload_from_measurement(setup, found), setup)
     if found.kind == "cpu":
         moments = map(_with_host, moments)
-    return max(moments, key=lambda moment: moment.total)
+    return max(moments, key=lambda moment: moment.device_bytes)
 
 
-def setup_of(options: Options, world_size: int, found: Measured, *, nodes: int = 1) -> Setup:
-    """How the measured model is trained."""
-    return memory_model.Setup(
+def setup_from_measurement(
+    options: Options, world_size: int, found: MeasuredMemory, *, nodes: int = 1
+) -> TrainingSetup:
+    """Return the training setup of the measured model."""
+    return TrainingSetup(
         options=replace(options, accumulate=found.accumulate),
         world_size=world_size,
-        optimizer=optimizer_of(found.optimizer, found.kind),
+        optimizer=resolve_optimizer(found.optimizer, found.kind),
         kind=found.kind,
-        nodes=nodes,
+        num_nodes=nodes,
     )
 
 
-def workload_of(setup: Setup, found: Measured) -> Workload:
-    """The measured micro-batch."""
+def workload_from_measurement(setup: TrainingSetup, found: MeasuredMemory) -> Workload:
+    """Return the measured micro-batch."""
     return Workload(
         batch_size=found.batch_size,
         seq_len=found.seq_len,
-        compute=memory_model.compute_of(setup),
+        compute=compute_mode(setup),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind=found.kind,
     )
 
 
-def optimizer_of(described: Mapping[str, Any], kind: Literal["cuda", "cpu"]) -> Optimizer:
-    """The planner's optimizer for a described one; AdamW where there is none.
+def resolve_optimizer(described: Mapping[str, Any], kind: Literal["cuda", "cpu"]) -> OptimizerSpec:
+    """Return the planner's optimizer for a measured one; AdamW if there is none.
 
     Raises:
-        PlanError: a class that the planner does not know.
+        PlanError: an unknown optimizer class.
     """
-    return optimizers.of_torch(described.get("class", "AdamW"), described, kind)
+    return optimizers.optimizer_from_torch(described.get("class", "AdamW"), described, kind)
 
 
-def together(parts: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
-    """The named parts, and all others as one."""
+def merge_parts(parts: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
+    """Return the named parts, with all others summed up as one part."""
     known = {name: parts.get(name, 0) for name in names}
-    return known | {REST: sum(parts.values()) - sum(known.values())}
+    return known | {REMAINING_PART: sum(parts.values()) - sum(known.values())}
 
 
-def _with_host(moment: Moment) -> Moment:
-    """A moment with the host's parts among its own."""
-    names: Iterable[str] = dict.fromkeys((*moment.parts, *moment.host))
-    parts = {name: moment.parts.get(name, 0) + moment.host.get(name, 0) for name in names}
-    return Moment(name=moment.name, parts=parts)
+def _with_host(moment: MemoryUsage) -> MemoryUsage:
+    """Merge the host's parts into a moment's own."""
+    names: Iterable[str] = dict.fromkeys((*moment.parts, *moment.host_parts))
+    parts = {name: moment.parts.get(name, 0) + moment.host_parts.get(name, 0) for name in names}
+    return MemoryUsage(name=moment.name, parts=parts)
 
 
-def _device_line(found: Measured, calibration: Calibration, allocated: int) -> Line:
-    """Bytes beyond tensors."""
+def _device_line(
+    found: MeasuredMemory, calibration: DeviceOverhead, allocated: int
+) -> PartComparison:
+    """Line for the memory of the whole device."""
     if found.kind == "cpu":
-        return Line("resident memory", None, found.rss_bytes)
-    return Line("the device", calibration.device_bytes(allocated), found.device_bytes)
+        return PartComparison("resident memory", None, found.rss_bytes)
+    return PartComparison("the device", calibration.device_bytes(allocated), found.device_bytes)
 
 
-def _cells(line: Line) -> tuple[str, str, str]:
-    """Predicted, measured and error, in words."""
-    share = "" if line.error is None else f"{line.error:+.1%}"
-    return _size(line.predicted), _size(line.measured), share
+def _cells(line: PartComparison) -> tuple[str, str, str]:
+    """Format predicted, measured and error."""
+    share = "" if line.relative_error is None else f"{line.relative_error:+.1%}"
+    return _size(line.predicted_bytes), _size(line.measured_bytes), share
 
 
 def _size(size: int | None) -> str:
-    """Bytes for a table; small models are told in MiB."""
+    """Format bytes for a table; small sizes in MiB."""
     if size is None:
         return "-"
-    return gib(size, unit=True) if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"
+    return format_gib(size, unit=True) if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

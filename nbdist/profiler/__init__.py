@@ -1,8 +1,8 @@
-"""Finds the bottleneck of a training step and estimates what a change would gain.
+"""Finds the bottleneck of a training step and estimates the speedup of changes.
 
-Pure arithmetic on what ranks have measured, in the kernel. Read in this order: `figures` (what
-a rank sends), `compared` (whom ranks wait for), `result` (all of it, the verdict first),
-`verdict`, `gains` and `calibrated` (what a change brings, by the planner), `changes` and
-`engine` (which `advice` to give), `taken` (what it brought), `remark` and `lint` (what the
-cell's text alone tells), `show`.
+It runs in the kernel and only processes what the ranks have measured. Read in this order:
+``measurements`` (data of one rank), ``rank_comparison`` (waiting and stragglers), ``report``
+(the profile), ``bottleneck`` (the verdict), ``speedup`` and ``what_if`` (predicted speedups),
+``recommendations`` and ``backend_recommendations`` (which ``advice`` to give),
+``advice_followup`` (the speedup measured afterwards), ``lint`` (static analysis of the cells).
 """

@@ -1,57 +1,61 @@
-"""One piece of advice: a change, what it gains, and how it is recognised later; pure."""
+"""A recommendation: the change, its predicted speedup, and how to recognize it later."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.profile_units import faster, percent
-from nbdist.display.units import size
+from nbdist.display.profile_units import format_percent, format_speedup
+from nbdist.display.units import format_bytes
 
 if TYPE_CHECKING:
-    from nbdist.profiler.speedup import Gain
+    from nbdist.profiler.speedup import Speedup
 
-CHEAP = 0.05
-"""Predicted gain below which nothing is advised: repeated runs differ by as much."""
+MIN_GAIN = 0.05
+"""Minimum predicted speedup of a recommendation. Repeated runs differ by as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One change."""
+    """A recommended change."""
 
     title: str
-    """In a few words: "num_workers=4", "switch to zero2"."""
+    """Short name, such as "num_workers=4" or "switch to zero2"."""
     why: str
-    """One sentence."""
+    """Explanation in one or two sentences."""
     line: str
-    """To paste; a comment where only the user knows what to write."""
-    gain: Gain
+    """Code to paste, or a comment if the change depends on the user's code."""
+    gain: Speedup
     change: dict[str, Any] = field(default_factory=dict)
-    """What will be different in the next profile: {"options": {...}}, {"micro_batch": 8},
-    {"num_workers": 4}, {"pin_memory": True} or {"largest_unit": 1000}; empty where the next
-    profile cannot tell whether it was taken."""
+    """Expected difference in the next profile: {"options": {...}}, {"micro_batch": 8},
+    {"num_workers": 4}, {"pin_memory": True} or {"largest_unit": 1000}. Empty if the next profile
+    cannot show whether the change was made."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `Session.switch` that do it; empty where the cell itself must change."""
+    """Arguments of `Session.switch` that apply it; empty if the cell itself must change."""
     saves_bytes: int = 0
-    """Of the peak of memory."""
+    """Reduction of the peak memory."""
 
     @property
     def text(self) -> str:
-        """The change, its gain with its uncertainty, and why."""
-        return f"{self.title}: {self.gain_words}. {self.why}"
+        """Title, predicted speedup with its range, and explanation."""
+        return f"{self.title}: {self.gain_text}. {self.why}"
 
     @property
-    def gain_words(self) -> str:
-        """As "about 35 % faster (28 to 43 %)"; what gains memory alone says what it costs."""
+    def gain_text(self) -> str:
+        """Predicted speedup, as "about 35 % faster (28 to 43 %)", or the memory it saves."""
         gain = self.gain
-        if gain.faster < CHEAP:
-            costs = f", and is about {faster(gain.faster)}" if gain.faster <= -CHEAP else ""
-            return f"frees {size(self.saves_bytes)} of the peak{costs}"
+        if gain.faster < MIN_GAIN:
+            costs = (
+                f", and is about {format_speedup(gain.faster)}" if gain.faster <= -MIN_GAIN else ""
+            )
+            return f"reduces the peak memory by {format_bytes(self.saves_bytes)}{costs}"
         if gain.faster >= 1:
-            return f"about {faster(gain.faster)} ({1 + gain.low:.1f} to {1 + gain.high:.1f})"
-        low, high = max(0.0, gain.low), percent(gain.high)
-        return f"about {faster(gain.faster)} ({100 * low:.0f} to {high})"
+            return (
+                f"about {format_speedup(gain.faster)} ({1 + gain.low:.1f} to {1 + gain.high:.1f})"
+            )
+        low, high = max(0.0, gain.low), format_percent(gain.high)
+        return f"about {format_speedup(gain.faster)} ({100 * low:.0f} to {high})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, and the words made of them."""
+        """Return the fields and `text`."""
         return {**asdict(self), "text": self.text}

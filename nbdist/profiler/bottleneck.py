@@ -1,8 +1,8 @@
-"""What a step is bound by, in one sentence; pure.
+"""Bottlenecks of a training step and the verdict, a summary in one sentence.
 
-Each cause has a threshold, with its reason beside it. A cause under its threshold is not
-blamed: a wrong blame costs a user more than a missing one. Where a rank makes the others wait,
-the others' figures are judged, for its own loss is told once already.
+Each bottleneck has a threshold, documented below. A cause under its threshold is not reported:
+a false report costs a user more than a missing one. If there is a straggler, all other
+bottlenecks are computed from the other ranks, so that its slowness is not reported twice.
 """
 
 from __future__ import annotations
@@ -12,198 +12,224 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.display.profile_units import percent, source
+from nbdist.display.profile_units import format_percent, format_source_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.profiler.measurements import Line, Part, RankFigures
-    from nbdist.profiler.report import Profile
+    from nbdist.profiler.advice import Advice
+    from nbdist.profiler.measurements import LineProfile, RankProfile, StepPart
+    from nbdist.profiler.profile_data import ProfileData
 
-Kind = Literal["straggler", "input", "communication", "offload", "optimizer", "host", "memory"]
+BottleneckKind = Literal[
+    "straggler", "input", "communication", "offload", "optimizer", "host", "memory"
+]
 
-# Control runs of tests/planted.py, a Llama of 3 M parameters on two CPU ranks: data and Python
-# under 2 % of the step, communication 1 to 6 %, optimizer 9 to 12 %. The thresholds leave room for
-# smaller models and batches, where these weigh more and nothing is wrong; how much is estimated.
+# All thresholds are shares of the step unless noted. Control runs of tests/planted.py (a Llama
+# with 3 M parameters on two CPU ranks) had data and Python under 2 %, communication 1 to 6 %,
+# optimizer 9 to 12 %. The thresholds leave an estimated margin for smaller models and batches,
+# where these shares are larger without anything being wrong.
 _WAITED_FOR_DATA = 0.12
-"""Cheap to mend, so the lowest of those that every loop has."""
+"""Waiting for data. Easy to fix, so the lowest threshold of the parts that every loop has."""
 _COPIED = 0.12
-"""The same."""
+"""Copies of batches to the device."""
 _COMMUNICATED = 0.25
-"""Some of it is never hidden, a tenth at the best (see plan.cost)."""
+"""Exposed communication. Some of it, at best a tenth, cannot be hidden (see
+``planner.step_time``)."""
 _GATHERED = 0.15
-"""Enough for a change to be weighed, though not for a blame, where parameters are gathered in
-every micro-batch: small units of FSDP took 20 % on CPU ranks, where accumulation gained 36 %."""
+"""Communication from which changes are evaluated, without a reported bottleneck, if parameters
+are gathered in every micro-batch. Small FSDP units took 20 % on CPU ranks, where gradient
+accumulation gained 36 %."""
 _ONE_UNIT = 0.10
-"""Less is enough where the wrapping itself says why nothing hides it."""
+"""Exposed communication if the model is wrapped as one FSDP unit, which explains it."""
 _WHOLE = 0.8
-"""Of the parameters: a unit that has so many leaves nothing to gather while it is gathered."""
+"""Share of the parameters from which a unit counts as the whole model: nothing is left to
+prefetch."""
 _HIDDEN = 0.5
-"""Of all communication; where more is hidden, more units would not hide much more."""
+"""Share of the communication. If more is hidden already, more units would not hide much more."""
 _OFFLOADED = 0.10
-"""The lowest of all, for an option alone puts the optimizer there; 14 % in the planted run."""
+"""Offloaded optimizer. The lowest threshold, since only an option puts it there. The planted
+run had 14 %."""
 _OPTIMIZED = 0.30
-"""A third of a small model's step at a small batch is usual, and only a larger batch helps."""
+"""Optimizer. A third of the step is usual for a small model and batch, and only a larger batch
+reduces it."""
 _HOST = 0.20
-"""Python and scheduling of small models, and the profile's own part of it."""
+"""Python and idle time. Leaves a margin for the overhead of small models and of the profiler."""
 _ONE_LINE = 0.12
-"""Less than _HOST is enough where one line of the cell explains it."""
+"""Like `_HOST`, if one line of the cell explains it."""
 _ON_THE_LINE = 1.2
-"""A line that takes so many times the Python of a step is of another part, as `backward()`."""
+"""A line that takes more than so many times the Python and idle time is part of another phase,
+such as `backward()`."""
 _HALF = 0.5
 _ELEMENTWISE = 0.6
-"""Of the device's computing; transformers at a fair size have 20 to 40 %."""
+"""Share of elementwise kernels in the device time. Transformers of usual size have 20 to 40 %."""
 _WELL_USED = 0.35
-"""An MFU from which on elementwise kernels do not keep the device from its work."""
-_COMPUTING: tuple[Part, ...] = ("forward", "backward")
+"""MFU from which elementwise kernels are not considered a bottleneck."""
+_COMPUTING: tuple[StepPart, ...] = ("forward", "backward")
 _MATRICES = re.compile(r"mm\b|gemm|nvjet|conv|attention|linear|flash|matmul|wgmma", re.IGNORECASE)
-"""Operators and kernels that multiply matrices."""
+"""Names of operators and kernels that multiply matrices."""
 _NOTHING_GAINS = "; none of the known changes gains 5 %"
 _LINKS = {"nvlink": "NVLink", "pcie": "PCIe", "cpu": "the loopback"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blame:
-    """One cause that costs more than it should."""
+class Bottleneck:
+    """A bottleneck above its threshold."""
 
-    kind: Kind
-    share: float
-    """Of the step."""
-    parts: tuple[Part, ...]
-    """What it is made of; advice must make one of them shorter."""
+    kind: BottleneckKind
+    step_share: float
+    """Share of the step."""
+    parts: tuple[StepPart, ...]
+    """Parts of the step it consists of. Advice must shorten one of them."""
     sentence: str
-    line: Line | None = None
-    """Of the cell, where one explains it."""
+    line: LineProfile | None = None
+    """Line of the cell that explains it, if there is one."""
 
 
-def blamed(profile: Profile) -> list[Blame]:
-    """All causes above their thresholds, gravest first."""
-    causes = (_straggler, _input, _copies, _communication, _optimizer, _host, _elementwise)
+def find_bottlenecks(profile: ProfileData, mfu: float | None) -> list[Bottleneck]:
+    """Return all bottlenecks above their thresholds, largest share first."""
+    causes = (_straggler, _input, _copies, _communication, _optimizer, _host)
     found = [blame for cause in causes for blame in cause(profile)]
-    return sorted(found, key=lambda blame: -blame.share)
+    found += _elementwise(profile, mfu)
+    return sorted(found, key=lambda blame: -blame.step_share)
 
 
-def bound(profile: Profile) -> str:
-    """The gravest cause in a word; without any "compute", or "mixed" where that is no half."""
-    if profile.blamed:
-        return profile.blamed[0].kind
+def bottleneck_kind(profile: ProfileData, bottlenecks: Sequence[Bottleneck]) -> str:
+    """Return the kind of the largest bottleneck.
+
+    Returns:
+        Without a bottleneck "compute" if forward and backward are at least half of the step,
+        otherwise "mixed".
+    """
+    if bottlenecks:
+        return bottlenecks[0].kind
     return "compute" if profile.share(*_COMPUTING) >= _HALF else "mixed"
 
 
-def sentence(profile: Profile) -> str:
-    """The verdict."""
-    if profile.blamed:
-        first = profile.blamed[0]
-        known = first.kind == "input" or (first.kind == "optimizer" and profile.planner)
-        alone = known and not profile.advice
+def bottleneck_summary(
+    profile: ProfileData,
+    bottlenecks: Sequence[Bottleneck],
+    advice: Sequence[Advice],
+    *,
+    planned: bool,
+) -> str:
+    """Return the verdict, a summary in one sentence."""
+    if bottlenecks:
+        first = bottlenecks[0]
+        known = first.kind == "input" or (first.kind == "optimizer" and planned)
+        alone = known and not advice
         return f"{first.sentence}{_NOTHING_GAINS if alone else ''}"
     computing = profile.share(*_COMPUTING)
     if computing < _HALF:
         largest = sorted(profile.parts.items(), key=lambda item: -item[1])[:3]
-        words = ", ".join(f"{part} {percent(profile.share(part))}" for part, _ in largest)
+        words = ", ".join(f"{part} {format_percent(profile.share(part))}" for part, _ in largest)
         return f"no single bottleneck: {words}"
-    if profile.advice:
-        return f"compute-bound: {percent(computing)} of the step is forward and backward"
-    if gathers_much(profile):
-        share = percent(usual(profile, "communication"))
+    if advice:
+        return f"compute-bound: {format_percent(computing)} of the step is forward and backward"
+    if is_gather_bound(profile):
+        share = format_percent(typical_share(profile, "communication"))
         return f"compute-bound, but {share} of the step is communication{_NOTHING_GAINS}"
     return "compute-bound, nothing cheap to gain"
 
 
-def usual(profile: Profile, *parts: Part) -> float:
-    """Share of parts in the step, in the mean of the ranks that nobody waits for."""
-    return _share([one for one in profile.ranks if one.rank != profile.straggler], *parts)
+def typical_share(profile: ProfileData, *parts: StepPart) -> float:
+    """Return the share of parts in the step, averaged over all ranks except the straggler."""
+    return _share([rank for rank in profile.ranks if rank.rank != profile.straggler], *parts)
 
 
-def _share(ranks: Sequence[RankFigures], *parts: Part) -> float:
-    step = statistics.fmean(one.step_s for one in ranks)
-    spent = statistics.fmean(sum(one.parts.get(part, 0.0) for part in parts) for one in ranks)
+def _share(ranks: Sequence[RankProfile], *parts: StepPart) -> float:
+    step = statistics.fmean(rank.step_s for rank in ranks)
+    spent = statistics.fmean(sum(rank.parts.get(part, 0.0) for part in parts) for rank in ranks)
     return spent / step if step > 0 else 0.0
 
 
 # ------------------------------------------------------------------------------- causes
 
 
-def _straggler(profile: Profile) -> Iterator[Blame]:
-    slow = profile.slowest
+def _straggler(profile: ProfileData) -> Iterator[Bottleneck]:
+    slow = profile.straggler_details
     if slow is None:
         return
-    who = "the others wait" if len(profile.ranks) > 2 else "the other waits"  # noqa: PLR2004
-    yield Blame(
+    who = "the others wait" if len(profile.ranks) > 2 else "the other rank waits"  # noqa: PLR2004
+    yield Bottleneck(
         kind="straggler",
-        share=slow.waited,
+        step_share=slow.wait_share,
         parts=("waiting",),
         sentence=(
-            f"rank {slow.rank} is {percent(slow.slower)} slower: {who} {percent(slow.waited)} of"
-            f" the step; it loses the time in {slow.where}"
+            f"rank {slow.rank} is {format_percent(slow.slowdown)} slower: {who}"
+            f" {format_percent(slow.wait_share)} of the step; most of the extra time is in"
+            f" {slow.part_label}"
         ),
     )
 
 
-def _input(profile: Profile) -> Iterator[Blame]:
+def _input(profile: ProfileData) -> Iterator[Bottleneck]:
     loader, reader = profile.loader, profile.reader
-    share = _share([reader], "data") if reader else usual(profile, "data")
+    share = _share([reader], "data") if reader else typical_share(profile, "data")
     if share < _WAITED_FOR_DATA:
         return
     workers = f" (num_workers={loader.num_workers})" if loader else ""
-    whose = f", which rank {reader.rank} reads for all" if reader else ""
-    yield Blame(
+    whose = f", which rank {reader.rank} reads for all ranks" if reader else ""
+    yield Bottleneck(
         kind="input",
-        share=share,
+        step_share=share,
         parts=("data",),
         sentence=(
-            f"input-bound: {percent(share)} of the step waits for the next batch{workers}{whose}"
+            f"input-bound: {format_percent(share)} of the step waits for the next"
+            f" batch{workers}{whose}"
         ),
     )
 
 
-def _copies(profile: Profile) -> Iterator[Blame]:
-    share = usual(profile, "copies")
+def _copies(profile: ProfileData) -> Iterator[Bottleneck]:
+    share = typical_share(profile, "copies")
     if share < _COPIED:
         return
-    yield Blame(
+    yield Bottleneck(
         kind="input",
-        share=share,
+        step_share=share,
         parts=("copies",),
-        sentence=f"input-bound: {percent(share)} of the step copies batches to the device",
+        sentence=f"input-bound: {format_percent(share)} of the step copies batches to the device",
     )
 
 
-def _communication(profile: Profile) -> Iterator[Blame]:
-    share = usual(profile, "communication")
-    one_unit = unhidden_unit(profile)
+def _communication(profile: ProfileData) -> Iterator[Bottleneck]:
+    share = typical_share(profile, "communication")
+    one_unit = is_single_unit_exposed(profile)
     if share < (_ONE_UNIT if one_unit else _COMMUNICATED):
         return
-    exposed = max(profile.traffic, key=lambda one: one.exposed_s - one.waiting_s, default=None)
+    exposed = max(profile.traffic, key=lambda kind: kind.exposed_s - kind.waiting_s, default=None)
     name = exposed.name if exposed else "other ranks"
     link = profile.setting.cluster.link
     where = _unit_words(profile) if one_unit else _LINKS.get(link, link)
-    yield Blame(
+    yield Bottleneck(
         kind="communication",
-        share=share,
+        step_share=share,
         parts=("communication",),
-        sentence=(f"communication-bound: {percent(share)} of the step waits for {name}; {where}"),
+        sentence=(
+            f"communication-bound: {format_percent(share)} of the step waits for {name}; {where}"
+        ),
     )
 
 
-def gathers_much(profile: Profile) -> bool:
-    """Whether an engine that gathers parameters spends more of the step on it than it need."""
-    gathers = any(one.name == "all_gather" and one.count > 1 for one in profile.traffic)
-    return gathers and usual(profile, "communication") >= _GATHERED
+def is_gather_bound(profile: ProfileData) -> bool:
+    """Return whether the backend gathers parameters repeatedly and spends much of a step on it."""
+    gathers = any(kind.name == "all_gather" and kind.count > 1 for kind in profile.traffic)
+    return gathers and typical_share(profile, "communication") >= _GATHERED
 
 
-def _unit_words(profile: Profile) -> str:
+def _unit_words(profile: ProfileData) -> str:
     model = profile.model
     which = (
         "the model is one FSDP unit"
         if model is None or model.units == 1
-        else f"one FSDP unit has {percent(model.largest_unit / model.params)} of the model"
+        else f"one FSDP unit has {format_percent(model.largest_unit / model.params)} of the model"
     )
-    return f"{which}, so nothing is gathered ahead"
+    return f"{which}, so nothing is prefetched"
 
 
-def unhidden_unit(profile: Profile) -> bool:
-    """Whether FSDP gathers the whole model at once, and computing hides little of it."""
+def is_single_unit_exposed(profile: ProfileData) -> bool:
+    """Return whether FSDP gathers the whole model at once with little overlap."""
     model = profile.model
     if model is None or not model.units or model.largest_unit < _WHOLE * model.params:
         return False
@@ -211,79 +237,80 @@ def unhidden_unit(profile: Profile) -> bool:
     return profile.hidden_s < _HIDDEN * (profile.hidden_s + exposed)
 
 
-def _optimizer(profile: Profile) -> Iterator[Blame]:
+def _optimizer(profile: ProfileData) -> Iterator[Bottleneck]:
     offload = profile.setting.options.offload_device
     if offload != "none":
-        share = usual(profile, "optimizer", "offload")
+        share = typical_share(profile, "optimizer", "offload")
         if share >= _OFFLOADED:
-            yield Blame(
+            yield Bottleneck(
                 kind="offload",
-                share=share,
+                step_share=share,
                 parts=("optimizer", "offload"),
                 sentence=(
-                    f"optimizer-bound (offloaded): {percent(share)} of the step is the optimizer"
-                    f" on the CPU and what moves to and from {_PLACES[offload]}"
+                    f"optimizer-bound (offloaded): {format_percent(share)} of the step is the"
+                    f" optimizer on the CPU and transfers to and from {_PLACES[offload]}"
                 ),
             )
         return
-    share = usual(profile, "optimizer")
+    share = typical_share(profile, "optimizer")
     if share >= _OPTIMIZED:
-        yield Blame(
+        yield Bottleneck(
             kind="optimizer",
-            share=share,
+            step_share=share,
             parts=("optimizer",),
-            sentence=f"optimizer-bound: {percent(share)} of the step is the optimizer's own",
+            sentence=f"optimizer-bound: {format_percent(share)} of the step is the optimizer",
         )
 
 
 _PLACES = {"cpu": "host memory", "nvme": "NVMe"}
 
 
-def _host(profile: Profile) -> Iterator[Blame]:
-    share = usual(profile, "python", "idle")
+def _host(profile: ProfileData) -> Iterator[Bottleneck]:
+    share = typical_share(profile, "python", "idle")
     line = costly_line(profile)
     one_line = line is not None and line.seconds >= _ONE_LINE * profile.step_s
     if share < (_ONE_LINE if one_line else _HOST):
         return
-    sleeping = usual(profile, "idle") > share / 2
-    what = "nothing to compute" if sleeping else "the cell's own Python"
-    at = f"; most of it at {line.cell}, line {line.line}: {source(line)}" if line else ""
-    yield Blame(
+    sleeping = typical_share(profile, "idle") > share / 2
+    what = "idle time" if sleeping else "Python code of the cell"
+    at = (
+        f"; most of it at {line.cell}, line {line.line}: {format_source_line(line)}" if line else ""
+    )
+    yield Bottleneck(
         kind="host",
-        share=share,
+        step_share=share,
         parts=("python", "idle"),
-        sentence=f"host-bound: {percent(share)} of the step is {what}{at}",
+        sentence=f"host-bound: {format_percent(share)} of the step is {what}{at}",
         line=line,
     )
 
 
-def costly_line(profile: Profile) -> Line | None:
-    """The line of the cell that most of the Python or idle time is on; None where none is."""
-    ranks = [one for one in profile.ranks if one.rank != profile.straggler]
-    lost = profile.step_s * usual(profile, "python", "idle")
+def costly_line(profile: ProfileData) -> LineProfile | None:
+    """Return the line of the cell that takes most of the Python and idle time, if there is one."""
+    ranks = [rank for rank in profile.ranks if rank.rank != profile.straggler]
+    lost = profile.step_s * typical_share(profile, "python", "idle")
     lines = [line for line in ranks[0].lines if line.seconds <= _ON_THE_LINE * lost]
     longest = max(lines, key=lambda line: line.seconds, default=None)
     return longest if longest and longest.seconds >= lost / 2 else None
 
 
-def _elementwise(profile: Profile) -> Iterator[Blame]:
-    """A GPU that waits for its own memory, not the user's."""
-    mfu = profile.mfu
-    computing = usual(profile, *_COMPUTING)
+def _elementwise(profile: ProfileData, mfu: float | None) -> Iterator[Bottleneck]:
+    """Detect a GPU that is limited by its memory bandwidth."""
+    computing = typical_share(profile, *_COMPUTING)
     if mfu is None or mfu >= _WELL_USED or computing < _HALF or profile.setting.options.compile:
         return
     operators = profile.ranks[0].operators
-    total = sum(one.seconds for one in operators)
-    products = sum(one.seconds for one in operators if _MATRICES.search(one.name))
+    total = sum(operator.seconds for operator in operators)
+    products = sum(item.seconds for item in operators if _MATRICES.search(item.name))
     if total <= 0 or 1 - products / total < _ELEMENTWISE:
         return
     share = computing * (1 - products / total)
-    yield Blame(
+    yield Bottleneck(
         kind="memory",
-        share=share,
+        step_share=share,
         parts=_COMPUTING,
         sentence=(
-            f"memory-bound: {percent(share)} of the step is elementwise kernels, which wait for"
-            " the device's memory"
+            f"memory-bound: {format_percent(share)} of the step is elementwise kernels, which are"
+            " limited by the memory bandwidth of the device"
         ),
     )

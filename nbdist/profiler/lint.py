@@ -1,7 +1,7 @@
-"""What the text of a cell alone tells about its training loop; pure, nothing is run.
+"""Static analysis of the training loops in notebook cells. Nothing is run.
 
-`remarks` reads the cells, `confirmed` asks the profile; a remark that a profile could prove and
-has not proved is not shown.
+``lint_cells`` analyzes the cells; ``confirm_findings`` compares the findings with a profile.
+Findings that a profile could confirm but does not are not shown.
 """
 
 from __future__ import annotations
@@ -9,86 +9,90 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from nbdist.profiler import lint_dataloaders, lint_loops, lint_modes
-from nbdist.profiler.cell_parser import parsed
-from nbdist.profiler.dataloader_calls import Followed, text_of
-from nbdist.profiler.lint_confirmation import confirmed
-from nbdist.profiler.symbolic_walk import events
-from nbdist.profiler.training_loops import step_loops
+from nbdist.profiler import lint_dataloaders, lint_loops, lint_model_settings
+from nbdist.profiler.cell_parser import parse_cell
+from nbdist.profiler.dataloader_calls import LoaderTracer, loader_source
+from nbdist.profiler.lint_confirmation import confirm_findings
+from nbdist.profiler.symbolic_walk import walk_cells
+from nbdist.profiler.training_loops import find_training_loops
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.profiler.dataloader_calls import LoaderText
-    from nbdist.profiler.lint_finding import Remark
-    from nbdist.profiler.symbolic_walk import Event
+    from nbdist.profiler.dataloader_calls import DataLoaderSource
+    from nbdist.profiler.lint_finding import LintFinding
+    from nbdist.profiler.symbolic_walk import AstEvent
 
-__all__ = ["confirmed", "loader", "remarks"]
+__all__ = ["confirm_findings", "find_loader", "lint_cells"]
 
 _MOST_CELLS = 64
-"""Those of before define what the last one calls."""
+"""Cells that are analyzed. Earlier ones may define functions that the last one calls."""
 
 
-def remarks(cells: Sequence[tuple[str, str]]) -> list[Remark]:
-    """Look at the training loops that the last cell runs.
+def lint_cells(cells: Sequence[tuple[str, str]]) -> list[LintFinding]:
+    """Analyze the training loops that the last cell runs.
 
     Args:
-        cells: name and text, the oldest first: [("In[3]", "..."), ...]. What the earlier ones
-            define is known; loops that they ran are not judged again.
+        cells: name and source of the cells, oldest first: [("In[3]", "..."), ...]. Earlier cells
+            only provide definitions; their loops are not analyzed.
     """
     try:
         all_events = _events(cells)
-        found = list(_found(all_events)) if all_events else []
+        findings = list(_found(all_events)) if all_events else []
     except RecursionError:
-        return []  # thousands of brackets: nobody's training loop
-    unique = {(one.kind, one.cell, one.line): one for one in reversed(found)}
-    return sorted(unique.values(), key=lambda one: (one.cell, one.line))
+        return []  # thousands of nested brackets are not a training loop
+    unique = {(item.kind, item.cell, item.line): item for item in reversed(findings)}
+    return sorted(unique.values(), key=lambda item: (item.cell, item.line))
 
 
-def loader(cells: Sequence[tuple[str, str]]) -> LoaderText | None:
-    """The call that made the only loader of the last cell's loops; None where it is not clear."""
+def find_loader(cells: Sequence[tuple[str, str]]) -> DataLoaderSource | None:
+    """Return the DataLoader call of the last cell's loops, or None if it is ambiguous."""
     try:
         all_events = _events(cells)
-        loops = step_loops(all_events, all_events[-1].root) if all_events else []
-        made = {id(one.call): one for loop in loops for one in Followed(loop, all_events).likely}
+        loops = find_training_loops(all_events, all_events[-1].root) if all_events else []
+        sources = {
+            id(source.call): source
+            for loop in loops
+            for source in LoaderTracer(loop, all_events).likely_calls
+        }
     except RecursionError:
         return None
-    return text_of(*made.values()) if len(made) == 1 else None
+    return loader_source(*sources.values()) if len(sources) == 1 else None
 
 
-def _events(cells: Sequence[tuple[str, str]]) -> list[Event]:
-    """What running the cells comes by; nothing where the last one cannot be read."""
-    read = [parsed(name, source) for name, source in cells[-_MOST_CELLS:]]
-    known = [one for one in read if one is not None]
-    if not known or read[-1] is None:
+def _events(cells: Sequence[tuple[str, str]]) -> list[AstEvent]:
+    """Walk the cells in execution order. Returns [] if the last one cannot be parsed."""
+    parsed_cells = [parse_cell(name, source) for name, source in cells[-_MOST_CELLS:]]
+    known = [cell for cell in parsed_cells if cell is not None]
+    if not known or parsed_cells[-1] is None:
         return []
-    found = events(known)
-    return found if found and found[-1].root is known[-1] else []
+    walked = walk_cells(known)
+    return walked if walked and walked[-1].root is known[-1] else []
 
 
-def _found(all_events: list[Event]) -> Iterator[Remark]:
-    loops = step_loops(all_events, all_events[-1].root)
+def _found(all_events: list[AstEvent]) -> Iterator[LintFinding]:
+    loops = find_training_loops(all_events, all_events[-1].root)
     for loop in loops:
-        yield from lint_loops.look(loop, all_events)
-        yield from lint_modes.modes(loop, all_events)
-        yield from lint_dataloaders.look(loop, all_events)
+        yield from lint_loops.lint_loop(loop, all_events)
+        yield from lint_model_settings.lint_eval_mode(loop, all_events)
+        yield from lint_dataloaders.lint_dataloaders(loop, all_events)
     trains = _trains(all_events)
     if trains:
-        yield lint_dataloaders.of_trainer(trains, all_events)
+        yield lint_dataloaders.lint_trainer_dataloader(trains, all_events)
     if loops or trains:
-        yield from lint_modes.half_precision(all_events)
+        yield from lint_model_settings.lint_precision(all_events)
 
 
-def _trains(all_events: list[Event]) -> Event | None:
-    """Where a Trainer of transformers does the loop; None where none does."""
+def _trains(all_events: list[AstEvent]) -> AstEvent | None:
+    """Return the call of `trainer.train()` of a transformers Trainer, if there is one."""
     return next(
         (
-            one
-            for one in all_events
-            if isinstance(one.node, ast.Call)
-            and one.root is all_events[-1].root
-            and one.name(one.node.func) == "train"
-            and "trainer" in one.name(getattr(one.node.func, "value", None)).lower()
+            event
+            for event in all_events
+            if isinstance(event.node, ast.Call)
+            and event.root is all_events[-1].root
+            and event.name(event.node.func) == "train"
+            and "trainer" in event.name(getattr(event.node.func, "value", None)).lower()
         ),
         None,
     )

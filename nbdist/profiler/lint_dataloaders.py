@@ -1,25 +1,25 @@
-"""Remarks on the DataLoaders that a training loop takes its batches from; pure."""
+"""Lint checks of the DataLoaders of a training loop."""
 
 from __future__ import annotations
 
 import ast
 from typing import TYPE_CHECKING
 
-from nbdist.profiler.dataloader_calls import HARMLESS, Followed
-from nbdist.profiler.lint_finding import remark
+from nbdist.profiler.dataloader_calls import PASSTHROUGH_CALLS, LoaderTracer
+from nbdist.profiler.lint_finding import finding_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from nbdist.profiler.dataloader_calls import Source
-    from nbdist.profiler.lint_finding import Remark
-    from nbdist.profiler.symbolic_walk import Event
-    from nbdist.profiler.training_loops import StepLoop
+    from nbdist.profiler.dataloader_calls import DataLoaderCall
+    from nbdist.profiler.lint_finding import LintFinding
+    from nbdist.profiler.symbolic_walk import AstEvent
+    from nbdist.profiler.training_loops import TrainingLoop
 
-OF_TRAINER = "dataloader_num_workers"
-"""What a Trainer calls it."""
+TRAINER_WORKERS_ARGUMENT = "dataloader_num_workers"
+"""Name of `num_workers` in transformers' TrainingArguments."""
 _BY_PLACE = 3
-"""Dataset, batch size, shuffle; nobody gives more by their place."""
+"""Usual positional arguments: dataset, batch size, shuffle."""
 _SHARES = frozenset(
     {
         "DistributedSampler",
@@ -33,110 +33,121 @@ _SHARES = frozenset(
         "world_size",
     }
 )
-"""Words of code that divides its data by itself."""
+"""Names that occur in code that shards its data manually."""
 _OF_ALL = frozenset(
     {"RandomSampler", "SequentialSampler", "SubsetRandomSampler", "WeightedRandomSampler"}
 )
-"""Samplers that take from all samples on every rank."""
+"""Samplers that draw from all samples on every rank."""
 
 
-def look(loop: StepLoop, before: Sequence[Event]) -> Iterator[Remark]:
-    """What its loader lacks; the first two only a profile can weigh."""
-    followed = Followed(loop, before)
-    sure = bool(followed.sources)
-    for one in followed.likely:
-        given = {key.arg: key.value for key in one.call.keywords}
-        if None in given or len(one.call.args) > _BY_PLACE:
-            continue  # **options: anything may be in them
+def lint_dataloaders(loop: TrainingLoop, before: Sequence[AstEvent]) -> Iterator[LintFinding]:
+    """Check the loaders of a loop for missing workers, pinned memory and sharding.
+
+    Only a profile can confirm the first two.
+    """
+    tracer = LoaderTracer(loop, before)
+    sure = bool(tracer.sources)
+    for source in tracer.likely_calls:
+        given = {key.arg: key.value for key in source.call.keywords}
+        if None in given or len(source.call.args) > _BY_PLACE:
+            continue  # the contents of **options are unknown
         workers = given.get("num_workers")
         if workers is None or _is(workers, 0):
-            yield remark(
-                one.event,
+            yield finding_at(
+                source.event,
                 "num_workers",
-                "num_workers=0: the loop makes each batch itself, and nothing computes meanwhile",
+                "num_workers=0: the main process loads each batch, and training waits meanwhile",
                 "num_workers=4, persistent_workers=True",
                 "worth a look",
                 "data",
             )
         if given.get("pin_memory") is None or _is(given["pin_memory"], value=False):
-            yield remark(
-                one.event,
+            yield finding_at(
+                source.event,
                 "pin_memory",
-                "without pin_memory a copy to the GPU cannot run beside the computing",
+                "without pin_memory, copies to the GPU cannot overlap with computation",
                 "pin_memory=True",
                 "worth a look",
                 "copies",
             )
-        if sure and _takes_all(given, one.event, before):
-            yield from _unsharded(one, before)
+        if sure and _takes_all(given, source.event, before):
+            yield from _unsharded(source, before)
 
 
-def of_trainer(trains: Event, before: Sequence[Event]) -> Remark:
-    """A Trainer makes its loader by itself, so its arguments are told; a profile weighs it."""
+def lint_trainer_dataloader(trains: AstEvent, before: Sequence[AstEvent]) -> LintFinding:
+    """Check the loader of a transformers Trainer. Only a profile can confirm the finding."""
+    # The Trainer creates the loader, so the finding refers to its TrainingArguments.
     arguments = [
-        one
-        for one in before
-        if isinstance(one.node, ast.Call) and one.name(one.node.func).endswith("TrainingArguments")
+        event
+        for event in before
+        if isinstance(event.node, ast.Call)
+        and event.name(event.node.func).endswith("TrainingArguments")
     ]
-    return remark(
+    return finding_at(
         arguments[-1] if arguments else trains,
         "num_workers",
-        "the Trainer's loader has no workers: it makes each batch itself, and nothing computes"
-        " meanwhile",
-        f"{OF_TRAINER}=4 in TrainingArguments",
+        "the Trainer's DataLoader has no workers: the main process loads each batch, and training"
+        " waits meanwhile",
+        f"{TRAINER_WORKERS_ARGUMENT}=4 in TrainingArguments",
         "worth a look",
         "data",
     )
 
 
-def _takes_all(given: Mapping[str | None, ast.expr], at: Event, before: Sequence[Event]) -> bool:
-    """Whether its samplers, where it is given some, leave nothing to other ranks."""
+def _takes_all(
+    given: Mapping[str | None, ast.expr], at: AstEvent, before: Sequence[AstEvent]
+) -> bool:
+    """Return whether the loader draws from all samples: no sampler, or one that does not shard."""
     for key in ("sampler", "batch_sampler"):
         if key not in given:
             continue
         made = [given[key], *_written(at.name(given[key]), before)]
-        calls = {_called(one, at) for node in made for one in ast.walk(node)}
+        calls = {_called(inner, at) for node in made for inner in ast.walk(node)}
         if not calls & _OF_ALL:
             return False
     return True
 
 
-def _written(name: str, before: Sequence[Event]) -> list[ast.expr]:
-    """What a variable was last assigned."""
-    found = [
-        one.node.value
-        for one in before
-        if isinstance(one.node, ast.Assign) and name in map(one.name, one.node.targets)
+def _written(name: str, before: Sequence[AstEvent]) -> list[ast.expr]:
+    """Return the last value assigned to a variable, if there is one."""
+    values = [
+        event.node.value
+        for event in before
+        if isinstance(event.node, ast.Assign) and name in map(event.name, event.node.targets)
     ]
-    return found[-1:] if name else []
+    return values[-1:] if name else []
 
 
-def _called(node: ast.AST, at: Event) -> str:
+def _called(node: ast.AST, at: AstEvent) -> str:
     return at.name(node.func) if isinstance(node, ast.Call) else ""
 
 
-def _unsharded(one: Source, before: Sequence[Event]) -> Iterator[Remark]:
-    """A loader that nothing divides: every rank gets all samples."""
-    if not HARMLESS.issuperset(one.way.through):
-        return  # prepared, or in the hands of a function that may do it
+def _unsharded(loader_call: DataLoaderCall, before: Sequence[AstEvent]) -> Iterator[LintFinding]:
+    """Report a loader that is not sharded, so that every rank gets all samples."""
+    if not PASSTHROUGH_CALLS.issuperset(loader_call.path.via_functions):
+        return  # prepared, or passed to a function that may shard it
     for event in before:
         if _word(event.node) in _SHARES:
             return
         call = event.node
-        if isinstance(call, ast.Call) and event.name(call.func) not in HARMLESS:
-            given = [*call.args, *(one.value for one in call.keywords)]
-            given = [one.value if isinstance(one, ast.Starred) else one for one in given]
+        if isinstance(call, ast.Call) and event.name(call.func) not in PASSTHROUGH_CALLS:
+            arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+            arguments = [
+                value.value if isinstance(value, ast.Starred) else value for value in arguments
+            ]
             if any(
-                event.name(inner) in one.way.names for part in given for inner in ast.walk(part)
+                event.name(inner) in loader_call.path.names
+                for part in arguments
+                for inner in ast.walk(part)
             ):
                 return
-    name = one.way.names[-1] if one.way.names else "the loop's DataLoader"
-    yield remark(
-        one.event,
+    name = loader_call.path.names[-1] if loader_call.path.names else "the loop's DataLoader"
+    yield finding_at(
+        loader_call.event,
         "sharding",
-        f"{name} is not prepared: each rank trains on all samples, and the ranks on the same ones",
+        f"{name} is not prepared: it is not sharded, so every rank trains on the same samples",
         f"{name} = accelerator.prepare({name})"
-        if one.way.names
+        if loader_call.path.names
         else "accelerator.prepare(DataLoader(...))",
         "likely",
         "sharded",

@@ -1,4 +1,4 @@
-"""What the text of a cell alone tells about its training loop: one remark; pure."""
+"""A lint finding: a problem found by static analysis of a cell."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from nbdist.profiler.symbolic_walk import Event
+    from nbdist.profiler.symbolic_walk import AstEvent
 
-Kind = Literal[
+LintKind = Literal[
     "num_workers",
     "pin_memory",
     "sharding",
@@ -20,51 +20,56 @@ Kind = Literal[
     "train_mode",
 ]
 
-Sure = Literal["certain", "likely", "worth a look"]
-"""In words: the text shows it; nearly always so; depends on what the text does not show."""
+Confidence = Literal["certain", "likely", "worth a look"]
+"""Confidence: shown by the source; true in nearly all cases; depends on facts outside of it."""
 
 Evidence = Literal["data", "copies", "sharded", "precision", "line", "training", ""]
-"""What of `RankFigures` confirms or refutes a remark; "" where a profile cannot tell.
+"""Measurement of ``RankProfile`` that confirms or refutes a finding; "" if there is none.
 
-data       the share of the step that waits for batches, and the loader's own workers
-copies     the share of batches on their way to the device, and the loader's pin_memory
-sharded    whether the loaders that the loop took batches from are sharded
-precision  the precision that the engine has, and the kind of device
-line       seconds on the very line
+data       share of the step spent waiting for batches, and `num_workers` of the loaders
+copies     share of the step spent copying batches to the device, and `pin_memory`
+sharded    whether the loaders used by the loop are sharded
+precision  precision of the engine, and kind of the device
+line       seconds spent on the line of the finding
 training   whether the model was in training mode
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remark:
-    """One thing in the text of a cell that costs time or is wrong."""
+class LintFinding:
+    """Something in the source of a cell that costs time or is wrong."""
 
-    kind: Kind
+    kind: LintKind
     cell: str
-    """"In[3]"."""
+    """Name of the cell, such as "In[3]"."""
     line: int
     source: str
-    """The line itself, stripped."""
+    """Stripped text of the line."""
     reason: str
-    """One sentence: what it does, and with a profile what it cost."""
+    """The problem and, with a profile, its measured cost."""
     change: str
-    """What to write instead: a line to paste, or a sentence."""
-    sure: Sure
+    """What to write instead: code to paste, or a sentence."""
+    sure: Confidence
     evidence: Evidence = ""
     seconds: float = 0.0
-    """Of a step, that the profile puts on it; an upper bound of what the change gains."""
+    """Measured cost in seconds per step, an upper bound of the gain."""
 
 
-def remark(
-    event: Event, kind: Kind, reason: str, change: str, sure: Sure, evidence: Evidence = ""
-) -> Remark:
-    """A remark on the line of an event."""
+def finding_at(
+    event: AstEvent,
+    kind: LintKind,
+    reason: str,
+    change: str,
+    sure: Confidence,
+    evidence: Evidence = "",
+) -> LintFinding:
+    """Create a finding at the line of an event."""
     line: int = getattr(event.node, "lineno", 1)
-    return Remark(
+    return LintFinding(
         kind=kind,
         cell=event.cell.name,
         line=line,
-        source=event.cell.line(line),
+        source=event.cell.source_line(line),
         reason=reason,
         change=change,
         sure=sure,

@@ -1,8 +1,8 @@
-"""What one rank has measured in its window of steps; pure, and plain JSON on the wire.
+"""Measurements of one rank over a window of steps, sent to the kernel as JSON.
 
-Times are seconds of one optimizer step, as a mean over the window, unless said otherwise.
-Moments are unix seconds: ranks of one machine share the clock, so moments of different ranks
-compare.
+Durations are seconds per optimizer step, averaged over the window, unless noted otherwise.
+Timestamps are Unix seconds. Ranks of one machine share the clock, so their timestamps are
+comparable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Part = Literal[
+StepPart = Literal[
     "data",
     "copies",
     "forward",
@@ -26,85 +26,84 @@ Part = Literal[
     "idle",
 ]
 
-PARTS: tuple[Part, ...] = get_args(Part)
-"""Every moment of a step belongs to exactly one.
+STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
+"""Parts of a step. Each moment belongs to exactly one.
 
 data            the main thread waits for the next batch of a DataLoader
-copies          batches on their way to the device, that nothing hides
-forward         computing in the model's forward and the loss
-backward        computing in the backward
-optimizer       computing in the optimizer's step, gradient clipping included
-communication   collectives that no computing hides, once all ranks are there
-waiting         in a collective for a rank that came later; 0 until ranks are compared
-offload         the engine moves state between device, host and NVMe, and nothing hides it
-python          the cell's own code, and the libraries' outside of the above
-idle            the main thread (on a GPU: the device) had nothing to do: asleep, or launches
-                come too slowly
+copies          exposed copies of batches to the device
+forward         computation in the forward of the model and in the loss
+backward        computation in the backward
+optimizer       computation in the optimizer step, including gradient clipping
+communication   exposed collectives, after all ranks have entered them
+waiting         time in a collective until the last rank enters it; 0 until ranks are compared
+offload         exposed transfers of engine state between device, host and NVMe
+python          code of the cell, and of libraries outside of the above
+idle            the main thread (on a GPU: the device) is idle, because it sleeps or because
+                kernels are launched too slowly
 """
 
-Ended = Literal["steps", "stable", "time", "cell"]
-"""What ended a window: the steps that were asked for, or the most of them; step times that differ
-by less than 3 %, its longest time, or the end of the cell."""
+WindowEndReason = Literal["steps", "stable", "time", "cell"]
+"""Reason for the end of a window: requested or maximum number of steps reached, step times that
+differ by less than 3 %, maximum duration, or end of the cell."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Traffic:
-    """Collectives of one kind in a step."""
+class CollectiveStats:
+    """All collectives of one kind in a step."""
 
     name: str
-    """As torch.distributed calls it: all_reduce, all_gather, reduce_scatter, broadcast, ..."""
+    """Name in torch.distributed: all_reduce, all_gather, reduce_scatter, broadcast, ..."""
     count: float
     bytes: int
-    """Of the full tensors: of all_gather's output, reduce_scatter's input."""
+    """Size of the full tensors: the output of all_gather, the input of reduce_scatter."""
     seconds: float
-    """From the first rank's begin to the end, on this rank."""
+    """Time from start to end on this rank."""
     exposed_s: float
-    """Of these, no computing ran beside it; waiting for later ranks included until they are
-    compared."""
+    """Part of `seconds` without overlapping computation. Includes waiting for other ranks."""
     waiting_s: float = 0.0
-    """Of the exposed: another rank was not there yet."""
+    """Part of `exposed_s` before the last rank entered the collective."""
 
     @property
     def bandwidth(self) -> float:
-        """Bytes of full tensors a second, while all ranks were there; 0 where unknown."""
+        """Bytes of full tensors per second, without waiting; 0 if unknown."""
         moving = self.seconds - self.waiting_s
         return self.bytes / moving if moving > 0 else 0.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Line:
-    """A line of a cell, with what the profile found on it."""
+class LineProfile:
+    """Measurements of one line of a cell."""
 
     cell: str
-    """"In[3]"."""
+    """Name of the cell, such as "In[3]"."""
     line: int
     source: str
     seconds: float = 0.0
-    """Of a step, the main thread was on it."""
+    """Time per step that the main thread spent on the line."""
     bytes: int = 0
-    """Allocated on it and alive at the moment of the peak."""
+    """Memory allocated on the line that is in use at the peak."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Loader:
-    """A prepared DataLoader that the loop took batches from."""
+class DataLoaderStats:
+    """Measurements of a DataLoader that the loop iterated over."""
 
     num_workers: int
     pin_memory: bool
     batch_size: int | None
     sharded: bool
-    """Ranks get different samples."""
+    """Whether ranks get different samples."""
     batches: float
-    """Taken in a step."""
+    """Batches per step."""
     fetch_s: float
-    """That one batch takes to make where nothing is fetched ahead; 0 where it is not known."""
+    """Time to load one batch without prefetching; 0 if unknown."""
     fetch_cpu_s: float = 0.0
-    """Of these, the main thread computed; the rest it waited, as for a disk."""
+    """CPU time of the main thread in `fetch_s`. The rest is waiting, for example for a disk."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Operator:
-    """An operator of torch, as torch.profiler's own table has it."""
+class OperatorStats:
+    """Row of the operator table of torch.profiler."""
 
     name: str
     count: float
@@ -113,93 +112,94 @@ class Operator:
 
 
 @dataclass(slots=True, kw_only=True)
-class Memory:
-    """The peak of a step's tensors, told apart."""
+class PeakMemory:
+    """Tensor memory at the peak of a step, by category."""
 
     parts: dict[str, int]
     """parameters, gradients, optimizer, activations, buffers, other -> bytes."""
-    lines: list[Line]
-    """Of the user's cells, those that allocated the most of it."""
+    lines: list[LineProfile]
+    """Lines of the user's cells that allocated most of it."""
     device_bytes: int | None = None
-    """Peak of the device, or of resident memory on CPU ranks."""
+    """Peak memory of the device, or resident memory on CPU ranks."""
     snapshot: str = ""
-    """File for PyTorch's memory viewer; GPUs only."""
+    """Snapshot file for the PyTorch memory visualizer; GPUs only."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Model:
-    """What the engine made of the model."""
+class ProfiledModel:
+    """The prepared model and its workload."""
 
     backend: str
     params: int
     units: int
-    """What FSDP gathers at once: 1 where the model is one unit; 0 for engines without units."""
+    """Number of FSDP units, which are gathered at once; 0 for other backends."""
     largest_unit: int
-    """Parameters of the largest."""
+    """Parameters of the largest unit."""
     training: bool
     precision: str
     optimizer: str
     samples: int
-    """Of a micro-batch of this rank."""
+    """Samples in a micro-batch of this rank."""
     seq_len: int
     accumulate: int
 
 
 @dataclass(slots=True, kw_only=True)
-class RankFigures:
-    """One rank's window."""
+class RankProfile:
+    """All measurements of one rank."""
 
     rank: int
     kind: Literal["cuda", "cpu"]
     device: str
     ends: list[float]
-    """Moments at which steps ended; the first one began the window, so one more than steps."""
+    """Timestamps of the ends of steps, preceded by the start of the window: steps + 1 values."""
     parts: dict[str, float]
-    """`Part` -> seconds; sums up to the mean step."""
-    traffic: list[Traffic] = field(default_factory=list)
+    """``StepPart`` -> seconds. The sum is the mean step time."""
+    traffic: list[CollectiveStats] = field(default_factory=list)
     hidden_s: float = 0.0
-    """Communication beside computing."""
+    """Communication that overlaps with computation."""
     begins: dict[str, list[list[float]]] = field(default_factory=dict)
-    """Collectives in their order by process group, which ranks are compared by: [begin, exposed
-    seconds, whole seconds, and of each exposed span its begin and end after the first] of each."""
-    lines: list[Line] = field(default_factory=list)
-    """Those on which the main thread was the longest, outside of passes through the model."""
-    loaders: list[Loader] = field(default_factory=list)
-    operators: list[Operator] = field(default_factory=list)
-    memory: Memory | None = None
-    model: Model | None = None
-    ended: Ended = "steps"
+    """Process group -> its collectives in order, used to compare ranks. Each is a list: start
+    timestamp, exposed seconds, total seconds, then start and end of each exposed span relative to
+    the start timestamp."""
+    lines: list[LineProfile] = field(default_factory=list)
+    """Lines on which the main thread spent most time, outside of forward and backward."""
+    loaders: list[DataLoaderStats] = field(default_factory=list)
+    operators: list[OperatorStats] = field(default_factory=list)
+    memory: PeakMemory | None = None
+    model: ProfiledModel | None = None
+    ended: WindowEndReason = "steps"
     trace: str = ""
-    """File of this rank's trace."""
+    """Path of the trace file of this rank."""
     notes: list[str] = field(default_factory=list)
-    """What could not be measured, a sentence each."""
+    """Sentences about what could not be measured."""
 
     @property
     def steps(self) -> list[float]:
-        """Seconds of each step."""
-        return [then - now for now, then in zip(self.ends, self.ends[1:], strict=False)]
+        """Duration of each step in seconds."""
+        return [end - start for start, end in zip(self.ends, self.ends[1:], strict=False)]
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step."""
+        """Mean step time in seconds."""
         return (self.ends[-1] - self.ends[0]) / max(1, len(self.ends) - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields for a message."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
-        known = {one.name for one in fields(cls)}
-        made = cls(**{name: value for name, value in plain.items() if name in known})
-        made.traffic = [Traffic(**one) for one in plain.get("traffic", [])]
-        made.lines = [Line(**one) for one in plain.get("lines", [])]
-        made.loaders = [Loader(**one) for one in plain.get("loaders", [])]
-        made.operators = [Operator(**one) for one in plain.get("operators", [])]
+        """Create from the result of `to_json`. Unknown keys are ignored."""
+        known = {item.name for item in fields(cls)}
+        profile = cls(**{name: value for name, value in plain.items() if name in known})
+        profile.traffic = [CollectiveStats(**item) for item in plain.get("traffic", [])]
+        profile.lines = [LineProfile(**item) for item in plain.get("lines", [])]
+        profile.loaders = [DataLoaderStats(**item) for item in plain.get("loaders", [])]
+        profile.operators = [OperatorStats(**item) for item in plain.get("operators", [])]
         if memory := plain.get("memory"):
-            lines = [Line(**one) for one in memory["lines"]]
-            made.memory = Memory(**{**memory, "lines": lines})
+            lines = [LineProfile(**item) for item in memory["lines"]]
+            profile.memory = PeakMemory(**{**memory, "lines": lines})
         if model := plain.get("model"):
-            made.model = Model(**model)
-        return made
+            profile.model = ProfiledModel(**model)
+        return profile

@@ -1,8 +1,8 @@
-"""Ranks beside one another: whom they wait for, and whose own work takes longer; pure.
+"""Comparison of ranks: separates waiting from communication and finds the straggler.
 
-A collective ends when its last rank has come, so a slow rank shows as communication on all the
-others. The k-th collective of a group is the same on all its ranks, and ranks share the clock:
-what lies before the last rank's begin is waiting, what is left is communication.
+A collective ends only after its last rank has entered it, so a slow rank appears as communication
+on all others. The k-th collective of a process group is the same on all its ranks, and ranks share
+the clock: time before the last rank enters is waiting, the rest is communication.
 """
 
 from __future__ import annotations
@@ -14,128 +14,135 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from nbdist.profiler.measurements import Traffic
+from nbdist.profiler.measurements import CollectiveStats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nbdist.profiler.measurements import Part, RankFigures
+    from nbdist.profiler.measurements import RankProfile, StepPart
 
 _MATCHED_WITHIN = 0.25
-"""Of a step: the same collective ends on all ranks within a few milliseconds, one that was
-matched with another step's is off by about a step."""
+"""Maximum difference between the ends of matched collectives, as a share of the step. The same
+collective ends on all ranks within milliseconds; a wrong match differs by about a step."""
 _NOT_OWN = ("communication", "waiting")
-"""Parts in which a rank depends on the others."""
-NAMES: Mapping[Part, str] = {
+"""Parts of a step in which a rank depends on other ranks."""
+STEP_PART_LABELS: Mapping[StepPart, str] = {
     "data": "waiting for data",
     "copies": "copies to the device",
     "forward": "the forward",
     "backward": "the backward",
-    "optimizer": "the optimizer's step",
-    "communication": "communication that nothing hides",
+    "optimizer": "the optimizer step",
+    "communication": "exposed communication",
     "waiting": "waiting for other ranks",
     "offload": "offload traffic",
-    "python": "the cell's own Python",
+    "python": "Python code of the cell",
     "idle": "idle time",
 }
-"""Parts of a step, in words."""
+"""Labels of the parts of a step."""
 
 
 _UNMATCHED = (
-    "The ranks' collectives could not be matched, so waiting for a slower rank counts as"
+    "The collectives of the ranks could not be matched, so waiting for a slower rank counts as"
     " communication."
 )
 
 
-class _Call(NamedTuple):
-    """One collective on one rank, as moments."""
+class _CollectiveCall(NamedTuple):
+    """Timestamps of one collective on one rank."""
 
     begin: float
     exposed: tuple[tuple[float, float], ...]
-    """Spans in which nothing was computed beside it."""
+    """Spans without overlapping computation."""
     end: float
 
     def before(self, moment: float) -> float:
-        """Exposed seconds until a moment."""
+        """Return the exposed seconds before a timestamp."""
         return sum(max(0.0, min(moment, until) - since) for since, until in self.exposed)
 
 
-def compared(figures: Sequence[RankFigures]) -> tuple[tuple[RankFigures, ...], list[str]]:
-    """Tell waiting apart from communication on all ranks.
+def compare_ranks(figures: Sequence[RankProfile]) -> tuple[tuple[RankProfile, ...], list[str]]:
+    """Separate waiting from communication on all ranks.
 
     Returns:
-        The same figures, ascending by rank, with `waiting` of parts and of traffic filled in;
-        and sentences about what could not be told apart.
+        The measurements ordered by rank, with waiting times of parts and collectives filled in;
+        and notes about process groups that could not be compared.
     """
-    ranks = sorted(figures, key=lambda one: one.rank)
+    ranks = sorted(figures, key=lambda rank: rank.rank)
     waits, notes = _waits(ranks)
-    return tuple(_told_apart(one, sum(waits[one.rank].values())) for one in ranks), notes
+    return tuple(_separate_waiting(rank, sum(waits[rank.rank].values())) for rank in ranks), notes
 
 
-def _told_apart(one: RankFigures, waiting: float) -> RankFigures:
-    """One rank's figures with so many seconds of a step as waiting."""
-    communication = one.parts.get("communication", 0.0)
-    before = one.parts.get("waiting", 0.0)
+def _separate_waiting(rank: RankProfile, waiting: float) -> RankProfile:
+    """Move `waiting` seconds per step from communication to waiting."""
+    communication = rank.parts.get("communication", 0.0)
+    before = rank.parts.get("waiting", 0.0)
     moved = min(waiting, communication)
     parts = {
-        **one.parts,
+        **rank.parts,
         "communication": communication - moved,
         "waiting": before + moved,
     }
-    exposed = sum(kind.exposed_s for kind in one.traffic)
+    exposed = sum(kind.exposed_s for kind in rank.traffic)
     share = min(1.0, moved / exposed) if exposed > 0 else 0.0
     traffic = [
-        replace(kind, waiting_s=max(kind.waiting_s, share * kind.exposed_s)) for kind in one.traffic
+        replace(kind, waiting_s=max(kind.waiting_s, share * kind.exposed_s))
+        for kind in rank.traffic
     ]
-    return replace(one, parts=parts, traffic=traffic)
+    return replace(rank, parts=parts, traffic=traffic)
 
 
 # ------------------------------------------------------------------- the same collective
 
 
-def _waits(ranks: Sequence[RankFigures]) -> tuple[dict[int, dict[int, float]], list[str]]:
-    """Rank -> index of the step -> seconds of a step that it waited, as shares of the mean."""
-    waits: dict[int, dict[int, float]] = {one.rank: defaultdict(float) for one in ranks}
+def _waits(ranks: Sequence[RankProfile]) -> tuple[dict[int, dict[int, float]], list[str]]:
+    """Compute the waiting time of each rank.
+
+    Returns:
+        Rank -> index of the step -> waiting seconds divided by the number of steps, so that the
+        sum is the mean per step; and notes.
+    """
+    waits: dict[int, dict[int, float]] = {rank.rank: defaultdict(float) for rank in ranks}
     unmatched: list[str] = []
-    for group in sorted({name for one in ranks for name in one.begins}):
-        inside = [one for one in ranks if len(one.begins.get(group, ())) > 0]
-        if len(inside) < 2:  # noqa: PLR2004 - one rank alone waits for nobody
+    for group in sorted({name for rank in ranks for name in rank.begins}):
+        members = [rank for rank in ranks if len(rank.begins.get(group, ())) > 0]
+        if len(members) < 2:  # noqa: PLR2004 - a single rank never waits
             continue
-        calls = _matched([(one, _calls(one, group)) for one in inside])
+        calls = _matched([(rank, _calls(rank, group)) for rank in members])
         if calls is None:
             unmatched.append(group)
             continue
         for same in calls:
             last = max(call.begin for call in same)
-            for one, call in zip(inside, same, strict=True):
-                if late := call.before(last):
-                    waits[one.rank][_step_of(one, call.end)] += late / len(one.steps or [1])
+            for rank, call in zip(members, same, strict=True):
+                if waited := call.before(last):
+                    waits[rank.rank][_step_of(rank, call.end)] += waited / len(rank.steps or [1])
     return waits, [_UNMATCHED] if unmatched else []
 
 
-def _calls(one: RankFigures, group: str) -> list[_Call]:
-    """A rank's collectives of a group, with what is known of when they were exposed.
+def _calls(rank: RankProfile, group: str) -> list[_CollectiveCall]:
+    """Return a rank's collectives of a process group.
 
-    Where that is only how long, it is taken to be at the end, or all of it where the whole is not
-    known either.
+    If the exposed spans are unknown, the exposed time is assumed to be at the end of the
+    collective. If its total time is unknown too, all of it is assumed to be exposed.
     """
-    made = []
-    for begin, exposed, *more in one.begins[group]:
+    calls = []
+    for begin, exposed, *more in rank.begins[group]:
         end = begin + max([exposed, *more[:1], *more[-1:]])
         spans = tuple(
             (begin + since, begin + until)
             for since, until in zip(more[1::2], more[2::2], strict=False)
         )
-        made.append(_Call(begin, spans or ((end - exposed, end),), end))
-    return made
+        calls.append(_CollectiveCall(begin, spans or ((end - exposed, end),), end))
+    return calls
 
 
 def _matched(
-    sequences: Sequence[tuple[RankFigures, list[_Call]]],
-) -> list[tuple[_Call, ...]] | None:
-    """The same collective of all ranks, in order; None where windows have nothing in common.
+    sequences: Sequence[tuple[RankProfile, list[_CollectiveCall]]],
+) -> list[tuple[_CollectiveCall, ...]] | None:
+    """Group the calls of the same collective on all ranks, in order.
 
-    Windows may begin a step apart: sequences are shifted by whole steps until their ends agree.
+    The windows of ranks may start up to two steps apart, so sequences are shifted by whole steps
+    until the ends of the collectives agree. Returns None if they never do.
     """
     (first, reference), *others = sequences
     per_step = max(1, round(len(reference) / max(1, len(first.steps))))
@@ -157,8 +164,10 @@ def _matched(
     ]
 
 
-def _apart(reference: Sequence[_Call], calls: Sequence[_Call], shift: int) -> float:
-    """How far apart collectives end, in the median, when one rank's are shifted."""
+def _apart(
+    reference: Sequence[_CollectiveCall], calls: Sequence[_CollectiveCall], shift: int
+) -> float:
+    """Return the median difference between the ends of collectives for a shift."""
     pairs = [
         abs(reference[at].end - calls[at + shift].end)
         for at in range(len(reference))
@@ -167,19 +176,19 @@ def _apart(reference: Sequence[_Call], calls: Sequence[_Call], shift: int) -> fl
     return statistics.median(pairs) if pairs else float("inf")
 
 
-def _step_of(one: RankFigures, moment: float) -> int:
-    """Index of the step that a moment lies in."""
-    return min(bisect_left(one.ends, moment, lo=1), max(1, len(one.ends) - 1)) - 1
+def _step_of(rank: RankProfile, moment: float) -> int:
+    """Return the index of the step that contains a timestamp."""
+    return min(bisect_left(rank.ends, moment, lo=1), max(1, len(rank.ends) - 1)) - 1
 
 
-def mean_traffic(ranks: Sequence[RankFigures]) -> list[Traffic]:
-    """Collectives by kind, in the mean of the ranks, those that are waited for longest first."""
-    names = dict.fromkeys(kind.name for one in ranks for kind in one.traffic)
-    made = []
+def mean_collective_stats(ranks: Sequence[RankProfile]) -> list[CollectiveStats]:
+    """Average the collectives of each kind over the ranks, longest exposed communication first."""
+    names = dict.fromkeys(kind.name for rank in ranks for kind in rank.traffic)
+    means = []
     for name in names:
-        same = [kind for one in ranks for kind in one.traffic if kind.name == name]
-        made.append(
-            Traffic(
+        same = [kind for rank in ranks for kind in rank.traffic if kind.name == name]
+        means.append(
+            CollectiveStats(
                 name=name,
                 count=sum(kind.count for kind in same) / len(ranks),
                 bytes=round(sum(kind.bytes for kind in same) / len(ranks)),
@@ -188,7 +197,7 @@ def mean_traffic(ranks: Sequence[RankFigures]) -> list[Traffic]:
                 waiting_s=sum(kind.waiting_s for kind in same) / len(ranks),
             )
         )
-    return sorted(made, key=lambda kind: kind.waiting_s - kind.exposed_s)
+    return sorted(means, key=lambda kind: kind.waiting_s - kind.exposed_s)
 
 
 # ------------------------------------------------------------------------- the straggler
@@ -196,81 +205,88 @@ def mean_traffic(ranks: Sequence[RankFigures]) -> list[Traffic]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """The rank that the others wait for."""
+    """A rank that is slower than the others, which wait for it."""
 
     rank: int
-    slower: float
-    """Its own work against the others' middle: 0.3 is 30 % more."""
-    waited: float
-    """Share of a step that the others wait, in the mean."""
-    part: Part
-    """Where it loses the most."""
+    slowdown: float
+    """Own work relative to the median of the other ranks; 0.3 is 30 % more."""
+    wait_share: float
+    """Mean share of a step that the others wait."""
+    slowest_part: StepPart
+    """Part of the step with the largest difference."""
     lost_s: float
-    """Seconds of a step by which its own work is longer."""
+    """Seconds per step by which its own work is longer."""
 
     @property
-    def where(self) -> str:
-        """The part in words."""
-        return NAMES[self.part]
+    def part_label(self) -> str:
+        """Label of `part`."""
+        return STEP_PART_LABELS[self.slowest_part]
 
 
 _SLOWER = 0.15
-"""Of the others' own work. Ten control runs of eight steps, two ranks on two cores that eight
-processes wanted, differed by 0 to 19 %: this alone is no proof, hence _STEADY and _CLEAR."""
+"""Minimum excess of own work over the other ranks. In ten control runs of eight steps with two
+ranks, on two cores shared by eight processes, ranks differed by 0 to 19 %. So this alone is not
+sufficient, hence `_STEADY` and `_CLEAR`."""
 _WAITED = 0.08
-"""Of a step: less would gain less than 9 %."""
+"""Minimum share of the step that others wait. Less would gain less than 9 %."""
 _STEADY = 0.7
-"""Of the steps in which it must be the one that waits least: noise changes sides."""
+"""Minimum share of the steps in which the straggler waits least. With noise the rank varies."""
 _CLEAR = 2.5
-"""Standard errors by which the others' waiting must exceed its own, step by step. In the control
-runs above it was 2.1 at most. With a rank that had a third more to do it was 0.5 to 4.1 under the
-same load: what noise covers is not named."""
+"""Number of standard errors by which the others' waiting must exceed its own, over the steps. In
+the control runs above it was at most 2.1. With a rank that had a third more work it was 0.5 to 4.1
+under the same load, so a straggler may be missed in noise."""
 _FEWEST = 5
-"""Steps that must be compared: in two or three, a rank of a healthy loop was late by chance."""
+"""Minimum number of steps. In two or three steps a rank may be late by chance."""
 
 
-def straggler(ranks: Sequence[RankFigures]) -> Straggler | None:
-    """The rank that makes the others wait, or None: figures that `compared` has told apart."""
-    if len(ranks) < 2 or min(one.step_s for one in ranks) <= 0:  # noqa: PLR2004
+def find_straggler(ranks: Sequence[RankProfile]) -> Straggler | None:
+    """Return the straggler, or None.
+
+    Args:
+        ranks: measurements processed by ``compare_ranks``.
+    """
+    if len(ranks) < 2 or min(rank.step_s for rank in ranks) <= 0:  # noqa: PLR2004
         return None
-    if min(len(one.steps) for one in ranks) < _FEWEST:
+    if min(len(rank.steps) for rank in ranks) < _FEWEST:
         return None
-    own = {one.rank: _own(one) for one in ranks}
-    slow = max(ranks, key=lambda one: own[one.rank])
-    others = [one for one in ranks if one is not slow]
-    usual = statistics.median(own[one.rank] for one in others)
-    waited = statistics.fmean(one.parts.get("waiting", 0.0) / one.step_s for one in others)
+    own = {rank.rank: _own(rank) for rank in ranks}
+    slow = max(ranks, key=lambda rank: own[rank.rank])
+    others = [rank for rank in ranks if rank is not slow]
+    usual = statistics.median(own[rank.rank] for rank in others)
+    waited = statistics.fmean(rank.parts.get("waiting", 0.0) / rank.step_s for rank in others)
     lost = own[slow.rank] - usual
     if usual <= 0 or lost < _SLOWER * usual or min(waited, lost / slow.step_s) < _WAITED:
         return None
     if not _steadily_last(ranks, slow):
         return None
-    own_parts = [name for name in NAMES if name not in _NOT_OWN]
+    own_parts = [name for name in STEP_PART_LABELS if name not in _NOT_OWN]
     part = max(own_parts, key=lambda name: _more(slow, others, name))
     return Straggler(
         rank=slow.rank,
-        slower=own[slow.rank] / usual - 1,
-        waited=waited,
-        part=part,
+        slowdown=own[slow.rank] / usual - 1,
+        wait_share=waited,
+        slowest_part=part,
         lost_s=lost,
     )
 
 
-def _own(one: RankFigures) -> float:
-    """Seconds of a step that depend on no other rank."""
-    return sum(seconds for part, seconds in one.parts.items() if part not in _NOT_OWN)
+def _own(rank: RankProfile) -> float:
+    """Return the seconds per step that do not depend on other ranks."""
+    return sum(seconds for part, seconds in rank.parts.items() if part not in _NOT_OWN)
 
 
-def _more(slow: RankFigures, others: Sequence[RankFigures], part: Part) -> float:
-    """By how much a part is longer on one rank than on the others."""
-    return slow.parts.get(part, 0.0) - statistics.fmean(one.parts.get(part, 0.0) for one in others)
+def _more(slow: RankProfile, others: Sequence[RankProfile], part: StepPart) -> float:
+    """Return by how many seconds a part is longer on one rank than on the others."""
+    return slow.parts.get(part, 0.0) - statistics.fmean(
+        rank.parts.get(part, 0.0) for rank in others
+    )
 
 
-def _steadily_last(ranks: Sequence[RankFigures], slow: RankFigures) -> bool:
-    """Whether, step by step, it is the same rank that waits least, and clearly so."""
+def _steadily_last(ranks: Sequence[RankProfile], slow: RankProfile) -> bool:
+    """Return whether this rank consistently and significantly waits least, over the steps."""
     waits, _ = _waits(ranks)
     steps = sorted({step for by_step in waits.values() for step in by_step})
-    if not steps:  # moments are not known; means are all there is
+    if not steps:  # without timestamps only the means can be compared
         return True
     if len(steps) < _FEWEST:
         return False
@@ -278,10 +294,10 @@ def _steadily_last(ranks: Sequence[RankFigures], slow: RankFigures) -> bool:
     if least.count(slow.rank) < _STEADY * len(steps):
         return False
     others = [by_step for rank, by_step in waits.items() if rank != slow.rank]
-    late = [
+    excess = [
         statistics.fmean(by_step.get(step, 0.0) for by_step in others)
         - waits[slow.rank].get(step, 0.0)
         for step in steps
     ]
-    error = statistics.stdev(late) / math.sqrt(len(late))
-    return statistics.fmean(late) >= _CLEAR * error
+    error = statistics.stdev(excess) / math.sqrt(len(excess))
+    return statistics.fmean(excess) >= _CLEAR * error

@@ -1,7 +1,8 @@
-"""Which changes to advise: at most three, the one that gains most first; pure.
+"""Selection of the recommendations of a profile: at most three, largest speedup first.
 
-A change is proposed only where it shortens what the verdict blames, or the computing itself:
-those of the cell here, those of the engine in `engine`. Each one's gain comes from `gains`.
+A change is recommended only if it shortens a bottleneck or the computation itself. Changes of the
+cell are here, changes of the backend in ``backend_recommendations``. Speedups are predicted by
+``speedup`` and ``what_if``.
 """
 
 from __future__ import annotations
@@ -9,97 +10,101 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from nbdist.display.profile_units import source, time
+from nbdist.display.profile_units import format_duration, format_source_line
 from nbdist.profiler import backend_recommendations, speedup
-from nbdist.profiler.advice import CHEAP, Advice
-from nbdist.profiler.dataloader_calls import made_anew
-from nbdist.profiler.lint_dataloaders import OF_TRAINER
+from nbdist.profiler.advice import MIN_GAIN, Advice
+from nbdist.profiler.dataloader_calls import rebuild_instruction
+from nbdist.profiler.lint_dataloaders import TRAINER_WORKERS_ARGUMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from nbdist.profiler.bottleneck import Blame
-    from nbdist.profiler.lint_finding import Remark
-    from nbdist.profiler.measurements import Line
+    from nbdist.profiler.bottleneck import Bottleneck
+    from nbdist.profiler.lint_finding import LintFinding
+    from nbdist.profiler.measurements import LineProfile
+    from nbdist.profiler.profile_data import ProfileData
     from nbdist.profiler.rank_comparison import Straggler
-    from nbdist.profiler.report import Profile
+    from nbdist.profiler.what_if import CalibratedPlanner
 
-MOST = 3
+MAX_RECOMMENDATIONS = 3
 _DIVIDED = (
-    " An IterableDataset has to divide its samples among them (torch.utils.data.get_worker_info)."
+    " An IterableDataset must shard its samples among the workers"
+    " (torch.utils.data.get_worker_info)."
 )
 _TRAINS = re.compile(r"\b(?:step|backward|model)\(")
-"""A line that no training can do less often."""
+"""Matches a line that is required in every step."""
 
 
-def best(profile: Profile) -> list[Advice]:
-    """At most three changes, the one that gains most first."""
-    kinds = {blame.kind for blame in profile.blamed}
-    found: list[Advice] = []
-    for blame in profile.blamed:
-        found += _OF_CELL.get(blame.kind, _nothing)(profile, blame)
-    planner = profile.planner
+def best_recommendations(
+    profile: ProfileData, bottlenecks: Sequence[Bottleneck], planner: CalibratedPlanner | None
+) -> list[Advice]:
+    """Return at most three recommendations, largest speedup first."""
+    kinds = {blame.kind for blame in bottlenecks}
+    candidates: list[Advice] = []
+    for blame in bottlenecks:
+        candidates += _OF_CELL.get(blame.kind, _nothing)(profile, blame)
     if planner is not None:
-        found += backend_recommendations.changes(profile, planner, kinds)
+        candidates += backend_recommendations.recommend_backend_changes(profile, planner, kinds)
     worth = sorted(
-        (one for one in found if _gains(one) or _frees_much(profile, one)),
-        key=lambda one: -one.gain.faster,
+        (advice for advice in candidates if _gains(advice) or _frees_much(profile, advice)),
+        key=lambda advice: -advice.gain.faster,
     )
-    # What removes the cause has its place, although it may gain memory alone.
-    causes = [one for one in worth if "largest_unit" in one.change]
-    others = [one for one in worth if one not in causes]
-    shown = [*causes, *others[: MOST - len(causes)]]
-    return sorted(shown, key=lambda one: -one.gain.faster)
+    # FSDP units remove the cause of a bottleneck, so they are kept even if they only save memory.
+    causes = [advice for advice in worth if "largest_unit" in advice.change]
+    others = [advice for advice in worth if advice not in causes]
+    shown = [*causes, *others[: MAX_RECOMMENDATIONS - len(causes)]]
+    return sorted(shown, key=lambda advice: -advice.gain.faster)
 
 
-def _gains(one: Advice) -> bool:
-    """Whether it is cheap to take, and gains something even where the planner is wrong."""
-    return one.gain.faster >= CHEAP and one.gain.low >= CHEAP / 2
+def _gains(advice: Advice) -> bool:
+    """Return whether the predicted speedup is large enough, even at its lower bound."""
+    return advice.gain.faster >= MIN_GAIN and advice.gain.low >= MIN_GAIN / 2
 
 
-def _frees_much(profile: Profile, one: Advice) -> bool:
+def _frees_much(profile: ProfileData, advice: Advice) -> bool:
     memories = [rank.memory for rank in profile.ranks if rank.memory]
     peak = max((sum(memory.parts.values()) for memory in memories), default=0)
-    return "largest_unit" in one.change and one.saves_bytes > CHEAP * peak
+    return "largest_unit" in advice.change and advice.saves_bytes > MIN_GAIN * peak
 
 
 # ------------------------------------------------------------------- changes of the cell
 
 
-def _nothing(_profile: Profile, _blame: Blame) -> Iterator[Advice]:
+def _nothing(_profile: ProfileData, _blame: Bottleneck) -> Iterator[Advice]:
     yield from ()
 
 
-def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
-    """More workers, or page-locked batches."""
+def _input(profile: ProfileData, blame: Bottleneck) -> Iterator[Advice]:
+    """Recommend more workers or pinned memory."""
     loader = profile.loader
     if "copies" in blame.parts:
         if profile.kind == "cuda" and loader is not None and not loader.pin_memory:
             yield Advice(
                 title="pin_memory=True",
-                why="Copies from page-locked memory take about half as long.",
-                line=made_anew(profile.loader_text, pin_memory=True),
-                gain=speedup.pinned(profile),
+                why="Copies from pinned memory take about half as long.",
+                line=rebuild_instruction(profile.loader_text, pin_memory=True),
+                gain=speedup.pin_memory_speedup(profile),
                 change={"pin_memory": True},
             )
         return
-    found = speedup.workers(profile)
-    if loader is None or found is None:
+    recommended = speedup.recommend_num_workers(profile)
+    if loader is None or recommended is None:
         return
-    count, gain = found
-    told = _of_kind(profile, "num_workers")
+    count, gain = recommended
+    finding = _of_kind(profile, "num_workers")
     line = (
-        f"# {told.cell}, line {told.line}: TrainingArguments(...,"
-        f" {OF_TRAINER}={count}, dataloader_persistent_workers=True)"
-        if told and told.change.startswith(OF_TRAINER)
-        else made_anew(profile.loader_text, num_workers=count, persistent_workers=True)
+        f"# {finding.cell}, line {finding.line}: TrainingArguments(...,"
+        f" {TRAINER_WORKERS_ARGUMENT}={count}, dataloader_persistent_workers=True)"
+        if finding and finding.change.startswith(TRAINER_WORKERS_ARGUMENT)
+        else rebuild_instruction(profile.loader_text, num_workers=count, persistent_workers=True)
     )
-    now = f"{loader.num_workers} workers" if loader.num_workers else "the main thread"
+    current = f"{loader.num_workers} workers" if loader.num_workers else "the main thread"
     yield Advice(
         title=f"num_workers={count}",
         why=(
-            f"Batches are made by {now} and a step waits {time(profile.data_s)} for them;"
-            f" {count} workers make them while the ranks compute{_at(profile, 'num_workers')}."
+            f"Batches are loaded by {current}, and each step waits"
+            f" {format_duration(profile.data_s)} for them. {count} workers load them while the"
+            f" ranks compute{_at(profile, 'num_workers')}."
             f"{_more_than_cores(profile, count)}{_DIVIDED if profile.reader else ''}"
         ),
         line=line,
@@ -108,95 +113,104 @@ def _input(profile: Profile, blame: Blame) -> Iterator[Advice]:
     )
 
 
-def _more_than_cores(profile: Profile, count: int) -> str:
-    """Why so many are advised although torch itself warns of more workers than cores."""
+def _more_than_cores(profile: ProfileData, count: int) -> str:
+    """Explain a number of workers above the number of cores, of which torch warns."""
     cores, loader = profile.setting.cluster.num_cpus, profile.loader
     if not cores or count <= cores or loader is None or not loader.fetch_s:
         return ""
-    return f" They wait more than they compute, so {count} do no harm on {cores} cores."
+    return f" They wait more than they compute, so {count} workers are fine on {cores} cores."
 
 
-def _straggler(profile: Profile, blame: Blame) -> Iterator[Advice]:
-    """Make the slow rank as fast as the others."""
-    slow = profile.slowest
+def _straggler(profile: ProfileData, blame: Bottleneck) -> Iterator[Advice]:
+    """Recommend a check of the slow rank."""
+    slow = profile.straggler_details
     if slow is None:
         return
     line = _own_line(profile, slow)
     here = (
-        f"{line.cell}, line {line.line}: {source(line)}"
+        f"{line.cell}, line {line.line}: {format_source_line(line)}"
         if line
-        else "see what else runs on its device, and whether its batches are larger"
+        else "check what else runs on its device, and whether its batches are larger"
     )
     yield Advice(
         title=f"rank {slow.rank} as fast as the others",
         why=(
-            f"It takes {time(slow.lost_s)} longer than they do, most of it in {slow.where}; {here}."
+            f"Its steps take {format_duration(slow.lost_s)} longer, mostly in {slow.part_label};"
+            f" {here}."
         ),
         line="%nbdist doctor",
-        gain=speedup.without(profile, min(slow.lost_s, blame.share * profile.step_s)),
+        gain=speedup.speedup_without(profile, min(slow.lost_s, blame.step_share * profile.step_s)),
     )
 
 
-def _own_line(profile: Profile, slow: Straggler) -> Line | None:
-    """The line on which the slow rank alone loses at least half of its time."""
-    theirs = {
+def _own_line(profile: ProfileData, slow: Straggler) -> LineProfile | None:
+    """Return the line that explains at least half of the extra time of the slow rank."""
+    others = {
         (line.cell, line.line): line.seconds
-        for one in profile.ranks
-        if one.rank != slow.rank
-        for line in one.lines
+        for rank in profile.ranks
+        if rank.rank != slow.rank
+        for line in rank.lines
     }
-    mine = next(one for one in profile.ranks if one.rank == slow.rank)
-    for line in mine.lines:
-        if line.seconds - theirs.get((line.cell, line.line), 0.0) >= slow.lost_s / 2:
+    straggler = next(rank for rank in profile.ranks if rank.rank == slow.rank)
+    for line in straggler.lines:
+        if line.seconds - others.get((line.cell, line.line), 0.0) >= slow.lost_s / 2:
             return line
     return None
 
 
-def _host(profile: Profile, blame: Blame) -> Iterator[Advice]:
-    """Do a line less often; never as code, for what stands around the line is not known here."""
+def _host(profile: ProfileData, blame: Bottleneck) -> Iterator[Advice]:
+    """Recommend to execute a line less often."""
     line = blame.line
     if line is None:
         return
-    told = _remark(profile, "sync", line.cell, line.line)
-    lost = min(line.seconds, blame.share * profile.step_s)
+    finding = _remark(profile, "sync", line.cell, line.line)
+    lost = min(line.seconds, blame.step_share * profile.step_s)
     where = f"{line.cell}, line {line.line}"
     instead = (
-        "put what is slow on a line of its own and profile again"
+        "move the slow part to a separate line and profile again"
         if _TRAINS.search(line.source)
-        else "do this less often or outside of the loop; batches can be made by the workers of a"
-        " DataLoader"
+        else "do this less often or outside of the loop; the workers of a DataLoader can prepare"
+        " batches"
     )
     yield Advice(
         title=where,
         why=(
-            told.reason if told else f"`{source(line)}` takes {time(line.seconds)} of every step."
+            finding.reason
+            if finding
+            else f"`{format_source_line(line)}` takes {format_duration(line.seconds)} of every"
+            " step."
         ),
-        line=f"# {where}: {told.change if told else instead}",
-        gain=speedup.without(profile, lost),
+        # A comment rather than code, since the code around the line is unknown.
+        line=f"# {where}: {finding.change if finding else instead}",
+        gain=speedup.speedup_without(profile, lost),
     )
 
 
-_OF_CELL: dict[str, Callable[[Profile, Blame], Iterator[Advice]]] = {
+_OF_CELL: dict[str, Callable[[ProfileData, Bottleneck], Iterator[Advice]]] = {
     "input": _input,
     "straggler": _straggler,
     "host": _host,
 }
 
 
-def _at(profile: Profile, kind: str) -> str:
-    """Where the cell's text has it."""
-    told = _of_kind(profile, kind)
-    return f" ({told.cell}, line {told.line})" if told else ""
+def _at(profile: ProfileData, kind: str) -> str:
+    """Return the source location of the finding of a kind, in parentheses."""
+    finding = _of_kind(profile, kind)
+    return f" ({finding.cell}, line {finding.line})" if finding else ""
 
 
-def _of_kind(profile: Profile, kind: str) -> Remark | None:
-    """What the lint says of a loader."""
-    return next((one for one in profile.remarks if one.kind == kind), None)
+def _of_kind(profile: ProfileData, kind: str) -> LintFinding | None:
+    """Return the lint finding of a kind."""
+    return next((finding for finding in profile.remarks if finding.kind == kind), None)
 
 
-def _remark(profile: Profile, kind: str, cell: str, line: int) -> Remark | None:
-    """What the lint says of a line."""
+def _remark(profile: ProfileData, kind: str, cell: str, line: int) -> LintFinding | None:
+    """Return the lint finding of a kind on a line."""
     return next(
-        (one for one in profile.remarks if (one.kind, one.cell, one.line) == (kind, cell, line)),
+        (
+            finding
+            for finding in profile.remarks
+            if (finding.kind, finding.cell, finding.line) == (kind, cell, line)
+        ),
         None,
     )

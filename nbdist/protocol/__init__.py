@@ -1,1 +1,1 @@
-"""Every message between the kernel, the launcher and the ranks, and how it is signed."""
+"""Messages between the kernel, the launcher and the ranks, and the format of payload files."""

@@ -1,49 +1,49 @@
-"""Every message between the kernel, the launcher and the ranks; pure.
+"""All messages between the kernel, the launcher and the ranks.
 
-Kernel <-> launcher: one JSON object a line over a socket pair that only these two hold.
-Its end means that the kernel is gone, and the launcher ends with everything it started.
+Kernel <-> launcher: one JSON object per line over a socket pair that only these two hold. End of
+file means that the kernel has ended; the launcher then ends with everything it started.
 
-    Launch        kernel -> launcher   start ranks
-    Halt          kernel -> launcher   end the ranks, keep the launcher warm
-    Warm          launcher -> kernel   imports are done
-    RemoveAtEnd   kernel -> launcher   a folder to remove too when the kernel is gone
-    Progress      launcher -> kernel   a long step (DeepSpeed's first build), as text
-    Born          launcher -> kernel   a rank was forked
-    RankEnded     launcher -> kernel   a rank's process ended, in the order of their ends
-    Ended         launcher -> kernel   the ranks ended; exit code or signal of those that failed
+    LaunchRanks       kernel -> launcher   start ranks
+    StopRanks         kernel -> launcher   end the ranks, keep the launcher warm
+    CleanupFolder     kernel -> launcher   a further folder to remove when the kernel has ended
+    LauncherReady     launcher -> kernel   imports are done
+    LauncherProgress  launcher -> kernel   status text of a long step (DeepSpeed's first build)
+    RankForked       launcher -> kernel   a rank was forked
+    RankExited        launcher -> kernel   a rank's process ended, in order of exit
+    AllRanksExited    launcher -> kernel   all ranks ended; exit codes or signals of failed ranks
 
 Kernel <-> rank: signed Jupyter messages over ipc sockets in a 0700 directory. Cells are
-plain `execute_request`s with `CellNote` in their metadata. Added to the Jupyter protocol:
+plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protocol:
 
-    nbdist_join_request/_reply    shell    did the first barrier pass?
-    nbdist_push_request/_reply    shell    variables out of a payload file
-    nbdist_pull_request/_reply    shell    variables into a payload file
-    nbdist_model_request/_reply   shell    what the planner must know of a model on a rank
-    nbdist_switch_request/_reply  shell    another engine for the living models
-    nbdist_leave_request/_reply   shell    everything into files, for ranks that take over
-    nbdist_arrive_request/_reply  shell    everything out of the files of the ranks before
-    nbdist_export_request/_reply  shell    the prepared model as a folder
-    nbdist_gather_request/_reply  shell    the prepared model into a payload file, by all ranks
-    nbdist_save_request/_reply    shell    begin to write a checkpoint
-    nbdist_load_request/_reply    shell    a checkpoint into the prepared models
-    nbdist_foreign_request/_reply  shell   what something else wrote, into the prepared model
-    nbdist_bandwidth_request/_reply  shell  how fast links, devices and a disk are
-    nbdist_measured_request/_reply  control  a rank's own peak of memory
-    nbdist_model_request/_reply   control  the prepared model, while its cell runs
-    nbdist_where_request/_reply   control  the line and the collective that a cell is at
-    nbdist_hold_request/_reply    control  begin no optimizer step: Stop was pressed
-    nbdist_release_request/_reply  control  free a rank that is stuck in a collective
-    nbdist_renew_request/_reply   shell    a new process group in place of a broken one
-    nbdist_stacks_request/_reply  control  what every thread of a rank is doing
-    nbdist_profile_request/_reply  control  record some steps of a cell, running or about to come
-    interrupt_request             control  Jupyter's own, with the request to interrupt
-    nbdist_report                 iopub    rows of report(), from a rank
+    nbdist_join_request/_reply    shell    wait for the first barrier
+    nbdist_push_request/_reply    shell    bind variables from a payload file
+    nbdist_pull_request/_reply    shell    write variables into a payload file
+    nbdist_model_request/_reply   shell    describe a model for the planner
+    nbdist_switch_request/_reply  shell    move the prepared models to another engine
+    nbdist_leave_request/_reply   shell    resize: write the whole state for new ranks
+    nbdist_arrive_request/_reply  shell    resize: restore the state of the previous ranks
+    nbdist_export_request/_reply  shell    export the prepared model as a folder
+    nbdist_gather_request/_reply  shell    gather the prepared model into a payload file
+    nbdist_save_request/_reply    shell    start to save a checkpoint
+    nbdist_load_request/_reply    shell    load a checkpoint into the prepared models
+    nbdist_foreign_request/_reply  shell   import a checkpoint of another tool
+    nbdist_bandwidth_request/_reply  shell  benchmark links, devices and a disk
+    nbdist_measured_request/_reply  control  measured peak memory of a rank
+    nbdist_model_request/_reply   control  describe the prepared model while a cell runs
+    nbdist_where_request/_reply   control  current source line and collective of a rank
+    nbdist_hold_request/_reply    control  pause before the next optimizer step, on an interrupt
+    nbdist_release_request/_reply  control  abort a collective that blocks a rank
+    nbdist_renew_request/_reply   shell    rebuild models and a broken process group
+    nbdist_stacks_request/_reply  control  Python stacks of all threads of a rank
+    nbdist_profile_request/_reply  control  record steps of the running or the next cell
+    interrupt_request             control  Jupyter's own, with the id of the execute_request
+    nbdist_report                 iopub    metrics of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
-    nbdist_chosen                 iopub    the options that auto chose, from rank 0
-    nbdist_saved                  iopub    a checkpoint was begun, is there, or failed; from rank 0
-    nbdist_phase                  iopub    what a long request is doing, from rank 0
-    nbdist_profiled               iopub    what a rank has recorded, or why it has nothing
-    nbdist_advice                 iopub    why memory ran out on a rank, and what would fit
+    nbdist_chosen                 iopub    options chosen by auto, from rank 0
+    nbdist_saved                  iopub    a save has started, succeeded or failed; from rank 0
+    nbdist_phase                  iopub    progress of a long request, from rank 0
+    nbdist_profiled               iopub    profile of a rank, or an error
+    nbdist_advice                 iopub    cause of an out-of-memory error, and what would fit
 """
 
 from __future__ import annotations
@@ -59,52 +59,52 @@ JOIN = "nbdist_join_request"
 PUSH = "nbdist_push_request"
 PULL = "nbdist_pull_request"
 MODEL = "nbdist_model_request"
-LEAVE = "nbdist_leave_request"
-ARRIVE = "nbdist_arrive_request"
+RESIZE_SAVE = "nbdist_leave_request"
+RESIZE_LOAD = "nbdist_arrive_request"
 SWITCH = "nbdist_switch_request"
 EXPORT = "nbdist_export_request"
-GATHER = "nbdist_gather_request"
-FOREIGN = "nbdist_foreign_request"
-BANDWIDTH = "nbdist_bandwidth_request"
-MEASURED = "nbdist_measured_request"
-WHERE = "nbdist_where_request"
-HOLD = "nbdist_hold_request"
-RELEASE = "nbdist_release_request"
-RENEW = "nbdist_renew_request"
+GATHER_MODEL = "nbdist_gather_request"
+IMPORT = "nbdist_foreign_request"
+CALIBRATE = "nbdist_bandwidth_request"
+MEASURED_MEMORY = "nbdist_measured_request"
+RANK_ACTIVITY = "nbdist_where_request"
+PAUSE = "nbdist_hold_request"
+ABORT_COLLECTIVES = "nbdist_release_request"
+REBUILD_MODELS = "nbdist_renew_request"
 STACKS = "nbdist_stacks_request"
 PROFILE = "nbdist_profile_request"
 SAVE = "nbdist_save_request"
 LOAD = "nbdist_load_request"
-REPORT = "nbdist_report"
-SEND = "nbdist_send"
-CHOSEN = "nbdist_chosen"
-ADVICE = "nbdist_advice"
-PHASE = "nbdist_phase"
-SAVED = "nbdist_saved"
-PROFILED = "nbdist_profiled"
+METRICS_REPORT = "nbdist_report"
+SENT_VALUE = "nbdist_send"
+AUTO_DECISION = "nbdist_chosen"
+OOM_ADVICE = "nbdist_advice"
+PROGRESS = "nbdist_phase"
+SAVE_STATUS = "nbdist_saved"
+PROFILE_RESULT = "nbdist_profiled"
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1
-"""Asks a process for its stacks. SIGUSR1 and SIGUSR2 are left to the user's code: job schedulers
-send them to ask for a checkpoint."""
+"""Makes a process dump its stacks. Not SIGUSR1 or SIGUSR2: job schedulers send them to user code
+to request a checkpoint."""
 
-OF_SESSION = frozenset({REPORT, CHOSEN, PHASE, SAVED, PROFILED})
-"""Messages on iopub that are the session's, whatever cell they came under."""
+SESSION_MESSAGES = frozenset({METRICS_REPORT, AUTO_DECISION, PROGRESS, SAVE_STATUS, PROFILE_RESULT})
+"""Messages on iopub that are for the session, independent of their parent cell."""
 
-NOTE = "nbdist"
-"""Key of `CellNote` in an execute_request's metadata and of a result's inline value."""
+CELL_METADATA_KEY = "nbdist"
+"""Key of the cell metadata in an execute_request, and of a result's inline value."""
 
 
-class CellNote(TypedDict):
-    """Metadata of an execute_request: what the rank should know of the notebook's cell."""
+class CellMetadata(TypedDict):
+    """Metadata of an execute_request about the notebook's cell."""
 
     count: int
-    """The notebook's own In[count], so that tracebacks name the cell the user sees."""
+    """The notebook's In[count], for tracebacks."""
     checkpoints: str
-    """Where checkpoints go from now on, as in `Launch`."""
+    """Location for new checkpoints, as in ``LaunchRanks``."""
 
 
-class Execute(TypedDict):
-    """Content of an execute_request, as Jupyter defines it."""
+class ExecuteRequest(TypedDict):
+    """Content of an execute_request, as defined by Jupyter."""
 
     code: str
     silent: bool
@@ -114,9 +114,9 @@ class Execute(TypedDict):
     stop_on_error: bool
 
 
-def execute(code: str) -> Execute:
-    """A cell for a rank: no history, no keyboard, and a failure does not drop what follows."""
-    return Execute(
+def make_execute_request(code: str) -> ExecuteRequest:
+    """Return a cell for a rank: no history, no stdin, and an error does not drop later cells."""
+    return ExecuteRequest(
         code=code,
         silent=False,
         store_history=False,
@@ -126,16 +126,16 @@ def execute(code: str) -> Execute:
     )
 
 
-class Interrupt(TypedDict):
-    """Content of an interrupt_request: which cell, running or still on its way."""
+class InterruptRequest(TypedDict):
+    """Content of an interrupt_request: the cell to interrupt, which may not have arrived yet."""
 
     request: str
     after: int
-    """Number of the cell's optimizer step after which to stop; 0: at once."""
+    """Number of the optimizer step after which to interrupt; 0: immediately."""
 
 
-class Failed(TypedDict):
-    """Answer to any request of ours that raised on a rank."""
+class ErrorReply(TypedDict):
+    """Reply to any nbdist request that raised on a rank."""
 
     status: Literal["error"]
     error: str
@@ -144,253 +144,253 @@ class Failed(TypedDict):
     """Type of the exception."""
 
 
-class HoldReply(TypedDict):
-    """A rank begins no optimizer step for a moment."""
+class PauseReply(TypedDict):
+    """Reply to a pause request: the rank starts no optimizer step for a moment."""
 
     begun: int
-    """Steps of this cell."""
+    """Steps started by this cell."""
     next_s: float
-    """Seconds until its next one would begin."""
+    """Seconds until its next step would start."""
 
 
 class PushRequest(TypedDict):
-    """Bind the names of a payload file; the file stays for the other ranks."""
+    """Bind the values of a payload file to names. The file is kept for the other ranks."""
 
     path: str
 
 
 class PullRequest(TypedDict):
-    """Write the named variables into a payload file in the first folder with room."""
+    """Write the named variables into a payload file in the first folder with enough space."""
 
     names: list[str]
     folders: list[str]
 
 
-class FileReply(TypedDict, total=False):
-    """Answer to push and pull: a file, or why there is none."""
+class PayloadFileReply(TypedDict, total=False):
+    """Reply to push and pull: the file, or an error."""
 
     status: Literal["ok", "error"]
     path: str
-    """Of a pull: the payload file, the kernel's to delete."""
+    """Pull: the payload file; the kernel deletes it."""
     prepared: list[str]
-    """Of a pull, instead of a file: those names are prepared models, to be gathered."""
+    """Pull, instead of a file: the names that are prepared models and must be gathered."""
     error: str
     """One sentence."""
 
 
 class ModelRequest(TypedDict):
-    """Describe a model: a variable of the rank, or the one that was prepared last."""
+    """Describe a model: a variable of the rank, or the model that was prepared last."""
 
     name: str | None
     batch_size: int | None
-    """Of the micro-batch to describe it for; None: the one of its last forward, or 1."""
+    """Micro-batch size to describe the model for; None: that of its last forward, or 1."""
     seq_len: int | None
     kind: Literal["cuda", "cpu"]
-    """Of the devices to plan for; a trace computes as they do."""
+    """Device type to plan for; a trace uses its kernels."""
     quick: bool
-    """By its closed form or not at all: no trace."""
+    """Use the analytic model only, no trace."""
 
 
 class ModelReply(TypedDict, total=False):
-    """A model as the planner sees it, or why it cannot be seen."""
+    """Description of a model for the planner, or an error."""
 
     status: Literal["ok", "error"]
     spec: dict[str, Any]
-    """`plan.spec.ModelSpec.to_json()`."""
+    """``planner.model_spec.ModelSpec.to_json()``."""
     batch_size: int
     seq_len: int
     optimizer: dict[str, Any]
-    """Class name ("class") and defaults that change its memory; empty without one."""
+    """Class name ("class") and the defaults that affect memory; empty without an optimizer."""
     error: str
     """One sentence."""
 
 
-class BandwidthRequest(TypedDict):
-    """Measure how fast links, devices and a disk are, all ranks together."""
+class CalibrateRequest(TypedDict):
+    """Benchmark links, devices and a disk, on all ranks together."""
 
     kinds: list[str]
-    """Types of matrix products: fp32, bf16, fp16."""
+    """Dtypes of the matrix products: fp32, bf16, fp16."""
     disk: str | None
-    """A folder to write in and read from; None: no disk."""
+    """Folder for the disk benchmark; None: no disk benchmark."""
 
 
-class BandwidthReply(TypedDict, total=False):
-    """What a rank has measured."""
+class CalibrateReply(TypedDict, total=False):
+    """Results of a rank's benchmarks."""
 
     status: Literal["ok", "error"]
     figures: dict[str, Any]
-    """As `worker.benchmarks.communication.measure` gives them."""
+    """Result of ``worker.benchmarks.calibration.run_benchmark``."""
     error: str
     """One sentence, the same on all ranks."""
 
 
-class MeasuredReply(TypedDict):
-    """What a rank's training held in its third step; None before that."""
+class MeasuredMemoryReply(TypedDict):
+    """Memory in use in a rank's third training step; None before it."""
 
     figures: dict[str, Any] | None
-    """Fields of `planner.validation.Measured`."""
+    """Fields of ``planner.validation.MeasuredMemory``."""
 
 
-class WhereReply(TypedDict):
-    """Where a rank's main thread is; empty where no code of a cell runs."""
+class RankActivityReply(TypedDict):
+    """Current position of a rank's main thread; empty if no cell code is running."""
 
     cell: str
     """"In[3]"."""
     line: int
     source: str
-    """Of that line."""
+    """Text of the line."""
     called: str
-    """The function that this line has called and that has not returned: "backward", "forward"."""
+    """The function called by this line that has not returned: "backward", "forward"."""
     collective: str
-    """Of torch.distributed, which has not returned: "all_reduce"."""
-    standing: Standing
+    """The torch.distributed call that has not returned: "all_reduce"."""
+    standing: MainThreadStatus
 
 
-class Standing(TypedDict):
-    """Whether a rank's main thread gets on."""
+class MainThreadStatus(TypedDict):
+    """Progress of a rank's main thread."""
 
     waits_for: str
-    """The collective that other ranks have not called: "all_reduce (SUM) of float32[4]"."""
+    """The collective that it is blocked in: "all_reduce (SUM) of float32[4]"."""
     missing: list[int]
-    """Those ranks."""
+    """Ranks that have not called this collective."""
     still_s: float
-    """Since when it is at this place, as far as it was asked."""
+    """Seconds without progress, as far as polled."""
     sleeps: bool
-    """Whether the system says that it sleeps. Describes it, and decides nothing: a rank that waits
-    for NCCL spins."""
+    """True if the operating system reports the thread as sleeping. For display only: a rank that
+    waits for NCCL spins."""
     failed: str
-    """In work of phases: the error with which it waits for the others to agree; "" without one."""
+    """Error of a phased request that waits for agreement with the other ranks; "" without one."""
     counts: dict[str, int]
-    """Collectives that have begun, by process group of this rank."""
+    """Number of collectives started, by process group of this rank."""
     midway: Literal["", "forward", "backward"]
-    """Which pass through a model was cut short."""
+    """The pass through a model that was interrupted."""
 
 
-class ReleaseRequest(TypedDict):
-    """Close what connects a rank with others; its process groups are broken then."""
+class AbortCollectivesRequest(TypedDict):
+    """Close the connections of a rank to other ranks. This breaks its process groups."""
 
     pids: list[int]
     """Processes of all ranks."""
     id: str
-    """Of this release: ranks on several nodes tell one another under it what connects them."""
+    """Id of this request, under which ranks on several nodes exchange their connections."""
 
 
-class ReleaseReply(TypedDict):
-    """How many connections were closed."""
+class AbortCollectivesReply(TypedDict):
+    """Number of connections that were closed."""
 
     closed: int
 
 
-class RenewRequest(TypedDict):
-    """Make the prepared models anew, and before them the process groups."""
+class RebuildModelsRequest(TypedDict):
+    """Rebuild the prepared models and, if needed, the process groups."""
 
     era: int
-    """Number of this renewal."""
+    """Number of this rebuild."""
     groups: bool
-    """Whether the groups too: they are broken, or the ranks out of step."""
+    """True to rebuild the process groups too: they are broken, or the ranks out of sync."""
 
 
-class RenewReply(TypedDict, total=False):
-    """What came of it on a rank."""
+class RebuildModelsReply(TypedDict, total=False):
+    """Result of a rebuild on a rank."""
 
     status: Literal["ok", "error"]
     report: dict[str, Any]
-    """Fields of `worker.operations.recover.Report`."""
+    """Fields of ``worker.operations.recover.RankRecoveryReport``."""
     error: str
     """One sentence."""
 
 
 class StacksReply(TypedDict):
-    """The Python stacks of all threads of a rank, as text."""
+    """Python stacks of all threads of a rank, as text."""
 
     text: str
 
 
 class ProfileRequest(TypedDict):
-    """Record some optimizer steps of a cell; each rank answers by one `Profiled` later."""
+    """Record optimizer steps of a cell. Each rank replies later with a ``ProfileResult``."""
 
     id: str
-    """Of this profile; the same for all ranks."""
+    """Id of this profile, equal on all ranks."""
     ranks: list[int]
-    """All that were asked."""
+    """All ranks that are profiled."""
     cell: str
-    """Request of the cell, as in `Interrupt`; of one that is to come not known yet."""
+    """Message id of the cell's request, as in ``InterruptRequest``; unknown for the next cell."""
     running: bool
-    """It was sent before; else it is the next one to come."""
+    """True to profile a cell that was sent already, False for the next one."""
     steps: int | None
-    """None: until the figures are stable."""
+    """Number of steps; None: until the measurements are stable."""
     limit_s: float
-    """Longest time of the window."""
+    """Maximum duration of the window."""
     trace: str
-    """Folder for traces; empty: none."""
+    """Folder for traces; "": none."""
     memory: bool
-    """Whether to count the tensors of one step more."""
+    """True to record the tensors of one further step."""
 
 
-class ProfileReply(TypedDict, total=False):
-    """The rank waits for steps, or why it does not."""
+class ProfileStartReply(TypedDict, total=False):
+    """Accepted: the rank waits for steps. Refused: the reason."""
 
     status: Literal["ok", "refused"]
     error: str
     """One sentence."""
 
 
-class Profiled(TypedDict, total=False):
-    """What came of a profile on a rank; exactly one for each request that was accepted."""
+class ProfileResult(TypedDict, total=False):
+    """Profile of a rank; sent exactly once per accepted request."""
 
     id: str
     figures: dict[str, Any]
-    """`profile.figures.RankFigures.to_json()`."""
+    """``profiler.measurements.RankProfile.to_json()``."""
     error: str
-    """One sentence, instead of figures."""
+    """One sentence; replaces the figures."""
 
 
 class SwitchRequest(TypedDict):
-    """Give the living models another engine."""
+    """Move the prepared models to another engine."""
 
     options: dict[str, Any]
-    """`strategies.Options.to_json()`, checked."""
+    """Validated `strategies.Options.to_json()`."""
     reset_optimizer: bool
 
 
 class SwitchReply(TypedDict, total=False):
-    """What a switch did on a rank, or why all is as it was."""
+    """Result of a switch on a rank. On an error the previous state is restored."""
 
     status: Literal["ok", "error"]
     report: dict[str, Any]
-    """Fields of `worker.operations.switch.Report`."""
+    """Fields of ``worker.operations.switch.RankSwitchReport``."""
     error: str
     """One sentence, the same on all ranks."""
 
 
 class ExportRequest(TypedDict):
-    """Write the prepared model as a folder that others read."""
+    """Export the prepared model as a folder for other tools."""
 
     folder: str
-    """Absolute."""
+    """Absolute path."""
     dtype: str | None
-    """Of floating-point tensors, as torch names it; None: as trained."""
+    """torch name of the dtype for floating-point tensors; None: as trained."""
     max_shard_size: str
-    """Of a file: "5GB"."""
+    """Maximum file size: "5GB"."""
     overwrite: bool
     model: str | None
-    """The variable that holds it; None: the only one."""
+    """Variable that holds the model; None: the only prepared model."""
 
 
 class ExportReply(TypedDict, total=False):
-    """What an export did on a rank, or why there is none."""
+    """Result of an export on a rank, or an error."""
 
     status: Literal["ok", "error"]
     report: dict[str, Any]
-    """Fields of `worker.operations.export.Report`."""
+    """Fields of ``worker.operations.export.RankExportReport``."""
     error: str
     """One sentence, the same on all ranks."""
 
 
-class GatherRequest(TypedDict):
-    """Write the state dict of a prepared model into one payload file, all ranks together.
+class GatherModelRequest(TypedDict):
+    """Gather the state dict of a prepared model into one payload file.
 
-    Answered by a `FileReply`.
+    The reply is a ``PayloadFileReply``.
     """
 
     name: str
@@ -398,167 +398,167 @@ class GatherRequest(TypedDict):
 
 
 class SaveRequest(TypedDict):
-    """Begin to write a checkpoint."""
+    """Start to save a checkpoint."""
 
     root: str
-    """Absolute."""
+    """Absolute path."""
     name: str
     overwrite: bool
     keep: int | None
 
 
 class SaveReply(TypedDict, total=False):
-    """The state is copied and is being written, or nothing was."""
+    """Reply once the state is copied and writing has started, or an error."""
 
     status: Literal["ok", "error"]
     id: str
-    """As in `Saved`."""
+    """As in ``SaveStatus``."""
     error: str
     """One sentence, the same on all ranks."""
 
 
-class Saved(TypedDict, total=False):
-    """How far a save is: begun, whole and named, or given up without a trace."""
+class SaveStatus(TypedDict, total=False):
+    """Status of a save. A failed save leaves no files behind."""
 
     id: str
     state: Literal["running", "done", "failed"]
     root: str
     name: str
     seconds: float
-    """Since it was asked for."""
+    """Seconds since the request."""
     pause_s: float
-    """Of these, training stood still."""
+    """Part of `seconds` in which training was paused."""
     path: str
     step: int
     size_bytes: int
-    """While it runs about what will be written."""
+    """While running, an estimate of the final size."""
     backend: str
     removed: list[str]
-    """Older checkpoints that `keep` did not count."""
+    """Older checkpoints removed because of `keep`."""
     notes: list[str]
-    """What is not in it."""
+    """Parts of the state that the checkpoint does not contain."""
     error: str
-    """One sentence, with the rank."""
+    """One sentence that names the rank."""
 
 
 class LoadRequest(TypedDict):
-    """Bring a checkpoint into the prepared models."""
+    """Load a checkpoint into the prepared models."""
 
     path: str
     id: str
-    """Of its manifest, so that it is not another one by now."""
+    """Id in the manifest, to detect that the checkpoint was replaced."""
     weights_only: bool
 
 
 class LoadReply(TypedDict, total=False):
-    """What was loaded on a rank, or why all is as it was."""
+    """Result of a load on a rank. On an error the previous state is restored."""
 
     status: Literal["ok", "error"]
     report: dict[str, Any]
-    """Fields of `worker.operations.load.Report`."""
+    """Fields of ``worker.operations.load.RankLoadReport``."""
     error: str
     """One sentence, the same on all ranks."""
 
 
-class LeaveRequest(TypedDict):
-    """Write everything that new ranks need; nothing is changed."""
+class ResizeSaveRequest(TypedDict):
+    """Write the state for new ranks, without changing it."""
 
     options: dict[str, Any]
-    """`strategies.Options.to_json()` of the new ranks, checked."""
+    """Validated `strategies.Options.to_json()` of the new ranks."""
     world_size: int
-    """Number of the new ranks."""
+    """Number of new ranks."""
     reset_optimizer: bool
     folders: list[str]
-    """Private and empty; the first with room is taken."""
+    """Private, empty folders; the first with enough space is used."""
 
 
-class ArriveRequest(TypedDict):
-    """Make everything again that the ranks before have written."""
+class ResizeLoadRequest(TypedDict):
+    """Restore the state written by the previous ranks."""
 
     folder: str
     world_size: int
-    """Number of the ranks before."""
+    """Number of previous ranks."""
 
 
-class HandoverReply(TypedDict, total=False):
-    """What came of it on a rank."""
+class ResizeReply(TypedDict, total=False):
+    """Result of a resize on a rank."""
 
     status: Literal["ok", "error"]
     report: dict[str, Any]
-    """Fields of `worker.operations.resize.Report`."""
+    """Fields of ``worker.operations.resize.RankResizeReport``."""
     error: str
     """One sentence, the same on all ranks."""
 
 
-class ForeignRequest(TypedDict):
-    """Load a checkpoint that something else wrote into the prepared model."""
+class ImportRequest(TypedDict):
+    """Import a checkpoint of another tool into the prepared model."""
 
     path: str
-    """Absolute, of a folder or a file."""
+    """Absolute path of a folder or a file."""
     trust: bool
-    """Whether code in it may run."""
+    """True to allow pickled code in it to run."""
     model: str | None
-    """The variable that holds the model; None: the only one."""
+    """Variable that holds the model; None: the only prepared model."""
 
 
-class ForeignReply(TypedDict, total=False):
-    """What was loaded on a rank, or why all is as it was."""
+class ImportReply(TypedDict, total=False):
+    """Result of an import on a rank. On an error the previous state is restored."""
 
     status: Literal["ok", "error"]
     report: dict[str, Any]
-    """Fields of `worker.operations.import_checkpoint.Report`."""
+    """Fields of ``worker.operations.import_checkpoint.RankImportReport``."""
     error: str
     """One sentence, the same on all ranks."""
 
 
-class Phase(TypedDict):
-    """What goes on, for the user."""
+class RankProgress(TypedDict):
+    """Progress of a request, for the user."""
 
     text: str
 
 
 class JoinReply(TypedDict):
-    """A rank is up: it has passed a barrier with all others."""
+    """A rank has started and passed a barrier with all others."""
 
     pid: int
     created: float
-    """Start time of the process (psutil), so that a reused pid is never taken for it."""
+    """Start time of the process (psutil), to detect a reused process id."""
     device: str
 
 
-class Report(TypedDict):
+class MetricsReport(TypedDict):
     """Rows of report(): "step", "time" (unix seconds) and scalars by name.
 
-    JSON has no NaN or infinity: `finite_or_text` wrote them, float() reads them.
+    JSON has no NaN or infinity: `to_json_number` encodes them, float() decodes them.
     """
 
     rows: list[dict[str, float | str]]
 
 
-class Send(TypedDict):
-    """One value of send(): the payload file is the kernel's to delete."""
+class SentValue(TypedDict):
+    """One value of send(). The kernel deletes the payload file."""
 
     name: str
     path: str
 
 
-class Chosen(TypedDict):
-    """The decision of auto."""
+class AutoDecision(TypedDict):
+    """Options chosen by auto."""
 
     options: dict[str, Any]
     """`strategies.Options.to_json()`."""
 
 
-class Advice(TypedDict):
-    """Text to stand below the traceback of a failure for lack of memory."""
+class OomAdvice(TypedDict):
+    """Text shown below the traceback of an out-of-memory error."""
 
     lines: list[str]
     held_bytes: int
-    """What the rank held; of several ranks the fullest one's advice is shown."""
+    """Memory in use on the rank. Of several ranks, the advice of the fullest is shown."""
 
 
-def finite_or_text(number: float) -> float | str:
-    """The number itself, or "nan", "inf", "-inf"."""
+def to_json_number(number: float) -> float | str:
+    """Return a finite number as it is, else "nan", "inf" or "-inf"."""
     return number if math.isfinite(number) else str(number)
 
 
@@ -572,91 +572,91 @@ class RankError:
     traceback: list[str]
     """Lines as IPython renders them, with ANSI colours."""
     at: float
-    """Unix seconds on the rank's clock; orders the errors of several ranks."""
+    """Unix time on the rank's clock; orders the errors of several ranks."""
 
     @property
-    def is_stop(self) -> bool:
-        """Whether it is no more than Stop."""
+    def is_interrupt(self) -> bool:
+        """True if the error is only the interrupt itself."""
         return self.ename == "KeyboardInterrupt"
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchRanks:
     """Start ranks."""
 
     generation: int
-    """Number of this start; `Ended` repeats it, so that an old end is never taken for a new one."""
+    """Number of this start, repeated in ``AllRanksExited`` to match it with its start."""
     world_size: int
     devices: list[str] | None
     """UUIDs of the GPUs; None for CPU ranks."""
     options: dict[str, Any]
     """`strategies.Options.to_json()`."""
     auto: dict[str, Any] | None
-    """Of the options those that auto takes as given; None: all of them are."""
+    """Options that auto takes as fixed; None: all of them."""
     hardware: dict[str, Any]
     """`strategies.Hardware.to_json()`."""
     run_dir: str
-    """Private folder (0700) of this start: sockets, connection files."""
+    """Private folder (0700) of this start for sockets and connection files."""
     bulk_dir: str
-    """Private folder (0700) of payload files."""
+    """Private folder (0700) for payload files."""
     env: dict[str, str] = field(default_factory=dict)
-    """The kernel's environment at this moment, scrubbed."""
+    """The kernel's current environment without launch variables."""
     cwd: str = ""
     path: list[str] = field(default_factory=list)
-    """The kernel's sys.path, so that the user's own modules import on the ranks."""
+    """The kernel's sys.path, so that ranks can import the user's modules."""
     first: int = 0
-    """Number of this launcher's first rank."""
+    """This launcher's first rank."""
     here: int = 0
-    """How many ranks it starts; 0: all."""
+    """Number of ranks that this launcher starts; 0: all."""
     node: int = 0
     nodes: int = 1
-    """Which of how many nodes it is on."""
+    """Number of nodes; `node` is the index of this one."""
     machines: list[dict[str, Any]] = field(default_factory=list)
-    """What the nodes have, for the planner, by `machine.to_runs`; empty: all are this machine."""
+    """Hardware of the nodes by ``nodes_to_json``, for the planner; empty: all are this machine."""
     interface: str = "lo"
-    """Network interface that connects the ranks."""
+    """Network interface between the ranks."""
     checkpoints: str = ""
-    """Folder or URL of all checkpoints; "": "checkpoints" in `cwd`."""
+    """Folder or URL for checkpoints; "": "checkpoints" in `cwd`."""
     store: str = ""
-    """Where the ranks find one another: ZMQ address of the agent; "": a file in `run_dir`."""
+    """Rendezvous of the ranks: ZMQ address of the agent; "": a file in `run_dir`."""
 
     @property
-    def ranks_here(self) -> int:
-        """Number of ranks of this launcher."""
+    def local_world_size(self) -> int:
+        """Number of ranks that this launcher starts."""
         return self.here or self.world_size
 
 
 @dataclass(frozen=True, slots=True)
-class Halt:
+class StopRanks:
     """End the ranks, keep the launcher."""
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveAtEnd:
-    """Remove this folder too when the kernel is gone; it may be gone before."""
+class CleanupFolder:
+    """Register a further folder to remove when the kernel has ended. It may no longer exist."""
 
     folder: str
     remove: bool = True
-    """False: not any more."""
+    """False to unregister it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
-    """The launcher's imports are done."""
+class LauncherReady:
+    """The launcher has finished its imports."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """A long step, for the user."""
+class LauncherProgress:
+    """Status text of a long step, for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Born:
-    """A rank's process is there."""
+class RankForked:
+    """A rank's process was forked."""
 
     generation: int
     rank: int
@@ -664,72 +664,90 @@ class Born:
 
 
 @dataclass(frozen=True, slots=True)
-class RankEnded:
-    """The process of one rank ended; the first of several is the cause."""
+class RankExited:
+    """A rank's process ended. The first of several is the cause."""
 
     generation: int
     rank: int
     code: int | None
-    """Exit code; negative = ended by that signal; None: somebody else has collected it."""
+    """Exit code; negative: ended by that signal; None: reaped by another process."""
     words: str = ""
-    """What it wrote from C to stdout and stderr last, and nobody had read."""
+    """Its last unread output from C to stdout and stderr."""
     node: str = ""
-    """Where, by name; "" on one machine."""
+    """Name of the node; "" on one machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The ranks ended, wanted or not."""
+class AllRanksExited:
+    """All ranks ended, as requested or not."""
 
     generation: int
     exitcodes: dict[str, int] = field(default_factory=dict)
-    """By rank, of those that failed first; negative = ended by that signal (as in subprocess)."""
+    """By rank, of those that failed first; negative: ended by that signal (as in subprocess)."""
     error: str = ""
-    """The launcher's own error, where it could not start them."""
+    """The launcher's error, if it could not start the ranks."""
     node: str = ""
-    """Where the cause lies, by name; "" on one machine."""
+    """Name of the node that caused it; "" on one machine."""
 
 
-LinkMessage = Launch | Halt | RemoveAtEnd | Warm | Progress | Born | RankEnded | Ended
-_MESSAGES = (Launch, Halt, RemoveAtEnd, Warm, Progress, Born, RankEnded, Ended)
+LauncherMessage = (
+    LaunchRanks
+    | StopRanks
+    | CleanupFolder
+    | LauncherReady
+    | LauncherProgress
+    | RankForked
+    | RankExited
+    | AllRanksExited
+)
+_MESSAGES = (
+    LaunchRanks,
+    StopRanks,
+    CleanupFolder,
+    LauncherReady,
+    LauncherProgress,
+    RankForked,
+    RankExited,
+    AllRanksExited,
+)
 _TYPES = {cls.__name__: cls for cls in _MESSAGES}
 
 
-def death_note(run_dir: str | Path, rank: int) -> Path:
-    """Where a rank that cannot start leaves its traceback."""
+def startup_error_file(run_dir: str | Path, rank: int) -> Path:
+    """Return the file for the traceback of a rank that fails to start."""
     return Path(run_dir) / f"rank{rank}.died"
 
 
 def crash_file(folder: str | Path, name: str) -> Path:
-    """Where a process writes its Python stack when a signal such as SIGSEGV ends it.
+    """Return the file for the Python stack of a process that a signal such as SIGSEGV ends.
 
     Args:
-        folder: of this start of the ranks; of the launcher, its own.
+        folder: folder of this start of the ranks; for the launcher, its own folder.
         name: "rank1", "launcher".
     """
     return Path(folder) / f"{name}.crash"
 
 
 def stacks_file(folder: str | Path, name: str) -> Path:
-    """Where a process writes its Python stacks when `STACKS_SIGNAL` asks for them."""
+    """Return the file for the Python stacks of a process, dumped on `STACKS_SIGNAL`."""
     return Path(folder) / f"{name}.stacks"
 
 
-def to_line(message: LinkMessage) -> bytes:
-    """One message of the link as a line of JSON."""
+def encode_line(message: LauncherMessage) -> bytes:
+    """Encode a launcher message as a line of JSON."""
     return json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
 
 
-def from_line(line: bytes) -> LinkMessage:
-    """Parse a line of the link.
+def decode_line(line: bytes) -> LauncherMessage:
+    """Decode a line from ``encode_line``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: not a launcher message.
     """
     try:
         name, fields = json.loads(line)
-        message: LinkMessage = _TYPES[name](**fields)
+        message: LauncherMessage = _TYPES[name](**fields)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        msg = f"{line[:100]!r} is no message of the link ({type(error).__name__})"
+        msg = f"{line[:100]!r} is not a launcher message ({type(error).__name__})"
         raise ValueError(msg) from error
     return message

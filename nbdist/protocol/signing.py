@@ -1,7 +1,7 @@
-"""Signed messages between the kernel and the ranks; both sides use it.
+"""Signed messages between the kernel and the ranks.
 
-jupyter_client signs with HMAC-SHA256 and refuses a signature that it has seen before. Who can
-reach a socket could still do harm without the key, which is mended here.
+Extends jupyter_client's HMAC-SHA256 signatures and replay check: without these changes a process
+that can reach a socket could disturb the session without knowing the key.
 """
 
 from __future__ import annotations
@@ -12,34 +12,31 @@ from typing import Any
 from jupyter_client.session import DELIM, Session
 
 KEY_BYTES = 32
-"""Randomness of a key; as text it is twice as long."""
+"""Random bytes in a key; its text is twice as long."""
 
 
-class Signer(Session):
-    """Signs, checks, and is not confused by what others send."""
+class MessageSigner(Session):
+    """Signs and verifies messages; safe against unsigned and replayed ones."""
 
     def feed_identities(self, msg_list: Any, copy: bool = True) -> tuple[list[bytes], Any]:  # noqa: FBT001, FBT002 - jupyter_client's own
-        """Split off the identities; what has no delimiter is an empty message.
-
-        ipykernel 7.4 calls this where an exception would end up nowhere; an empty message is
-        refused like any other that is not signed.
-        """
+        """Split off the identities. A message without a delimiter is returned as empty."""
+        # ipykernel 7.4 calls this where an exception would be lost; an empty message is rejected
+        # like any other unsigned one
         if DELIM not in map(bytes, msg_list):
             return [], []
         identities, message = super().feed_identities(msg_list, copy)
         return identities, message
 
     def deserialize(self, msg_list: Any, content: bool = True, copy: bool = True) -> dict[str, Any]:  # noqa: FBT001, FBT002 - jupyter_client's own
-        """Check a message and unpack it.
-
-        jupyter_client 8.10 remembers a signature before it has checked it and forgets others for
-        want of room: 65,536 forged messages, and one that was recorded is taken again.
+        """Verify a message and decode it.
 
         Raises:
-            Exception: of any kind; it is none of ours.
+            Exception: any type, if the message is not valid.
         """
+        # jupyter_client 8.10 records a signature before verifying it and evicts old ones: after
+        # 65,536 forged messages a recorded message would be accepted again
         if not msg_list:
-            msg = "nothing is signed"
+            msg = "the message is empty"
             raise ValueError(msg)
         signature = bytes(msg_list[0])
         seen = signature in self.digest_history
@@ -50,31 +47,29 @@ class Signer(Session):
                 self.digest_history.discard(signature)
             raise
 
-    def opened(self, frames: list[bytes]) -> dict[str, Any] | None:
-        """The message in `frames`; None where nobody with the key has written it, or long ago."""
+    def verify_message(self, frames: list[bytes]) -> dict[str, Any] | None:
+        """Return the message in `frames`; None if it is not signed with the key or is replayed."""
         _, message = self.feed_identities(frames)
         try:
             return self.deserialize(message)
-        except Exception:  # noqa: BLE001 - frames of a stranger may fail in any way
+        except Exception:  # noqa: BLE001 - unverified frames can raise anything
             return None
 
 
-class Briefly(logging.Filter):
-    """Lets through one of ipykernel's complaints about refused messages, of each kind.
+class RejectedMessageLogFilter(logging.Filter):
+    """Passes one ipykernel log record per kind of rejected message.
 
-    ipykernel 7.4 logs a traceback for every one of them: whoever sends junk would push all that
-    matters out of the log.
+    ipykernel 7.4 logs a traceback for each of them: invalid messages could flood the log.
     """
 
     def __init__(self) -> None:
-        """Nothing was said yet."""
         super().__init__()
-        self._said: set[str] = set()
+        self._logged_kinds: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to log it."""
+        """Return True if the record is to be logged."""
         kind = str(record.msg)
-        again = kind in self._said
+        again = kind in self._logged_kinds
         if kind.startswith("Invalid"):
-            self._said.add(kind)
+            self._logged_kinds.add(kind)
         return not again

@@ -1,7 +1,7 @@
-"""The cells of a session: sent to the ranks, joined, stopped; runs in the notebook's kernel.
+"""Sends, joins and interrupts the cells of a session; runs in the notebook's kernel.
 
-One cell runs at a time. Those before it are kept for a while, because a background thread of
-a rank may still write under them, and because tracebacks name them.
+One cell runs at a time. Earlier cells are kept for a while: a background thread of a rank may
+still print, and tracebacks refer to their code.
 """
 
 from __future__ import annotations
@@ -14,166 +14,173 @@ from nbdist import rank_sets as rank_names
 from nbdist.errors import CellInterrupted
 from nbdist.protocol import messages
 from nbdist.session import cell_source, recovery
-from nbdist.session.interrupt import Ladder
+from nbdist.session.interrupt import InterruptEscalation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbdist.errors import RankDied
-    from nbdist.output.sink import PinnedScreen
+    from nbdist.output.sink import FinishedCellSink
     from nbdist.session.cell import Cell
-    from nbdist.session.rank_activity import Whereabouts
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.rank_activity import RankActivityPoller
+    from nbdist.session.worker_group import WorkerGroup
 
-KEPT_CELLS = 64
-"""Late output (a rank's background thread) is shown for this many past cells."""
+MAX_CELLS = 64
+"""Number of past cells for which late output (of a rank's background thread) is shown."""
 
 
-class Cells:
-    """The cell that runs, and those before it."""
+class CellRunner:
+    """The running cell and the cells before it."""
 
-    def __init__(self, gang: Gang, whereabouts: Whereabouts) -> None:
-        """Run nothing yet."""
-        self.running: Cell | None = None
-        self.background: Cell | None = None
-        """The last one that was sent to run in the background."""
-        self.last: Cell | None = None
-        """The one that ended last."""
+    def __init__(self, workers: WorkerGroup, rank_activity: RankActivityPoller) -> None:
+        self.running_cell: Cell | None = None
+        self.background_cell: Cell | None = None
+        """The last background cell."""
+        self.last_cell: Cell | None = None
+        """The cell that finished last."""
         self._kept: list[Cell] = []
         self._lock = threading.Lock()
-        """For `running` and those kept: one thread sends a cell while another ends them all."""
-        self.ladder: Ladder | None = None
-        """Of the cell that runs now, or of the last one until the ranks are seen to be in step."""
+        """Protects `running_cell` and the kept cells, which several threads change."""
+        self.escalation: InterruptEscalation | None = None
+        """Escalation of the running cell, or of the last one until the ranks are resynchronized."""
         self._counter = itertools.count(1)
-        self._gang, self._whereabouts = gang, whereabouts
+        self._workers, self._rank_activity = workers, rank_activity
 
     # -- a cell's life
 
-    def number(self, given: int | None) -> int:
-        """Number of the next cell: the notebook's own, or counted here."""
+    def next_cell_number(self, given: int | None) -> int:
+        """Return the number of the next cell: the notebook's own, or a count."""
         return given or next(self._counter)
 
     def send(self, cell: Cell, *, world_size: int, checkpoints: str) -> None:
-        """Send a cell to its ranks, with where its `save()` goes."""
-        self.ladder = Ladder(cell, self._gang, self._whereabouts, world_size=world_size)
+        """Send a cell to its ranks, with the target of its `save()`."""
+        self.escalation = InterruptEscalation(
+            cell, self._workers, self._rank_activity, world_size=world_size
+        )
         with self._lock:
-            self.running = cell
+            self.running_cell = cell
             self._kept.append(cell)
-            old, self._kept = self._kept[:-KEPT_CELLS], self._kept[-KEPT_CELLS:]
-        for one in old:
-            self._gang.forget(set(one.requests.values()))
-        note = messages.CellNote(count=cell.count, checkpoints=checkpoints)
-        content = messages.execute(cell.code)
-        request = self._gang.post(
-            cell.ranks, "shell", "execute_request", content, cell.deliver, note=note, together=True
+            old, self._kept = self._kept[:-MAX_CELLS], self._kept[-MAX_CELLS:]
+        for past in old:
+            self._workers.drop_requests(set(past.requests.values()))
+        note = messages.CellMetadata(count=cell.count, checkpoints=checkpoints)
+        content = messages.make_execute_request(cell.code)
+        request = self._workers.queue_request(
+            cell.ranks,
+            "shell",
+            "execute_request",
+            content,
+            cell.on_message,
+            note=note,
+            together=True,
         )
         cell.requests.update(dict.fromkeys(cell.ranks, request))
-        self._gang.wake()
+        self._workers.wake()
 
     def join(
         self,
         cell: Cell,
-        afterwards: PinnedScreen,
+        afterwards: FinishedCellSink,
         *,
         owed: Callable[[Cell], object],
     ) -> None:
-        """Show the cell's output until it is over; Stop interrupts the ranks.
+        """Show the cell's output until it has finished; forward interrupts to the ranks.
 
         Args:
-            cell: the one that runs.
-            afterwards: where it shows what comes later.
-            owed: shows what belongs below the cell when it is over.
+            cell: the running cell.
+            afterwards: shows output that arrives later.
+            owed: shows pending results, such as a profile, below the finished cell.
 
         Raises:
-            CellInterrupted: Stop was pressed twice, and the ranks did not stop: the cell goes on.
+            CellInterrupted: interrupted twice, and the ranks did not stop: the cell keeps running.
         """
         pressed = False
         try:
             while not cell.finished.is_set():
-                if self.ladder is not None and self.ladder.returns_prompt:
+                if self.escalation is not None and self.escalation.returns_prompt:
                     break
                 try:
                     if pressed:
                         pressed = False
-                        self.stop()
-                    cell.pump(cell.patience_s)
+                        self.escalate_interrupt()
+                    cell.render_pending(cell.poll_timeout_s)
                 except KeyboardInterrupt:
                     pressed = True
             if not cell.finished.is_set():
                 cell.show_errors()
-                raise CellInterrupted(stuck_words(cell))
+                raise CellInterrupted(stuck_ranks_message(cell))
             owed(cell)
         finally:
             cell.detach(afterwards)
 
-    def stop(self) -> bool:
-        """Go one stage further with the running cell; returns whether there is one."""
-        if self.running is None or self.ladder is None:
+    def escalate_interrupt(self) -> bool:
+        """Escalate the interrupt of the running cell by one stage; return False without one."""
+        if self.running_cell is None or self.escalation is None:
             return False
-        self.ladder.stop()
+        self.escalation.escalate()
         return True
 
-    def settle(self, *, world_size: int) -> str:
-        """See that the ranks of the cell before are in step; returns what went wrong with it."""
-        if self.ladder is None:
+    def resync_ranks(self, *, world_size: int) -> str:
+        """Resynchronize the ranks if needed. Returns an error message, or ""."""
+        if self.escalation is None:
             return ""
-        problem = recovery.settle(self.ladder, self._gang, world_size=world_size)
-        self.ladder = None
+        problem = recovery.resync_ranks(self.escalation, self._workers, world_size=world_size)
+        self.escalation = None
         return problem
 
-    # -- what arrives on the reader thread
+    # -- messages, on the reader thread
 
-    def done(self, cell: Cell) -> bool:
-        """Note that a cell is over; whether it was the one that runs."""
-        if self.running is not cell:
+    def mark_done(self, cell: Cell) -> bool:
+        """Mark a cell as finished; return whether it was the running one."""
+        if self.running_cell is not cell:
             return False
-        self.running, self.last = None, cell
-        self._whereabouts.forget()
+        self.running_cell, self.last_cell = None, cell
+        self._rank_activity.clear()
         return True
 
-    def tell(self, line: str) -> None:
-        """Show a line below the cell that runs."""
-        if self.running is not None:
-            self.running.tell(line)
+    def print_line(self, line: str) -> None:
+        """Print a line below the running cell."""
+        if self.running_cell is not None:
+            self.running_cell.print_line(line)
 
     def tick(self) -> None:
         """Watch the running cell."""
-        if self.running is not None and self.ladder is not None:
-            self.ladder.tick()
+        if self.running_cell is not None and self.escalation is not None:
+            self.escalation.tick()
 
-    def show_late(self) -> bool:
-        """Show output of background cells, and what past ones write; whether there was any."""
-        waiting = [cell for cell in self._kept if cell.detached and not cell.quiet]
+    def render_background_output(self) -> bool:
+        """Show output of background and past cells; return whether there was any."""
+        waiting = [cell for cell in self._kept if cell.detached and not cell.has_no_pending_output]
         for cell in waiting:
-            cell.pump(0)
+            cell.render_pending(0)
         return bool(waiting)
 
-    # -- all of them
+    # -- all cells
 
-    def die(self, death: RankDied) -> None:
-        """End those that are not over, and forget all: their ranks are gone."""
+    def fail_all(self, death: RankDied) -> None:
+        """Fail unfinished cells and drop all, because their ranks have ended."""
         with self._lock:
             dying, self._kept = self._kept, []
         for cell in dying:
             if not cell.finished.is_set():
-                cell.die(death)
+                cell.fail(death)
                 if cell.detached:
-                    cell.pump(0)
+                    cell.render_pending(0)
 
-    def files(self) -> dict[str, int]:
-        """Numbers of the last cells by the name of the file that ranks give to their code."""
-        return {cell_source.file_name(cell.code): cell.count for cell in self._kept}
+    def cell_numbers_by_file(self) -> dict[str, int]:
+        """Return the numbers of the kept cells by the file name of their code on the ranks."""
+        return {cell_source.cell_file_name(cell.code): cell.count for cell in self._kept}
 
-    def sources(self, cell: Cell) -> list[tuple[str, str]]:
-        """Name and code of the cells before this one, and of it, for advice on their lines."""
-        before = [one for one in self._kept if one is not cell]
-        return [(f"In[{one.count}]", one.code) for one in (*before, cell)]
+    def cell_sources(self, cell: Cell) -> list[tuple[str, str]]:
+        """Return name and code of the kept cells, `cell` last, for advice about their lines."""
+        before = [past for past in self._kept if past is not cell]
+        return [(f"In[{past.count}]", past.code) for past in (*before, cell)]
 
 
-def stuck_words(cell: Cell) -> str:
-    """Say which ranks did not stop, and what can be done."""
+def stuck_ranks_message(cell: Cell) -> str:
+    """Return an error message with the ranks that did not stop and what to do."""
     return (
-        f"{rank_names.words(cell.pending)} did not stop yet: Python stops when the library that it"
-        " has called returns. %nbdist wait goes on waiting; %nbdist interrupt ends the ranks, and"
-        " %nbdist restart takes new ones."
+        f"{rank_names.describe_ranks(cell.pending)} did not stop yet: Python handles an interrupt"
+        " only when the library call returns. Use %nbdist wait to keep waiting, %nbdist interrupt"
+        " to end the ranks, or %nbdist restart to start new ones."
     )

@@ -1,4 +1,4 @@
-"""The code of a cell, and the notebook's own namespace; runs in the kernel."""
+"""The source code of a cell, and the notebook's namespace; runs in the notebook's kernel."""
 
 from __future__ import annotations
 
@@ -10,44 +10,48 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.errors import OptionError
 
-CELL = "<cell>"
+CELL_FILE_NAME = "<cell>"
 
 
-def check(code: str) -> None:
-    """Refuse code that no rank could run, before anything is sent.
+def check_code(code: str) -> None:
+    """Check that code can run, before it is sent to the ranks.
 
     Raises:
-        OptionError: nothing to run.
+        OptionError: the cell is empty.
         SyntaxError: as the notebook would raise it.
     """
     lines = [line.strip() for line in code.splitlines()]
     if all(not line or line.startswith("#") for line in lines):
-        msg = "The cell is empty: write the code for the ranks under the %%distribute line."
+        msg = "The cell is empty. Write the code for the ranks below the %%distribute line."
         raise OptionError(msg)
     if code.lstrip().startswith("%%"):
-        return  # the body belongs to a cell magic, which alone can read it
+        return  # only the cell magic can parse its body
     try:
-        parse(code)
+        parse_cell(code)
     except SyntaxError:
-        # magics and !shell; transforming first would cost every cell half a millisecond
-        parse(TransformerManager().transform_cell(code))
+        # Magics and !shell. Not transformed first: that costs half a millisecond per cell.
+        parse_cell(TransformerManager().transform_cell(code))
 
 
-def parse(code: str) -> None:
-    """Raise SyntaxError unless `code` is Python with top-level await."""
+def parse_cell(code: str) -> None:
+    """Parse `code` as Python with top-level await.
+
+    Raises:
+        SyntaxError: it is not valid.
+    """
     flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    compile(code, CELL, "exec", flags=flags, dont_inherit=True)
+    compile(code, CELL_FILE_NAME, "exec", flags=flags, dont_inherit=True)
 
 
-def file_name(code: str) -> str:
-    """The name of the file that a rank's ipykernel gives to the code of a cell."""
+def cell_file_name(code: str) -> str:
+    """Return the file name that ipykernel gives to the code of a cell."""
     from ipykernel.compiler import get_file_name
 
     return Path(get_file_name(code)).name
 
 
-def bind(name: str, value: object) -> None:
-    """Bind a variable in the notebook's namespace; a script has none."""
+def bind_variable(name: str, value: object) -> None:
+    """Bind a variable in the notebook's namespace; do nothing in a script."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if shell is not None:

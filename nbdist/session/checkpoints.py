@@ -1,4 +1,4 @@
-"""Checkpoints as the notebook's kernel sees them: begun, listed, loaded; without torch."""
+"""Checkpoints as the notebook's kernel sees them: save, list and load; without torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from nbdist import checkpoint
-from nbdist.checkpoint import Remote, Url, names
+from nbdist.checkpoint import Url, UrlStorage, names
 from nbdist.errors import CheckpointError
-from nbdist.operations.switch import size
-from nbdist.output.sink import PinnedScreen
+from nbdist.operations.switch import format_bytes
+from nbdist.output.sink import FinishedCellSink
 from nbdist.output.status_line import StatusLine
-from nbdist.paths import expanded
+from nbdist.paths import expand_user
 from nbdist.protocol import messages
-from nbdist.session.recovery import Transaction
+from nbdist.session.recovery import TransactionalRequest
 
 if TYPE_CHECKING:
     import os
@@ -31,40 +31,40 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nbdist.checkpoint import Draft, Entry
-    from nbdist.session.worker_group import Gang
+    from nbdist.checkpoint import CheckpointSummary, PendingCheckpoint
+    from nbdist.session.worker_group import WorkerGroup
 
     Listen = Callable[[Callable[[str], object] | None], None]
 
-FOLDER = "checkpoints"
-"""Of all checkpoints, beside the notebook."""
+DEFAULT_FOLDER = "checkpoints"
+"""Default root of checkpoints, beside the notebook."""
 REMEMBERED = 16
-"""Saves that are over and still known, so that a long session does not grow with each save."""
-FINISH_S = 60.0
-"""How long the end of a session waits for the save that runs."""
-SHOWN_EVERY_S = 0.5
-EXIT_S = 4.0
-"""The same at the end of the notebook's kernel: Jupyter kills it after five seconds."""
+"""Number of finished saves to keep, so that memory does not grow with each save."""
+FINISH_TIMEOUT_S = 60.0
+"""Timeout for running saves when a session ends."""
+PROGRESS_INTERVAL_S = 0.5
+EXIT_TIMEOUT_S = 4.0
+"""The same when the notebook's kernel exits: Jupyter kills it after five seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A whole checkpoint on the disk."""
+    """A complete checkpoint on disk or at a URL."""
 
     name: str
     step: int
     """Optimizer steps taken."""
     size_bytes: int
     backend: str
-    """That wrote it; any can load it."""
+    """Backend that wrote it; any backend can load it."""
     created: datetime
     path: Path | Url
     seconds: float | None = None
-    """That this session took to write it; None for another session's."""
+    """Time that this session took to write it; None if another session wrote it."""
 
     @classmethod
-    def of(cls, entry: Entry, seconds: float | None = None) -> Checkpoint:
-        """Take over what the folder says."""
+    def of(cls, entry: CheckpointSummary, seconds: float | None = None) -> Checkpoint:
+        """Create from a catalog entry."""
         return cls(
             name=entry.name,
             step=entry.step,
@@ -76,100 +76,100 @@ class Checkpoint:
         )
 
     def state_dict(self, prefix: str = "model.") -> dict[str, torch.Tensor]:
-        """Whole tensors on the CPU by name; imports torch, at this moment.
+        """Return unsharded CPU tensors by name; imports torch.
 
-        A tensor that lies in one piece in a file is read when it is looked at; what is written
-        into it stays in this process. Needs no session.
+        A tensor that is contiguous in one file is memory-mapped and read on access; writes to it
+        stay in this process. Needs no session.
 
         Args:
-            prefix: "model." weights and buffers, "optim.state." state of the optimizer.
+            prefix: "model." for weights and buffers, "optim.state." for optimizer state.
 
         Raises:
-            CheckpointError: it is not there any more, or a file is damaged.
+            CheckpointError: the checkpoint was removed, or a file is damaged.
         """
         from nbdist.state import shard_io
 
         if not isinstance(self.path, Url):
-            return shard_io.state_dict(self.path, prefix)
+            return shard_io.read_state_dict(self.path, prefix)
         with tempfile.TemporaryDirectory(prefix="nbdist-") as folder:
-            brought = checkpoint.Brought(self.path, Path(folder))
-            brought.bring({one.name for one in brought.manifest.files})
-            return shard_io.state_dict(brought.folder, prefix)
+            download = checkpoint.CheckpointDownload(self.path, Path(folder))
+            download.fetch({file.name for file in download.manifest.files})
+            return shard_io.read_state_dict(download.folder, prefix)
 
     def __str__(self) -> str:
-        """Say it on one line."""
+        """Return a one-line summary."""
         took = f" in {self.seconds:.1f} s" if self.seconds is not None else ""
         when = self.created.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         return (
-            f"{self.name}: step {self.step}, {size(self.size_bytes)}, {self.backend}, {when}{took}"
+            f"{self.name}: step {self.step}, {format_bytes(self.size_bytes)}, {self.backend},"
+            f" {when}{took}"
         )
 
 
 class Save:
-    """A save that goes on in the background, or is over."""
+    """A background save, running or finished."""
 
     def __init__(self) -> None:
-        """Know nothing of it yet."""
         self.name = ""
         self.root: Path | Url = Path()
         self.error = ""
-        """Why it failed."""
+        """Why it failed; "" if it did not."""
         self.notes: tuple[str, ...] = ()
-        """What is not in the checkpoint."""
+        """What the checkpoint does not contain."""
         self.removed: tuple[str, ...] = ()
-        """Older checkpoints that `keep` did not count."""
+        """Older checkpoints removed because of `keep`."""
         self.seconds = self.pause_s = 0.0
         self.path: Path | Url | None = None
-        self.made: Checkpoint | None = None
-        """What it has made."""
-        self.began = time.time()
-        """Unix seconds."""
+        self.checkpoint: Checkpoint | None = None
+        """The resulting checkpoint."""
+        self.started_at = time.time()
+        """Unix time in seconds."""
         self.size_bytes = 0
-        """About what all ranks will write; 0 where it is not known yet."""
-        self._draft: Draft | None = None
+        """Estimated size of all ranks' files; 0 if not known yet."""
+        self._draft: PendingCheckpoint | None = None
         self._over = threading.Event()
         self._watchers: list[Callable[[Save], object]] = []
         self._lock = threading.Lock()
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """True if the save has finished or failed."""
         return self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Checkpoint:
-        """Wait until the checkpoint is there, and return it.
+        """Wait until the checkpoint is complete, and return it.
 
         Raises:
-            CheckpointError: it failed; nothing of it is left.
-            TimeoutError: it still runs.
+            CheckpointError: the save failed; no files remain.
+            TimeoutError: the save is still running.
         """
         if not self._over.wait(timeout_s):
-            message = f"the save of {self.name} still runs after {timeout_s:g} s."
+            message = f"Saving checkpoint {self.name} is not finished after {timeout_s:g} s."
             raise TimeoutError(message)
         if self.error or self.path is None:
-            raise CheckpointError(f"checkpoint {self.name} was not saved: {self.error}")
-        there = checkpoint.place(self.root).entries()
-        found = next((one for one in there if one.name == self.name), None)
-        if found is None:
-            raise CheckpointError(f"checkpoint {self.name} was saved, and removed since.")
-        return Checkpoint.of(found, self.seconds)
+            raise CheckpointError(f"Checkpoint {self.name} was not saved: {self.error}")
+        entries = checkpoint.storage_for(self.root).list_checkpoints()
+        checkpoint_entry = next((entry for entry in entries if entry.name == self.name), None)
+        if checkpoint_entry is None:
+            raise CheckpointError(f"Checkpoint {self.name} was saved but has been removed since.")
+        return Checkpoint.of(checkpoint_entry, self.seconds)
 
     def wait_shown(self, timeout_s: float = math.inf) -> Checkpoint:
-        """`wait`, and show below the cell how far it is.
+        """Wait until the checkpoint is complete, and show progress below the cell.
 
         Raises:
-            CheckpointError: it failed; nothing of it is left.
-            TimeoutError: it still runs.
+            CheckpointError: the save failed; no files remain.
+            TimeoutError: the save is still running.
         """
         deadline = time.monotonic() + timeout_s
         with StatusLine() as line:
-            while not self._over.wait(SHOWN_EVERY_S) and time.monotonic() < deadline:
+            while not self._over.wait(PROGRESS_INTERVAL_S) and time.monotonic() < deadline:
                 line.show(f"nbdist: {self.how_far}")
         return self.wait(0)
 
     @property
     def how_far(self) -> str:
-        """In words, with the share that is on its way to the disk."""
+        """Progress as text, with the written fraction if known."""
         words, written = f"writing checkpoint {self.name}", self.written_bytes
         if written is None or not self.size_bytes:
             return words
@@ -177,31 +177,31 @@ class Save:
 
     @property
     def written_bytes(self) -> int | None:
-        """What its files have now, of all ranks; None where it cannot be looked up."""
+        """Current size of all ranks' files; None if it is not known."""
         if self._draft is None or self.done:
             return 0
         try:
-            return self._draft.size_bytes()
+            return self._draft.written_bytes()
         except (OSError, CheckpointError):
-            return 0  # it has just got its name
+            return 0  # it has just been renamed into place
 
     def watch(self, watcher: Callable[[Save], object]) -> None:
-        """Call `watcher` once it is over, on any thread; at once where it is."""
+        """Call `watcher` when the save has finished, on any thread; immediately if it has."""
         with self._lock:
             if not self.done:
                 self._watchers.append(watcher)
                 return
         watcher(self)
 
-    def receive(self, content: messages.Saved) -> None:
-        """Take what rank 0 says of it."""
-        self.name, self.root = content["name"], checkpoint.located(content["root"])
+    def receive(self, content: messages.SaveStatus) -> None:
+        """Update from a status message of rank 0."""
+        self.name, self.root = content["name"], checkpoint.parse_location(content["root"])
         self.seconds, self.pause_s = content["seconds"], content["pause_s"]
         self.size_bytes = content.get("size_bytes", self.size_bytes)
-        self._draft = checkpoint.place(self.root).draft(self.name, content["id"])
+        self._draft = checkpoint.storage_for(self.root).attach(self.name, content["id"])
         if content["state"] == "done":
-            self.path = checkpoint.located(content["path"])
-            self.made = Checkpoint(
+            self.path = checkpoint.parse_location(content["path"])
+            self.checkpoint = Checkpoint(
                 name=self.name,
                 step=content["step"],
                 size_bytes=content["size_bytes"],
@@ -215,12 +215,12 @@ class Save:
             self.end(content.get("error", ""))
 
     def discard(self) -> None:
-        """Remove what is left of it; once nobody writes any more."""
+        """Remove partial files, after all writers have stopped."""
         if self._draft is not None:
             self._draft.abort()
 
     def end(self, error: str) -> None:
-        """It is over."""
+        """Mark the save as finished; with a nonempty `error` as failed."""
         with self._lock:
             if self.done:
                 return
@@ -231,9 +231,9 @@ class Save:
             watcher(self)
 
     def __str__(self) -> str:
-        """Say it in a few lines."""
+        """Return a summary of one or more lines."""
         pause = f"training paused {self.pause_s:.2f} s"
-        where = "" if self.root == Path.cwd() / FOLDER else f" to {self.root}"
+        where = "" if self.root == Path.cwd() / DEFAULT_FOLDER else f" to {self.root}"
         if not self.done:
             return f"{self.name}: being written{where}; {pause}"
         if self.error:
@@ -247,217 +247,228 @@ class Save:
 
 
 class Checkpoints(Sequence[Checkpoint]):
-    """The whole checkpoints of a folder or at a URL, the newest last; as it is now."""
+    """The complete checkpoints of a folder or URL, newest last; a live view.
+
+    The folder need not exist.
+    """
 
     def __init__(self, root: Path | Url) -> None:
-        """Look at a folder, which need not exist."""
         self.root = root
-        self.failed: deque[Save] = deque(maxlen=REMEMBERED)
+        self.failed_saves: deque[Save] = deque(maxlen=REMEMBERED)
         """The last saves of this session that failed."""
         self._seconds: dict[Path | Url, float] = {}
         self._seen: tuple[Path, int] | None = None
         self._entries: list[Checkpoint] = []
-        self.problem = ""
-        """Why a URL could not be listed; then those are given that were seen before."""
+        self.list_error = ""
+        """Why a URL could not be listed; the previous list is used then."""
 
-    def move(self, root: Path | Url) -> None:
-        """Look somewhere else from now on."""
+    def set_root(self, root: Path | Url) -> None:
+        """Change the folder or URL."""
         if root != self.root:
-            self.root, self.problem = root, ""
+            self.root, self.list_error = root, ""
             self._seen, self._entries = None, []
 
     def _now(self) -> list[Checkpoint]:
-        """Read the folder where a name in it has changed; a URL each time."""
+        """List the checkpoints; a folder is read again only if its mtime changed."""
         if isinstance(self.root, Url):
             return self._at(self.root)
         try:
-            seen = self.root, self.root.stat().st_mtime_ns
+            stamp = self.root, self.root.stat().st_mtime_ns
         except OSError:
             return []
-        if seen != self._seen:
-            found = checkpoint.entries(self.root)
-            self._entries = [Checkpoint.of(one, self._seconds.get(one.path)) for one in found]
-            self._seen = seen
+        if stamp != self._seen:
+            entries = checkpoint.list_checkpoints(self.root)
+            self._entries = [
+                Checkpoint.of(entry, self._seconds.get(entry.path)) for entry in entries
+            ]
+            self._seen = stamp
         return self._entries
 
     def _at(self, url: Url) -> list[Checkpoint]:
-        """List a URL."""
         try:
-            found = checkpoint.place(url).entries()
+            entries = checkpoint.storage_for(url).list_checkpoints()
         except CheckpointError as error:
-            self.problem = str(error)
+            self.list_error = str(error)
         else:
-            self._entries = [Checkpoint.of(one, self._seconds.get(one.path)) for one in found]
-            self.problem = ""
+            self._entries = [
+                Checkpoint.of(entry, self._seconds.get(entry.path)) for entry in entries
+            ]
+            self.list_error = ""
         return self._entries
 
     @property
-    def known(self) -> list[Checkpoint]:
-        """The same, of a URL without asking it: those that were listed, or saved since."""
+    def cached(self) -> list[Checkpoint]:
+        """The same, without a request for a URL: what was listed before or saved since."""
         return list(self._entries) if isinstance(self.root, Url) else list(self._now())
 
     def newest(self, *, within_s: float) -> Checkpoint | None:
-        """The newest; where the folder cannot be read in this time, of those seen before."""
+        """Return the newest checkpoint, or None.
+
+        If reading takes longer than `within_s`, the previous list is used.
+        """
         read: list[list[Checkpoint]] = []
-        reading = threading.Thread(target=lambda: read.append(self.known), daemon=True)
+        reading = threading.Thread(target=lambda: read.append(self.cached), daemon=True)
         reading.start()
         reading.join(within_s)
         return next(reversed(read[0] if read else self._entries), None)
 
-    def add(self, save: Save) -> None:
-        """Take note of a save that is over."""
+    def add_save(self, save: Save) -> None:
+        """Record a finished save."""
         if save.error:
-            self.failed.append(save)
+            self.failed_saves.append(save)
         elif save.path is not None:
             self._seconds[save.path] = save.seconds
             self._seen = None
-            if save.root == self.root and (made := save.made) is not None:
+            if save.root == self.root and (saved := save.checkpoint) is not None:
                 others = [
-                    one for one in self._entries if one.name not in {made.name, *save.removed}
+                    other
+                    for other in self._entries
+                    if other.name not in {saved.name, *save.removed}
                 ]
-                self._entries = [*others, made]
+                self._entries = [*others, saved]
 
     @overload
     def __getitem__(self, which: int | str) -> Checkpoint: ...
     @overload
     def __getitem__(self, which: slice) -> Sequence[Checkpoint]: ...
     def __getitem__(self, which: int | str | slice) -> Checkpoint | Sequence[Checkpoint]:
-        """One by its place or its name, or several.
+        """Return one checkpoint by position or name, or a slice.
 
         Raises:
-            IndexError: no such place.
+            IndexError: no such position.
             KeyError: no such name.
         """
         if not isinstance(which, str):
             return self._now()[which]
-        found = next((one for one in self._now() if one.name == which), None)
-        if found is None:
+        match = next((item for item in self._now() if item.name == which), None)
+        if match is None:
             raise KeyError(which)
-        return found
+        return match
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of checkpoints."""
         return len(self._now())
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        """The newest last."""
+        """Iterate over the checkpoints, newest last."""
         return iter(list(self._now()))
 
     def __repr__(self) -> str:
-        """One on a line."""
-        lines = [f"{self.root}: {len(self)} checkpoints", *(f"  {one}" for one in self.known)]
-        lines += [f"  {self.problem}"] if self.problem else []
-        lines += [f"  {save}" for save in self.failed]
+        """Return one checkpoint per line."""
+        lines = [f"{self.root}: {len(self)} checkpoints", *(f"  {item}" for item in self.cached)]
+        lines += [f"  {self.list_error}"] if self.list_error else []
+        lines += [f"  {save}" for save in self.failed_saves]
         return "\n".join(lines)
 
 
-class Saves:
-    """All saves of a session."""
+class BackgroundSaves:
+    """All saves of a session.
+
+    Args:
+        root: folder or URL of all checkpoints. Default: "checkpoints" in the working directory.
+
+    Raises:
+        CheckpointError: as `check_root`.
+    """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
-        """Begin with none.
-
-        Args:
-            root: folder or URL of all checkpoints. Default: "checkpoints" where the notebook runs.
-
-        Raises:
-            CheckpointError: as of `checked`.
-        """
-        self._given = None if root is None else checked(root)
-        self._beside = Path.cwd() / FOLDER
+        self._given = None if root is None else check_root(root)
+        self._beside = Path.cwd() / DEFAULT_FOLDER
         self.checkpoints = Checkpoints(self._given or self._beside)
         self._saves: dict[str, Save] = {}
         self._lock = threading.Lock()
 
     @property
-    def told(self) -> str:
-        """What ranks are told of where checkpoints go; "" if that is left to nbdist."""
-        return "" if self._given is None else checkpoint.full(self._given)
+    def root_for_ranks(self) -> str:
+        """The root that is sent to the ranks; "" for the default."""
+        return "" if self._given is None else checkpoint.location_with_password(self._given)
 
-    def settle(self) -> None:
-        """The ranks begin: the folder beside the notebook is the one of now."""
-        self._beside = Path.cwd() / FOLDER
-        self.checkpoints.move(self._given or self._beside)
+    def use_working_folder(self) -> None:
+        """Update the default root to the current working directory, when ranks start."""
+        self._beside = Path.cwd() / DEFAULT_FOLDER
+        self.checkpoints.set_root(self._given or self._beside)
 
-    def go_to(self, root: str | os.PathLike[str] | None) -> None:
-        """Have checkpoints somewhere else from now on; arguments as of the session."""
-        self._given = None if root is None else checked(root)
-        self.checkpoints.move(self._given or self._beside)
+    def set_root(self, root: str | os.PathLike[str] | None) -> None:
+        """Change the root; arguments as for the class."""
+        self._given = None if root is None else check_root(root)
+        self.checkpoints.set_root(self._given or self._beside)
 
-    def receive(self, content: messages.Saved) -> None:
-        """Take what rank 0 says; on the reader thread."""
+    def update_status(self, content: messages.SaveStatus) -> None:
+        """Update a save from a status message of rank 0; called on the reader thread."""
         with self._lock:
             save = self._saves.setdefault(content["id"], Save())
         if content["state"] == "running":
-            # After the launcher's own: this one is called first then.
-            atexit.unregister(self.finish)
-            atexit.register(self.finish, EXIT_S)
+            # Registered after the launcher's handler, so that this one is called first.
+            atexit.unregister(self.wait_for_running)
+            atexit.register(self.wait_for_running, EXIT_TIMEOUT_S)
         save.receive(content)
         if save.done:
-            self.checkpoints.add(save)
+            self.checkpoints.add_save(save)
             self._forget_oldest()
-            if not self.running():
-                atexit.unregister(self.finish)
+            if not self.running_saves():
+                atexit.unregister(self.wait_for_running)
 
-    def begin(self, request: messages.SaveRequest, ranks: Sequence[int], gang: Gang) -> Save:
-        """Have the ranks copy their state and begin to write it.
+    def start_save(
+        self, request: messages.SaveRequest, ranks: Sequence[int], workers: WorkerGroup
+    ) -> Save:
+        """Have the ranks copy their state and start to write it.
 
         Raises:
             CheckpointError: nothing was written.
         """
-        title = f"nbdist: checkpoint {names.checked(request['name'])}"
+        title = f"nbdist: checkpoint {names.check_name(request['name'])}"
         with StatusLine() as line:
-            work = Transaction(
-                gang,
+            work = TransactionalRequest(
+                workers,
                 ranks,
                 messages.SAVE,
                 raises=CheckpointError,
                 show=lambda text: line.show(f"{title}: {text}"),
             )
-            replies = work.ask(request)
+            replies = work.send_and_wait(request)
         with self._lock:
             save = self._saves.setdefault(replies[0]["id"], Save())
         if not save.name:
-            save.name, save.root = request["name"], checkpoint.located(request["root"])
+            save.name, save.root = request["name"], checkpoint.parse_location(request["root"])
         return save
 
-    def running(self) -> list[Save]:
-        """Those that are not over."""
+    def running_saves(self) -> list[Save]:
+        """Return the saves that have not finished."""
         with self._lock:
             return [save for save in self._saves.values() if not save.done]
 
     def _forget_oldest(self) -> None:
-        """Keep the last saves that are over: `begin` may hear of one after its end."""
+        """Drop the oldest finished saves; `start_save` may ask for one after its end."""
         with self._lock:
             over = [number for number, save in self._saves.items() if save.done]
             for number in over[:-REMEMBERED]:
                 del self._saves[number]
 
-    def finish(self, within_s: float = FINISH_S) -> None:
-        """Wait for what runs before the ranks end; Stop waits no longer."""
-        for save in self.running():
+    def wait_for_running(self, within_s: float = FINISH_TIMEOUT_S) -> None:
+        """Wait for running saves before the ranks are ended; an interrupt ends the wait."""
+        for save in self.running_saves():
             with suppress(TimeoutError, CheckpointError, KeyboardInterrupt):
                 if not save.done:
                     save.wait_shown(within_s)
 
-    def give_up(self, why: str) -> None:
-        """The ranks are gone: what was running has failed."""
-        for save in self.running():
+    def fail_running(self, why: str) -> None:
+        """Mark running saves as failed, because their ranks have ended."""
+        for save in self.running_saves():
             save.end(why)
-            self.checkpoints.add(save)
+            self.checkpoints.add_save(save)
 
-    def tidy(self) -> None:
-        """Remove what was cut short; once the ranks are gone."""
-        for save in self.checkpoints.failed:
+    def remove_partial_saves(self) -> None:
+        """Remove the files of failed saves, after the ranks have ended."""
+        for save in self.checkpoints.failed_saves:
             if isinstance(save.root, Url):
                 save.discard()
             elif save.root.is_dir():
-                checkpoint.tidy(save.root)
+                checkpoint.remove_abandoned(save.root)
 
 
-def show_later(save: Save) -> None:
-    """Say below the cell that runs now how a save ended, once it has."""
-    screen = PinnedScreen()
+def show_when_done(save: Save) -> None:
+    """Print the result of a save below the current cell, once it has finished."""
+    screen = FinishedCellSink()
 
     def show(over: Save) -> None:
         screen.write("stderr" if over.error else "stdout", f"nbdist: checkpoint {over}\n")
@@ -466,24 +477,24 @@ def show_later(save: Save) -> None:
     save.watch(show)
 
 
-def prove_later(url: Url, complain: Callable[[str], object]) -> None:
-    """Look in the background whether checkpoints can be written to a URL."""
+def check_writable_async(url: Url, complain: Callable[[str], object]) -> None:
+    """Check in the background that checkpoints can be written to a URL."""
 
     def prove() -> None:
         try:
-            Remote(url).prove()
+            UrlStorage(url).check_writable()
         except CheckpointError as error:
             complain(str(error))
 
     threading.Thread(target=prove, name="nbdist-url", daemon=True).start()
 
 
-def complain_later() -> Callable[[str], object]:
-    """Give what says below the cell that runs now why a save would fail."""
-    screen = PinnedScreen()
+def make_async_warning() -> Callable[[str], object]:
+    """Return a function that prints, below the current cell, why a save would fail."""
+    screen = FinishedCellSink()
 
     def complain(why: str) -> None:
-        screen.write("stderr", f"nbdist: save() would fail now: {why}\n")
+        screen.write("stderr", f"nbdist: save() would fail: {why}\n")
         screen.flush()
 
     return complain
@@ -492,54 +503,64 @@ def complain_later() -> Callable[[str], object]:
 # -- load
 
 
-def folder(given: str | os.PathLike[str]) -> Path | Url:
-    """A folder or a URL as the user gives it; the folder is absolute.
+def checkpoint_hint(checkpoint: Checkpoint | None) -> str:
+    """Return how to continue from a checkpoint; "" for None."""
+    if checkpoint is None:
+        return ""
+    return (
+        f"The last checkpoint is {checkpoint.name!r} at step {checkpoint.step}: use %nbdist"
+        f" restart, run the cell that calls prepare(), then %nbdist load {checkpoint.name}."
+    )
+
+
+def parse_root(given: str | os.PathLike[str]) -> Path | Url:
+    """Parse a folder or URL; a folder is made absolute.
 
     Raises:
-        CheckpointError: neither of the two.
+        CheckpointError: it is empty.
     """
     if isinstance(given, str) and not given.strip():
         raise CheckpointError(
-            f"{given!r} names no folder; use one such as checkpoints, or a URL such as"
-            " s3://bucket/path."
+            f"Invalid checkpoint folder {given!r}. Use a folder such as checkpoints, or a URL such"
+            " as s3://bucket/path."
         )
-    return Url(given) if checkpoint.is_url(given) else Path.cwd() / expanded(given)
+    return Url(given) if checkpoint.is_url(given) else Path.cwd() / expand_user(given)
 
 
-def checked(given: str | os.PathLike[str]) -> Path | Url:
-    """The same, where it can be used.
+def check_root(given: str | os.PathLike[str]) -> Path | Url:
+    """Parse a folder or URL and check that it is supported.
 
     Raises:
-        CheckpointError: none, a URL that fsspec does not know, or a package for it is missing.
+        CheckpointError: empty, a URL that fsspec does not support, or whose package is missing.
     """
-    where = folder(given)
+    where = parse_root(given)
     if isinstance(where, Url):
-        where.opened()
+        where.open_filesystem()
     return where
 
 
-def is_foreign(path: Path) -> bool:
-    """Whether something is there, and no nbdist has written it."""
-    return path.exists() and not (path / names.MANIFEST).exists()
+def is_not_checkpoint_folder(path: Path) -> bool:
+    """Return whether the path exists and was not written by nbdist."""
+    return path.exists() and not (path / names.MANIFEST_NAME).exists()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did."""
+    """Result of a load."""
 
     name: str
     step: int
     written: str
-    """By which backend, on how many ranks."""
+    """Backend and number of ranks that wrote it."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase, of the slowest rank."""
     read_bytes: int = 0
-    """Of all ranks."""
+    """Sum over all ranks."""
     verified: int = 0
-    """Tensors whose digest is the saved one."""
+    """Number of tensors whose digest matches the saved one."""
     loaded: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What is not as it was saved, and why."""
+    """Differences from the saved state, with reasons."""
 
     @property
     def total_s(self) -> float:
@@ -547,37 +568,39 @@ class LoadReport:
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        """Say it in a few lines."""
+        """Return a summary of a few lines."""
         lines = [
             f"{self.name} (step {self.step}, {self.written}) loaded in {self.total_s:.1f} s",
             f"  loaded: {'; '.join(self.loaded)}",
-            f"  {self.verified} tensors are as they were saved; {size(self.read_bytes)} read",
+            f"  {self.verified} tensors verified; {format_bytes(self.read_bytes)} read",
         ]
-        return "\n".join([*lines, *(f"  note: {one}" for one in self.notes)])
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        """Show the lines where IPython shows a value."""
         printer.text("LoadReport(...)" if cycle else str(self))
 
 
-def load(
+def load_checkpoint(
     name: str,
     root: Path | Url,
     ranks: Sequence[int],
-    gang: Gang,
+    workers: WorkerGroup,
     listen: Listen,
     *,
     weights_only: bool,
 ) -> LoadReport:
-    """Let the ranks load a checkpoint into the models that are prepared now.
+    """Load a checkpoint into the prepared models of the ranks.
 
     Raises:
-        CheckpointError: all is as it was, or the message says that it is not.
+        CheckpointError: the models are unchanged, or the message says otherwise.
     """
-    with checkpoint.place(root).opened(name) as (path, manifest), StatusLine() as line:
+    with (
+        checkpoint.storage_for(root).open_checkpoint(name) as (path, manifest),
+        StatusLine() as line,
+    ):
         title = f"nbdist: loading {name}"
         content = messages.LoadRequest(
-            path=checkpoint.full(path), id=manifest.id, weights_only=weights_only
+            path=checkpoint.location_with_password(path), id=manifest.id, weights_only=weights_only
         )
 
         def show(text: str) -> None:
@@ -585,32 +608,34 @@ def load(
 
         listen(show)
         try:
-            work = Transaction(gang, ranks, messages.LOAD, raises=CheckpointError, show=show)
-            replies = work.ask(content)
+            work = TransactionalRequest(
+                workers, ranks, messages.LOAD, raises=CheckpointError, show=show
+            )
+            replies = work.send_and_wait(content)
         except CheckpointError:
             show("failed")
             raise
         finally:
             listen(None)
         reports = [replies[rank]["report"] for rank in ranks]
-        report = _put_together(name, reports)
+        report = _merge_reports(name, reports)
         line.show(f"{title}: done in {report.total_s:.1f} s")
     return report
 
 
-def _put_together(name: str, reports: Sequence[Mapping[str, Any]]) -> LoadReport:
-    """The reports of all ranks as one."""
+def _merge_reports(name: str, reports: Sequence[Mapping[str, Any]]) -> LoadReport:
+    """Merge the reports of all ranks."""
     first = reports[0]
     return LoadReport(
         name=name,
         step=first["step"],
         written=f"{first['backend']} on {first['world_size']} ranks",
         seconds={
-            phase: max(one["seconds"].get(phase, 0.0) for one in reports)
+            phase: max(report["seconds"].get(phase, 0.0) for report in reports)
             for phase in first["seconds"]
         },
-        read_bytes=sum(one["read_bytes"] for one in reports),
+        read_bytes=sum(report["read_bytes"] for report in reports),
         verified=first["verified"],
         loaded=tuple(first["loaded"]),
-        notes=tuple(dict.fromkeys(note for one in reports for note in one["notes"])),
+        notes=tuple(dict.fromkeys(note for report in reports for note in report["notes"])),
     )

@@ -1,7 +1,7 @@
-"""Where the ranks of a session are: this machine, or nodes of a cluster.
+"""Options for where a session's ranks run: this machine, or nodes of a cluster.
 
-Runs in the notebook's kernel. A cluster is asked what it has when the user has left something
-open; the answer holds as long as the session keeps its nodes.
+Runs in the notebook's kernel. The cluster is queried for options that the user left open; the
+answer is cached while the session keeps its nodes.
 """
 
 from __future__ import annotations
@@ -9,130 +9,134 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import factory
-from nbdist.cluster.rank_distribution import Spread
-from nbdist.cluster.remote import RemoteEngine
+from nbdist.cluster.rank_distribution import RankDistribution
+from nbdist.cluster.remote import ClusterLauncherProvider
 from nbdist.errors import OptionError, StartError
 from nbdist.session import placement as session_placement
-from nbdist.session.config import SPREAD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nbdist.hardware.discovery import Node
+    from nbdist.hardware.discovery import SessionNode
 
 LOCAL = "local"
-NAMES = ("on", *factory.OF_CLUSTERS)
-"""Options of a session that say where it is."""
-FIXED = ("on", "interface", *factory.OF_SLURM)
-"""Those that hold for the life of a session."""
+OPTION_NAMES = ("on", *factory.CLUSTER_OPTIONS)
+"""Session options that select the cluster."""
+DISTRIBUTION_OPTIONS = ("nodes", "gpus_per_node")
+"""Options for the distribution of ranks over cluster nodes."""
+FIXED_OPTIONS = ("on", "interface", *factory.SLURM_OPTIONS)
+"""Those that cannot change during a session."""
 
 
-class Where:
-    """The place that a session was made for.
+class ClusterOptions:
+    """Cluster options of a session.
 
     Args:
-        asked: of `NAMES` what was given.
+        requested: the given options of `OPTION_NAMES`.
 
     Raises:
-        OptionError: no such place, or an option that it does not have.
+        OptionError: an unknown cluster, or an option that it does not support.
     """
 
-    def __init__(self, asked: Mapping[str, Any]) -> None:
-        """Ask nobody yet."""
-        self.fixed = {name: asked[name] for name in FIXED if asked.get(name) is not None}
-        self.on = str(self.fixed.setdefault("on", LOCAL))
-        self.cluster = factory.opened(self.on, asked)
-        self.spread = {name: asked[name] for name in SPREAD if name in asked}
-        """Of the options those that say how ranks are spread over nodes."""
-        self.nodes: Sequence[Node] = ()
-        """The machines that the ranks were on last, as their agents told."""
-        self._known: dict[tuple[int | None, ...], Spread] = {}
+    def __init__(self, requested: Mapping[str, Any]) -> None:
+        self.fixed_options = {
+            name: requested[name] for name in FIXED_OPTIONS if requested.get(name) is not None
+        }
+        self.on = str(self.fixed_options.setdefault("on", LOCAL))
+        self.cluster = factory.create_cluster(self.on, requested)
+        self.distribution_options = {
+            name: requested[name] for name in DISTRIBUTION_OPTIONS if name in requested
+        }
+        """The options for the distribution of ranks over nodes."""
+        self.nodes: Sequence[SessionNode] = ()
+        """Nodes of the last start, as their agents reported them."""
+        self._known: dict[tuple[int | None, ...], RankDistribution] = {}
 
-    def check(self, changes: Mapping[str, Any]) -> None:
-        """Refuse to go somewhere else with a session that is here.
+    def check_changes(self, changes: Mapping[str, Any]) -> None:
+        """Check that changes do not move a session elsewhere.
 
         Raises:
-            OptionError: which option would need a new session.
+            OptionError: an option that needs a new session.
         """
-        for name in FIXED:
-            if changes.get(name) is not None and changes[name] != self.fixed.get(name):
+        for name in FIXED_OPTIONS:
+            if changes.get(name) is not None and changes[name] != self.fixed_options.get(name):
                 raise OptionError(
-                    f"--{name} {changes[name]}: this session's ranks are on {self.on}; stop it with"
-                    " %nbdist stop, the next cell starts one there."
+                    f"Cannot change to --{name} {changes[name]}: this session's ranks are on"
+                    f" {self.on}. Use %nbdist stop; the next cell starts a new session."
                 )
         if self.cluster is None:
-            factory.opened(self.on, changes)
+            factory.create_cluster(self.on, changes)
 
-    def placement(
-        self, nproc: Any, gpus: Any, asked: Mapping[str, Any]
+    def choose_placement(
+        self, nproc: Any, gpus: Any, requested: Mapping[str, Any]
     ) -> session_placement.Placement | None:
-        """Where the ranks go on the cluster; None on this machine.
+        """Choose the devices on the cluster; return None on this machine.
 
         Raises:
-            OptionError: contradictions, or GPUs of this machine by their numbers.
-            StartError: no cluster, or it has not enough.
+            OptionError: contradictory options, or indices of this machine's GPUs.
+            StartError: the cluster is not reachable or too small.
         """
         if self.cluster is None:
             return None
-        per_node = _count(asked.get("gpus_per_node"), "--gpus-per-node", least=0)
+        per_node = _count(requested.get("gpus_per_node"), "--gpus-per-node", least=0)
         if gpus is not None:
             if gpus not in ("none", (), []) or per_node:
                 raise OptionError(
-                    f"--gpus {gpus} names GPUs of this machine, and the ranks go to {self.on}; use"
-                    " --gpus-per-node N."
+                    f"--gpus {gpus} selects GPUs of this machine, but the ranks run on {self.on}."
+                    " Use --gpus-per-node N."
                 )
             per_node = 0
-        wish = (
+        options = (
             None if nproc is None else session_placement.parse_nproc(nproc),
-            _count(asked.get("nodes"), "--nodes", least=1),
+            _count(requested.get("nodes"), "--nodes", least=1),
             per_node,
         )
-        if wish not in self._known:
-            self._known[wish] = self.cluster.spread(*wish)
-        return session_placement.spread_out(self._known[wish])
+        if options not in self._known:
+            self._known[options] = self.cluster.distribute_ranks(*options)
+        return session_placement.cluster_placement(self._known[options])
 
-    def engine(self) -> RemoteEngine | None:
-        """Where launchers come from; None on this machine."""
-        return None if self.cluster is None else RemoteEngine(self.cluster)
+    def make_launcher_provider(self) -> ClusterLauncherProvider | None:
+        """Return the provider of launchers; None on this machine."""
+        return None if self.cluster is None else ClusterLauncherProvider(self.cluster)
 
-    def settle(self, placement: session_placement.Placement) -> None:
-        """Have the next nodes taken as this placement says."""
+    def set_distribution(self, placement: session_placement.Placement) -> None:
+        """Make the next allocation of nodes follow this placement."""
         if self.cluster is not None:
-            each = placement.nproc // placement.nodes
-            self.cluster.chosen = Spread(placement.kind, placement.nodes, each)
+            each = placement.nproc // placement.num_nodes
+            self.cluster.distribution = RankDistribution(placement.kind, placement.num_nodes, each)
 
     def close(self) -> None:
-        """Let go of the cluster."""
+        """Release the cluster."""
         self._known.clear()
         if self.cluster is not None:
-            self.cluster.leave()
+            self.cluster.disconnect()
 
-    def left(self, placement: session_placement.Placement) -> dict[str, int]:
-        """What of the options changes when nodes are gone: those that are left take over.
+    def options_for_remaining_nodes(self, placement: session_placement.Placement) -> dict[str, int]:
+        """Return the options that change after nodes were lost: the remaining nodes take over.
 
         Raises:
-            StartError: none is left.
+            StartError: none remains.
         """
         self._known.clear()
         if self.cluster is None:
             return {}
-        each = placement.nproc // placement.nodes
-        nodes = self.cluster.left(placement.kind, each, placement.nodes)
+        each = placement.nproc // placement.num_nodes
+        nodes = self.cluster.num_available_nodes(placement.kind, each, placement.num_nodes)
         if nodes == 0:
             raise StartError(
-                f"No node of {self.on} is left that has room for {each} of the ranks; %nbdist"
-                " stop ends the session."
+                f"No remaining node of {self.on} has room for {each} ranks. Use %nbdist stop to"
+                " end the session."
             )
-        if nodes == placement.nodes:
+        if nodes == placement.num_nodes:
             return {}
         return {"nodes": nodes, "nproc": nodes * each}
 
 
 def _count(given: object, option: str, *, least: int) -> int | None:
-    """Read a number of nodes or of GPUs."""
+    """Parse a number of nodes or GPUs."""
     if given is None:
         return None
     text = str(given).strip()
     if isinstance(given, bool) or not text.isdecimal() or not least <= int(text) < 1 << 20:
-        raise OptionError(f"{option} {given!r} is no number; use a whole number from {least}.")
+        raise OptionError(f"{option} must be an integer >= {least}, got {given!r}.")
     return int(text)

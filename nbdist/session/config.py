@@ -1,7 +1,7 @@
-"""What the user asked a session for, checked against this machine.
+"""Options of a session, checked against the hardware of this machine or cluster.
 
-Runs in the notebook's kernel. A `Choice` is immutable; under auto it is made again when the
-ranks say what was decided.
+Runs in the notebook's kernel. `SessionConfig` is immutable; under auto it is replaced when the
+ranks report the decision.
 """
 
 from __future__ import annotations
@@ -13,59 +13,62 @@ from nbdist import strategies
 from nbdist.errors import OptionError
 from nbdist.hardware import discovery
 from nbdist.session import placement as session_placement
+from nbdist.session.cluster_options import DISTRIBUTION_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.session.cluster_options import Where
+    from nbdist.session.cluster_options import ClusterOptions
 
-CONFIG_OF = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
-"""Which engine a config file is for."""
-SPREAD = ("nodes", "gpus_per_node")
-"""How ranks are spread over a cluster."""
+CONFIG_FILE_ENGINES = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
+"""Backend family of each config file option."""
 
 
-def changed(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for, changed.
+def merge_options(requested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the requested options with `changes` applied.
 
-    A backend by name ends auto, and auto leaves an earlier backend and config file behind, as
-    does another engine with the config file, and a backend without replicas with those.
+    Naming a backend turns auto off. Auto drops an earlier backend and config file. Another
+    backend family drops the config file, and a backend without replicas drops replicate_across.
     """
-    room = _devices_for(asked, changes) | _spread_for(asked, changes)
-    made = {**asked, **changes, **room}
+    room = _devices_for(requested, changes) | _spread_for(requested, changes)
+    merged = {**requested, **changes, **room}
     if "backend" in changes and "auto" not in changes:
-        made["auto"] = False
-    if made["auto"]:
+        merged["auto"] = False
+    if merged["auto"]:
         engine = None
-        made.update({} if "backend" in changes else {"backend": None})
+        merged.update({} if "backend" in changes else {"backend": None})
     else:
-        named = made.get("backend") or strategies.Options().backend
-        strategy = strategies.STRATEGIES[strategies.canonical(named)]
+        named = merged.get("backend") or strategies.Options().backend
+        strategy = strategies.STRATEGIES[strategies.canonical_backend(named)]
         engine = strategy.engine
-        if not strategy.may_replicate and "replicate_across" not in changes:
-            made.pop("replicate_across", None)
-    left = [name for name, owner in CONFIG_OF.items() if owner != engine and name not in changes]
-    return made | dict.fromkeys(left)
+        if not strategy.can_replicate and "replicate_across" not in changes:
+            merged.pop("replicate_across", None)
+    left = [
+        name
+        for name, owner in CONFIG_FILE_ENGINES.items()
+        if owner != engine and name not in changes
+    ]
+    return merged | dict.fromkeys(left)
 
 
-def _devices_for(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Let an earlier number of ranks or list of GPUs not contradict the one that changes."""
+def _devices_for(requested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Adjust an earlier number of ranks or list of GPUs to the one that changes."""
     if "devices" in changes and "nproc" not in changes:
         return {"nproc": None}
-    given = asked.get("devices")
+    given = requested.get("devices")
     if changes.get("nproc") is None or "devices" in changes or given is None:
         return {}
     chosen = session_placement.parse_gpus(given) if isinstance(given, str) else tuple(given)
     return {"devices": chosen[: session_placement.parse_nproc(changes["nproc"])]}
 
 
-def _spread_for(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Let earlier numbers of ranks, nodes and GPUs a node make room for those that change."""
-    given = changes.keys() & {"nproc", *SPREAD}
+def _spread_for(requested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop earlier numbers of ranks, nodes and GPUs per node that the changes replace."""
+    given = changes.keys() & {"nproc", *DISTRIBUTION_OPTIONS}
     if given == {"nproc"}:
-        return {"nodes": None} if asked.get("gpus_per_node") else {}
+        return {"nodes": None} if requested.get("gpus_per_node") else {}
     dropped = {"nproc"} if given else set()
-    if {"nproc", "nodes"} <= given and asked.get("gpus_per_node"):
+    if {"nproc", "nodes"} <= given and requested.get("gpus_per_node"):
         dropped.add("gpus_per_node")
     if {"nproc", "gpus_per_node"} <= given:
         dropped.add("nodes")
@@ -73,130 +76,144 @@ def _spread_for(asked: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class SessionConfig:
     """Devices and options of a session."""
 
     placement: session_placement.Placement
     hardware: strategies.Hardware
     options: strategies.Options
-    """Under auto and before its decision the first that would do."""
-    gpus_found: bool
+    """Under auto, before its decision, a placeholder."""
+    has_gpus: bool
     auto: Mapping[str, Any] | None = None
-    """What auto takes as given; None: the user chose."""
-    undecided: bool = False
-    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What it was made of."""
+    """Options that auto must keep; None without auto."""
+    is_auto_pending: bool = False
+    requested_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The options as requested."""
 
     @classmethod
-    def of(cls, asked: Mapping[str, Any], where: Where | None = None) -> Self:
-        """Check everything; raises OptionError, and StartError where a cluster has not enough."""
-        options = {key: value for key, value in asked.items() if value is not None}
-        nproc, gpus = options.pop("nproc", None), options.pop("devices", None)
-        spread = {name: options.pop(name, None) for name in SPREAD}
-        auto = options.pop("auto", False)
-        found = discovery.found()
-        placement = None if where is None else where.placement(nproc, gpus, spread)
-        placement = placement or session_placement.placement(nproc, gpus, found)
-        hardware = session_placement.hardware(
-            placement, found, () if where is None else where.nodes
-        )
-        if auto:
-            made = _placeholder(options, hardware)
-            given = {name: getattr(made, name) for name in options}
-            return cls(
-                placement, hardware, made, bool(found.gpus), given, undecided=True, asked=asked
-            )
-        checked = strategies.Options.of(options).checked(hardware)
-        return cls(placement, hardware, checked, bool(found.gpus), asked=asked)
-
-    def seen(self, where: Where) -> Choice:
-        """The same once the nodes are there: what their GPUs can do is known only then.
+    def from_options(
+        cls, requested: Mapping[str, Any], where: ClusterOptions | None = None
+    ) -> Self:
+        """Validate the requested options.
 
         Raises:
-            OptionError: they cannot do what was asked for.
+            OptionError: a value that is not allowed.
+            StartError: the cluster is too small.
+        """
+        options = {key: value for key, value in requested.items() if value is not None}
+        nproc, gpus = options.pop("nproc", None), options.pop("devices", None)
+        spread = {name: options.pop(name, None) for name in DISTRIBUTION_OPTIONS}
+        auto = options.pop("auto", False)
+        machine = discovery.discover_machine()
+        placement = None if where is None else where.choose_placement(nproc, gpus, spread)
+        placement = placement or session_placement.choose_placement(nproc, gpus, machine)
+        hardware = session_placement.hardware_for_placement(
+            placement, machine, () if where is None else where.nodes
+        )
+        if auto:
+            placeholder = _placeholder(options, hardware)
+            given = {name: getattr(placeholder, name) for name in options}
+            return cls(
+                placement,
+                hardware,
+                placeholder,
+                bool(machine.gpus),
+                given,
+                is_auto_pending=True,
+                requested_options=requested,
+            )
+        checked = strategies.Options.from_fields(options).validate(hardware)
+        return cls(placement, hardware, checked, bool(machine.gpus), requested_options=requested)
+
+    def with_node_hardware(self, where: ClusterOptions) -> SessionConfig:
+        """Return the choice updated with the nodes' GPUs, whose capability is known only then.
+
+        Raises:
+            OptionError: they do not support the options.
         """
         if not where.nodes:
             return self
-        then = Choice.of(self.asked, where)
-        return self if then.hardware == self.hardware else self.decides(then)
+        then = SessionConfig.from_options(self.requested_options, where)
+        return self if then.hardware == self.hardware else self.merge_auto_decision(then)
 
-    def decided(self, options: strategies.Options) -> Self:
-        """The same after auto's decision."""
-        return dataclasses.replace(self, options=options, undecided=False)
+    def with_auto_decision(self, options: strategies.Options) -> Self:
+        """Return a copy with the options that auto decided on."""
+        return dataclasses.replace(self, options=options, is_auto_pending=False)
 
-    def decides(self, then: Choice) -> Choice:
-        """Another choice, with auto's decision where this one has it already.
+    def merge_auto_decision(self, new_config: SessionConfig) -> SessionConfig:
+        """Apply auto's decision to another choice, if there is one.
 
         Raises:
-            OptionError: what was decided does not go with what is asked for.
+            OptionError: the decision is not compatible with the new options.
         """
-        asks = then.undecided and self.auto is not None and not self.undecided
+        asks = new_config.is_auto_pending and self.auto is not None and not self.is_auto_pending
         if not asks:
-            return then
-        given = dataclasses.asdict(self.options) | dict(then.auto or {})
-        options = strategies.Options.of({k: v for k, v in given.items() if v is not None})
-        return then.decided(options.checked(then.hardware))
+            return new_config
+        given = dataclasses.asdict(self.options) | dict(new_config.auto or {})
+        options = strategies.Options.from_fields({k: v for k, v in given.items() if v is not None})
+        return new_config.with_auto_decision(options.validate(new_config.hardware))
 
-    def differing(self, then: Choice) -> dict[str, tuple[object, object]]:
-        """What would change for a session: name -> (now, then).
+    def diff(self, new_config: SessionConfig) -> dict[str, tuple[object, object]]:
+        """Return what would change for a session: name -> (current, new).
 
-        Auto again changes nothing where the decision agrees with what is given.
+        Requesting auto again changes nothing if the decision agrees with the given options.
         """
-        before, after = self._flat(), then._flat()
-        if then.auto is not None and self.auto is not None:
-            given = self.auto if self.undecided else dataclasses.asdict(self.options)
-            before = {**_placed(self), **{name: given.get(name) for name in then.auto}}
-            after = {**_placed(then), **then.auto}
-        elif then.auto is not None or self.undecided:
-            before, after = _placed(self), _placed(then)
-            before["auto"], after["auto"] = self.auto is not None, then.auto is not None
+        before, after = self._flat(), new_config._flat()
+        if new_config.auto is not None and self.auto is not None:
+            given = self.auto if self.is_auto_pending else dataclasses.asdict(self.options)
+            before = {**_placed(self), **{name: given.get(name) for name in new_config.auto}}
+            after = {**_placed(new_config), **new_config.auto}
+        elif new_config.auto is not None or self.is_auto_pending:
+            before, after = _placed(self), _placed(new_config)
+            before["auto"], after["auto"] = self.auto is not None, new_config.auto is not None
         return {name: (before[name], after[name]) for name in after if before[name] != after[name]}
 
     def describe(self) -> str:
-        """Ranks and strategy in a few words."""
-        where = self.place
-        if self.undecided:
+        """Return ranks and strategy in a few words."""
+        where = self.describe_devices
+        if self.is_auto_pending:
             return ", ".join([where, "auto", *self.options.describe().split(", ")[1:]])
         return f"{where}, {'auto: ' if self.auto is not None else ''}{self.options.describe()}"
 
     @property
-    def place(self) -> str:
+    def describe_devices(self) -> str:
         """Ranks and devices: "2 CPU ranks (no GPU found)"."""
-        here = not self.placement.away
-        alone = here and self.placement.devices is None and not self.gpus_found
+        here = not self.placement.is_remote
+        alone = here and self.placement.devices is None and not self.has_gpus
         return self.placement.describe() + (" (no GPU found)" if alone else "")
 
     @property
-    def visible(self) -> tuple[str, ...] | None:
+    def visible_devices(self) -> tuple[str, ...] | None:
         """UUIDs of the ranks' GPUs; None for CPU ranks."""
-        return None if self.placement.devices is None else self.placement.visible
+        return None if self.placement.devices is None else self.placement.visible_devices
 
     def _flat(self) -> dict[str, object]:
-        """All options in one table."""
         return _placed(self) | dataclasses.asdict(self.options)
 
 
-def _placed(choice: Choice) -> dict[str, object]:
-    """Where the ranks are."""
+def _placed(choice: SessionConfig) -> dict[str, object]:
     placement = choice.placement
-    nodes = {"nodes": placement.nodes} if placement.away else {}
+    nodes = {"nodes": placement.num_nodes} if placement.is_remote else {}
     return {"nproc": placement.nproc, "devices": placement.devices, **nodes}
 
 
 def _placeholder(given: Mapping[str, Any], hardware: strategies.Hardware) -> strategies.Options:
-    """The first backend's options that agree with what is given.
+    """Return the options of the first backend that is compatible with the given ones.
 
     Raises:
-        OptionError: no backend takes what is given, or something that auto decides was given.
+        OptionError: no backend is, or an option was given that auto decides.
     """
-    for name in ("backend", *CONFIG_OF):
+    for name in ("backend", *CONFIG_FILE_ENGINES):
         if name in given:
-            message = f"auto chooses the backend, and the option {name} names one; leave one out."
+            message = (
+                f"auto chooses the backend itself, but the option {name} was given. Leave one of"
+                " them out."
+            )
             raise OptionError(message)
     refusals: list[OptionError] = []
     for name in strategies.STRATEGIES:
         try:
-            return strategies.Options.of({**given, "backend": name}).checked(hardware)
+            return strategies.Options.from_fields({**given, "backend": name}).validate(hardware)
         except OptionError as error:
             refusals.append(error)
     raise refusals[-1]

@@ -1,7 +1,6 @@
-"""Why ranks are gone, in words: who ended first, how, and what was last heard of it.
+"""Finds the root cause when ranks end: the first process to exit, how, and its last output.
 
-Pure; runs in the notebook's kernel. What ended after the first is its consequence and is
-folded under it.
+Pure; runs in the notebook's kernel. Later exits are reported as consequences.
 """
 
 from __future__ import annotations
@@ -11,25 +10,24 @@ import signal
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nbdist.cluster.local import LAUNCHER
+from nbdist.cluster.local import LAUNCHER_NAME
 from nbdist.errors import RankDied
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from nbdist.protocol import messages
-    from nbdist.session.checkpoints import Checkpoint
-    from nbdist.session.oom_killer import OomCounter
+    from nbdist.session.oom_killer import OomKillCounter
 
-LAST_LINES = 20
-CRASHES = frozenset(
+MAX_LOG_LINES = 20
+CRASH_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
 )
-"""Signals by which a process ends through a fault of its own."""
+"""Signals of a crash of the process itself."""
 _HINTS = {
-    signal.SIGABRT: "C code gave up (abort)",
-    signal.SIGTERM: "somebody asked it to end: kill, or a job scheduler",
-    signal.SIGHUP: "its login ended",
+    signal.SIGABRT: "C code called abort()",
+    signal.SIGTERM: "terminated by kill or a job scheduler",
+    signal.SIGHUP: "its login session ended",
 }
 _FRAME = re.compile(r'^  File "(.*?([^/"]+))", line (\d+) in (.+)$', re.MULTILINE)
 _THREAD = re.compile(r"^Thread 0x.*$", re.MULTILINE)
@@ -38,135 +36,150 @@ _SYSTEM = re.compile(r"/(?:asyncio|ipykernel|IPython|tornado)/")
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
-    """The end of ranks that nobody asked for."""
+class WorkerFailure:
+    """An unexpected exit of ranks."""
 
-    who: str
-    """"rank 1", "the launcher"; "" where the cause has no process."""
-    how: str
-    """"ended with signal 9 (SIGKILL): maybe the OOM killer, see dmesg"."""
+    process_name: str
+    """"rank 1", "the launcher"; "" if the cause has no process."""
+    exit_description: str
+    """Such as "ended with signal 9 (SIGKILL): maybe the OOM killer: see dmesg"."""
     rank: int | None = None
     stack: str = ""
-    """Of a crash, as faulthandler wrote it."""
-    words: str = ""
-    """What it wrote last and nobody had read."""
+    """Stack of a crash, in faulthandler's format."""
+    last_output: str = ""
+    """Last output that was not read yet."""
     log: str = ""
-    """The end of the log that all ranks share, after a crash."""
+    """End of the log shared by all ranks, after a crash."""
     followers: str = ""
-    """Who ended after it by itself."""
+    """Processes that exited by themselves afterwards."""
     by_stop: bool = False
-    """Whether Stop has ended ranks that nothing else stopped."""
+    """True if an interrupt ended ranks that did not stop otherwise."""
 
     @property
-    def said(self) -> str:
-        """Who ended and how."""
-        return f"{self.who} {self.how}".strip()
+    def summary(self) -> str:
+        """Process and exit in one phrase."""
+        return f"{self.process_name} {self.exit_description}".strip()
 
     @property
     def headline(self) -> str:
-        """Who ended and how, what is lost, what to do."""
+        """Process, exit, what is lost, and what to do."""
         return (
-            f"{self.said}; all ranks were ended and their variables are gone."
-            " Start new ones with %nbdist restart."
+            f"{self.summary}; all ranks were ended and their variables are lost."
+            " Use %nbdist restart to start new ranks."
         )
 
-    def told(
+    def to_error(
         self,
         *,
         log: str = "",
-        checkpoint: Checkpoint | None = None,
+        checkpoint_hint: str = "",
         cells: Mapping[str, int] | None = None,
     ) -> RankDied:
-        """The error for the user.
+        """Return the error for the user.
 
         Args:
-            log: what that rank wrote last, of the notebook's own log.
-            checkpoint: the newest, if there is one.
-            cells: numbers of the session's cells by the name of their code's file.
+            log: last output of the rank, from the notebook's own log.
+            checkpoint_hint: how to continue from the newest checkpoint, if there is one.
+            cells: cell numbers by the file name of their code.
         """
-        parts = [offer(checkpoint)] if checkpoint else []
+        parts = [checkpoint_hint] if checkpoint_hint else []
         if self.followers:
-            parts.append(f"It took with it: {self.followers}.")
-        if stack := stack_words(self.stack, cells or {}):
-            parts.append(f"{self.who} was at (innermost first):\n{stack}")
-        if lines := last_lines(log, self.words):
-            parts.append(f"The last lines of {self.who}:\n{lines}")
-        if self.log and not self.words:
-            parts.append(f"The log of launcher and ranks ends:\n{last_lines(self.log)}")
+            parts.append(f"Other ranks that ended because of it: {self.followers}.")
+        if stack := format_crash_stack(self.stack, cells or {}):
+            parts.append(f"Stack of {self.process_name} (innermost first):\n{stack}")
+        if lines := last_lines(log, self.last_output):
+            parts.append(f"Last output of {self.process_name}:\n{lines}")
+        if self.log and not self.last_output:
+            parts.append(f"End of the log of launcher and ranks:\n{last_lines(self.log)}")
         return RankDied(self.headline, details="\n".join(parts))
 
 
-def of_ranks(
-    ends: Sequence[messages.RankEnded], *, oom: OomCounter, stack_of: Mapping[int, str], log: str
-) -> Death:
-    """The death that the first of these ends was.
+def rank_failure(
+    ends: Sequence[messages.RankExited],
+    *,
+    oom: OomKillCounter,
+    stack_of: Mapping[int, str],
+    log: str,
+) -> WorkerFailure:
+    """Return the failure that the first of these exits is.
 
     Args:
-        ends: in the order in which they happened.
-        oom: made when the ranks started.
-        stack_of: what faulthandler wrote, by rank.
-        log: the end of the log that all ranks share.
+        ends: exits in the order in which they happened.
+        oom: counter created when the ranks started.
+        stack_of: faulthandler output by rank.
+        log: end of the log shared by all ranks.
     """
     first = ends[0]
-    crashed = first.code in {-one for one in CRASHES}
+    crashed = first.code in {-crash for crash in CRASH_SIGNALS}
     followers = ", ".join(
-        f"rank {end.rank} ({code_words(end.code)})"
+        f"rank {end.rank} ({describe_exit_code(end.code)})"
         for end in ends[1:]
         if end.code not in {None, -signal.SIGTERM, -signal.SIGKILL}
     )
-    return Death(
-        who=f"rank {first.rank}{_on(first.node)}",
-        how=ended_words(first.code, None if first.node else oom),
+    return WorkerFailure(
+        process_name=f"rank {first.rank}{_on(first.node)}",
+        exit_description=describe_exit(first.code, None if first.node else oom),
         rank=first.rank,
         stack=stack_of.get(first.rank, "") if crashed else "",
-        words=first.words,
+        last_output=first.words,
         log=log if crashed else "",
         followers=followers,
     )
 
 
-def of_launcher(ended: messages.Ended | None, *, oom: OomCounter) -> Death:
-    """The death that was the launcher's own, or an error of it."""
-    if ended is not None and LAUNCHER in ended.exitcodes:
-        code = ended.exitcodes[LAUNCHER]
-        how = ended_words(code, None if ended.node else oom)
-        return Death(who=f"{LAUNCHER}{_on(ended.node)}", how=how)
-    return Death(who="", how=ended.error if ended and ended.error else "the ranks ended")
+def launcher_failure(
+    ended: messages.AllRanksExited | None, *, oom: OomKillCounter
+) -> WorkerFailure:
+    """Return the failure of the launcher, or an error that it reported."""
+    if ended is not None and LAUNCHER_NAME in ended.exitcodes:
+        code = ended.exitcodes[LAUNCHER_NAME]
+        how = describe_exit(code, None if ended.node else oom)
+        return WorkerFailure(process_name=f"{LAUNCHER_NAME}{_on(ended.node)}", exit_description=how)
+    return WorkerFailure(
+        process_name="",
+        exit_description=ended.error if ended and ended.error else "the ranks ended",
+    )
 
 
 def _on(node: str) -> str:
     return f" on {node}" if node else ""
 
 
-def completed(end: messages.RankEnded, ended: messages.Ended | None) -> messages.RankEnded:
+def with_exit_code(
+    end: messages.RankExited, ended: messages.AllRanksExited | None
+) -> messages.RankExited:
     """Fill in the exit code that torch elastic has collected."""
     if end.code is not None or ended is None or ended.generation != end.generation:
         return end
     return replace(end, code=ended.exitcodes.get(str(end.rank)))
 
 
-def ended_words(code: int | None, oom: OomCounter | None) -> str:
-    """How a process ended, with what is likely behind it.
+def describe_exit(code: int | None, oom: OomKillCounter | None) -> str:
+    """Describe an exit and its likely cause.
 
     Args:
         code: exit code, negative for a signal.
-        oom: of the process's machine; None: that is another one.
+        oom: counter of the process's machine; None if it is another machine.
     """
-    told = f"ended with {code_words(code)}"
+    described = f"ended with {describe_exit_code(code)}"
     if code == -signal.SIGKILL:
-        why = oom.words() if oom is not None and oom.grew() else "maybe the OOM killer: see dmesg"
-        return f"{told}: {why}"
+        why = (
+            oom.describe()
+            if oom is not None and oom.has_grown()
+            else "maybe the OOM killer: see dmesg"
+        )
+        return f"{described}: {why}"
     hint = _HINTS.get(signal.Signals(-code)) if code is not None and code < 0 else None
-    return f"{told}: {hint}" if hint else told
+    return f"{described}: {hint}" if hint else described
 
 
-def code_words(code: int | None) -> str:
-    """Name a signal or an exit code: "signal 9 (SIGKILL)", "exit code 3"."""
+def describe_exit_code(code: int | None) -> str:
+    """Describe a signal or an exit code: "signal 9 (SIGKILL)", "exit code 3"."""
     if code is None:
-        return "an exit code that is not known"
+        return "an unknown exit code"
     if code < 0:
         return f"signal {-code} ({_signal_name(-code)})"
-    return f"exit code {code}" if code else "exit code 0, without a word, as os._exit(0) does"
+    return f"exit code {code}" if code else "exit code 0 without output, as from os._exit(0)"
 
 
 def _signal_name(number: int) -> str:
@@ -176,28 +189,20 @@ def _signal_name(number: int) -> str:
         return "a real-time signal"
 
 
-def offer(checkpoint: Checkpoint) -> str:
-    """Say how to go on from a checkpoint."""
-    return (
-        f"The last checkpoint is {checkpoint.name!r} of step {checkpoint.step}: %nbdist restart,"
-        f" run the preparing cell, %nbdist load {checkpoint.name}."
-    )
-
-
 def last_lines(*texts: str) -> str:
-    """The last lines of several texts, indented."""
+    """Return the last lines of several texts, indented."""
     lines = [line for text in texts for line in text.strip("\n").splitlines() if line.strip()]
-    return "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
+    return "\n".join(f"  {line}" for line in lines[-MAX_LOG_LINES:])
 
 
-def stack_words(crash: str, cells: Mapping[str, int]) -> str:
-    """The frames of the thread that crashed, up to the cell; frames below that are ours.
+def format_crash_stack(crash: str, cells: Mapping[str, int]) -> str:
+    """Format the frames of the crashed thread up to the cell; frames below it are nbdist's.
 
-    Where that was a thread of C code, the thread of the cell: it waited for the other.
+    If a C++ thread crashed, the thread of the cell is used instead: it waits for the other.
 
     Args:
-        crash: what faulthandler wrote.
-        cells: numbers of cells by the name of their code's file.
+        crash: output of faulthandler.
+        cells: cell numbers by the file name of their code.
     """
     fatal = crash.rpartition("Fatal Python error")[2]
     current, *others = _THREAD.split(fatal.rpartition("Current thread ")[2]) if fatal else [""]
@@ -211,4 +216,4 @@ def stack_words(crash: str, cells: Mapping[str, int]) -> str:
             break
         place = f"In[{cells[name]}]" if name in cells else "the cell" if in_cell else f'"{path}"'
         lines.append(f"  {place}, line {number} in {function}")
-    return "\n".join(lines[:LAST_LINES])
+    return "\n".join(lines[:MAX_LOG_LINES])

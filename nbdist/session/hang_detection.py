@@ -1,7 +1,7 @@
-"""Who waits for whom in a cell that does not get on, in words; pure.
+"""Detects that ranks of a cell block each other, and describes it; pure.
 
-Runs in the notebook's kernel. "rank 0 raised ValueError at line 3; ranks 1-3 have waited 4 s in
-all_reduce at line 4."
+Runs in the notebook's kernel. Example: "rank 0 raised ValueError at line 3; ranks 1-3 have waited
+4 s in all_reduce at line 4."
 """
 
 from __future__ import annotations
@@ -11,66 +11,66 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from nbdist import rank_sets as rank_names
-from nbdist.output.ansi import plain
+from nbdist.output.ansi import strip_ansi
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from nbdist.protocol.messages import RankError, WhereReply
+    from nbdist.protocol.messages import RankActivityReply, RankError
 
-WAITED_S = 3.0
-"""Ranks may wait for one another for so long without a word about it."""
+HANG_AFTER_S = 3.0
+"""Minimum waiting time before a hang is reported."""
 
 _Counts = frozenset[tuple[str, int]]
-"""Collectives that have begun, by process group."""
+"""Number of collectives begun, by process group."""
 _LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standstill:
-    """A cell in which ranks wait for others."""
+class Hang:
+    """A hang: ranks of a cell that wait for others."""
 
-    waiting: tuple[int, ...]
-    missing: tuple[int, ...]
-    """Ranks that are waited for, as far as it is known."""
-    words: str
+    waiting_ranks: tuple[int, ...]
+    missing_ranks: tuple[int, ...]
+    """Ranks that are waited for, as far as known."""
+    description: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """One rank that waits."""
+    """A waiting rank."""
 
     place: str
     seconds: float
     missing: tuple[int, ...]
-    """Ranks that it waits for, as far as it is known."""
+    """Ranks that it waits for, as far as known."""
     known: bool = True
-    """Whether it waits for sure: else others have failed, and it stays at one line."""
+    """False if it only stays at one line while others have failed."""
 
 
-def standstill(
+def detect_hang(
     ranks: Sequence[int],
     *,
-    answers: Mapping[int, WhereReply],
+    answers: Mapping[int, RankActivityReply],
     pending: Sequence[int],
     errors: Mapping[int, RankError],
     waited_s: float | None = None,
-) -> Standstill | None:
-    """Look whether ranks of a cell wait for others; None where they do not, or not for long.
+) -> Hang | None:
+    """Detect ranks of a cell that wait for others; return None if there is no hang.
 
-    A rank waits if it stays at the same line and others have begun fewer collectives of a group
-    that they share, or have failed, or if the line is inside a collective. How much CPU time it
-    uses says nothing: while NCCL works, `cudaStreamSynchronize` spins.
+    A rank waits if it stays at the same line and others have begun fewer collectives of a shared
+    process group, or have failed, or if the line is inside a collective. CPU time is not a
+    criterion: `cudaStreamSynchronize` spins while NCCL runs.
 
     Args:
-        ranks: those that run the cell.
-        answers: where each rank of the session is.
-        pending: those whose code has not ended.
-        errors: of those that have failed.
-        waited_s: how long they have waited at least. Default: `WAITED_S`.
+        ranks: ranks that run the cell.
+        answers: last reply of each rank of the session.
+        pending: ranks whose code has not finished.
+        errors: errors of the ranks that failed.
+        waited_s: minimum waiting time. Default: `HANG_AFTER_S`.
     """
     alike = _alike(answers)
-    waited_s = WAITED_S if waited_s is None else waited_s
+    waited_s = HANG_AFTER_S if waited_s is None else waited_s
     waits = {
         rank: _wait(rank, answers, alike, errors)
         for rank in pending
@@ -80,27 +80,29 @@ def standstill(
     if not waiting:
         return None
     missing = {other for wait in waiting.values() for other in wait.missing} - waiting.keys()
-    said = [
+    parts = [
         *(_raised(errors[rank]) for rank in sorted(errors)),
         *_waited(waiting),
         *(_elsewhere(rank, ranks, pending, answers) for rank in sorted(missing - errors.keys())),
     ]
-    return Standstill(
-        waiting=tuple(sorted(waiting)), missing=tuple(sorted(missing)), words="; ".join(said)
+    return Hang(
+        waiting_ranks=tuple(sorted(waiting)),
+        missing_ranks=tuple(sorted(missing)),
+        description="; ".join(parts),
     )
 
 
 def _wait(
     rank: int,
-    answers: Mapping[int, WhereReply],
+    answers: Mapping[int, RankActivityReply],
     alike: Mapping[_Counts, Sequence[int]],
     errors: Mapping[int, RankError],
 ) -> _Wait | None:
-    """What a rank waits in, for how long, and for whom; None where nothing says that it waits."""
+    """Return where, how long and for which ranks a rank waits; None if nothing indicates a wait."""
     here = answers[rank]
     standing = here["standing"]
     if standing["waits_for"]:
-        return _Wait(place(here), standing["still_s"], tuple(standing["missing"]))
+        return _Wait(describe_position(here), standing["still_s"], tuple(standing["missing"]))
     behind = tuple(
         other
         for counts, others in alike.items()
@@ -108,75 +110,77 @@ def _wait(
         for other in others
     )
     if behind or here["collective"]:
-        return _Wait(place(here), standing["still_s"], behind)
+        return _Wait(describe_position(here), standing["still_s"], behind)
     if errors:
-        return _Wait(place(here), standing["still_s"], tuple(errors), known=False)
+        return _Wait(describe_position(here), standing["still_s"], tuple(errors), known=False)
     return None
 
 
-def _alike(answers: Mapping[int, WhereReply]) -> dict[_Counts, list[int]]:
-    """Ranks that have begun the same collectives: of a thousand most have."""
-    found: dict[_Counts, list[int]] = {}
-    for rank, one in answers.items():
-        found.setdefault(frozenset(one["standing"]["counts"].items()), []).append(rank)
-    return found
+def _alike(answers: Mapping[int, RankActivityReply]) -> dict[_Counts, list[int]]:
+    """Group ranks by their collective counts; usually most ranks are in one group."""
+    groups: dict[_Counts, list[int]] = {}
+    for rank, answer in answers.items():
+        groups.setdefault(frozenset(answer["standing"]["counts"].items()), []).append(rank)
+    return groups
 
 
-def place(here: WhereReply) -> str:
-    """Where a rank is: "all_reduce at line 4"."""
+def describe_position(here: RankActivityReply) -> str:
+    """Describe the position of a rank: "all_reduce at line 4"."""
     what = here["collective"] or here["called"] or here["source"]
     line = f"line {here['line']}" if here["line"] else ""
-    return " at ".join(part for part in (what, line) if part) or "code outside of the cell"
+    return " at ".join(part for part in (what, line) if part) or "code outside the cell"
 
 
-def _is_behind(theirs: Mapping[str, int], ours: Mapping[str, int]) -> bool:
-    """Whether a rank has begun fewer collectives of a group than another."""
-    return any(theirs[name] < ours[name] for name in theirs.keys() & ours.keys())
+def _is_behind(theirs: Mapping[str, int], counts: Mapping[str, int]) -> bool:
+    """Return whether a rank has begun fewer collectives of a group than another rank."""
+    return any(theirs[name] < counts[name] for name in theirs.keys() & counts.keys())
 
 
-def apart(answers: Iterable[WhereReply]) -> bool:
-    """Whether ranks have begun different numbers of collectives: their group is out of step."""
-    counts = [
-        dict(one) for one in {frozenset(one["standing"]["counts"].items()) for one in answers}
-    ]
-    return any(_is_behind(one, other) for one in counts for other in counts)
+def have_collectives_diverged(answers: Iterable[RankActivityReply]) -> bool:
+    """Return whether ranks have begun different numbers of collectives of a group."""
+    distinct = {frozenset(answer["standing"]["counts"].items()) for answer in answers}
+    counts = [dict(items) for items in distinct]
+    return any(_is_behind(theirs, ours) for theirs in counts for ours in counts)
 
 
 def _raised(error: RankError) -> str:
-    lines = [int(found) for item in error.traceback for found in _LINE.findall(plain(item))]
+    lines = [int(number) for item in error.traceback for number in _LINE.findall(strip_ansi(item))]
     where = f" at line {lines[-1]}" if lines else ""
     return f"rank {error.rank} raised {error.ename}{where}"
 
 
 def _waited(waiting: Mapping[int, _Wait]) -> list[str]:
-    """Say it once for ranks that wait at the same place."""
+    """Describe waiting ranks, grouped by position."""
     places: dict[tuple[str, bool], list[int]] = {}
     for rank, wait in sorted(waiting.items()):
         places.setdefault((wait.place, wait.known), []).append(rank)
-    said = []
+    parts = []
     for (where, known), ranks in places.items():
         longest = max(waiting[rank].seconds for rank in ranks)
-        has = f"{rank_names.words(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+        has = f"{rank_names.describe_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
         waited, been = f"waited {longest:.0f} s in {where}", f"been in {where} for {longest:.0f} s"
-        said.append(f"{has} {waited if known else been}")
-    return said
+        parts.append(f"{has} {waited if known else been}")
+    return parts
 
 
 def _elsewhere(
-    rank: int, ranks: Sequence[int], pending: Sequence[int], answers: Mapping[int, WhereReply]
+    rank: int,
+    ranks: Sequence[int],
+    pending: Sequence[int],
+    answers: Mapping[int, RankActivityReply],
 ) -> str:
-    """Say where a rank is that others wait for."""
+    """Describe the position of a rank that others wait for."""
     if rank not in ranks:
         return f"rank {rank} does not run this cell"
     if rank not in pending:
         return f"rank {rank} has finished it"
     if rank not in answers:
-        return f"rank {rank} does not say where it is"
-    return f"rank {rank} is in {place(answers[rank])}"
+        return f"the position of rank {rank} is unknown"
+    return f"rank {rank} is in {describe_position(answers[rank])}"
 
 
 State = Literal["stopped", "running", "sleeping", ""]
-"""Of a process that does not answer; "" where it is not known, as on another node."""
+"""State of a process that does not reply; "" if unknown, as on another node."""
 
 _SAYS: dict[str, tuple[str, str]] = {
     "stopped": ("is stopped (SIGSTOP, state T)", "are stopped (SIGSTOP, state T)"),
@@ -189,37 +193,37 @@ _SAYS: dict[str, tuple[str, str]] = {
 def described(
     ranks: Sequence[int],
     *,
-    answers: Mapping[int, WhereReply],
+    answers: Mapping[int, RankActivityReply],
     silent: Mapping[int, float],
     states: Mapping[int, State],
 ) -> str:
-    """Say of each rank whether it spins, sleeps in C, holds the GIL or is stopped, and where.
+    """Describe for each rank whether it spins, sleeps, holds the GIL or is stopped, and where.
 
     Args:
-        ranks: those to describe.
-        answers: where each rank is, or was when it answered last.
-        silent: for how many seconds ranks have not answered.
-        states: of the processes that do not answer.
+        ranks: ranks to describe.
+        answers: last reply of each rank.
+        silent: seconds since a rank should have replied.
+        states: states of the processes that do not reply.
     """
     groups: dict[tuple[str, str, str], list[int]] = {}
     for rank in ranks:
         if rank in silent:
             verbs = _SAYS[states.get(rank, "")]
-            where = f", last seen in {place(answers[rank])}" if rank in answers else ""
+            where = f", last seen in {describe_position(answers[rank])}" if rank in answers else ""
             key = (*verbs, f" and has not answered for {silent[rank]:.0f} s{where}")
         elif rank not in answers:
             continue
         else:
-            standing, where = answers[rank]["standing"], f" in {place(answers[rank])}"
-            if standing["still_s"] < WAITED_S:
+            standing, where = answers[rank]["standing"], f" in {describe_position(answers[rank])}"
+            if standing["still_s"] < HANG_AFTER_S:
                 key = ("is", "are", where)
             elif standing["sleeps"]:
                 key = ("sleeps", "sleep", where)
             else:
                 key = ("spins", "spin", where)
         groups.setdefault(key, []).append(rank)
-    said = []
+    parts = []
     for (alone, several, where), members in groups.items():
         verb = alone if len(members) == 1 else several
-        said.append(f"{rank_names.words(members)} {verb}{where}")
-    return "; ".join(said)
+        parts.append(f"{rank_names.describe_ranks(members)} {verb}{where}")
+    return "; ".join(parts)

@@ -1,8 +1,8 @@
-"""Whose turn it is to use the ranks: a cell's thread, or the one that runs the panel's commands.
+"""Locking of the ranks between cells and the thread that runs the panel's commands.
 
-A session's `turn` is a plain RLock: one thread has it at a time and may take it again. `with` on
-it is safe against Stop, which may come between any two bytecodes: nothing of Python's own runs
-between taking it and the block (CPython 3.11 to 3.14).
+A session's `lock` is a plain RLock. `with` on it is safe against KeyboardInterrupt, which may be
+raised between any two bytecodes: no Python code runs between acquiring it and entering the block
+(CPython 3.11 to 3.14).
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ from nbdist.session import progress
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.session.progress import Activity
+    from nbdist.session.progress import CurrentOperation
 
 _M = TypeVar("_M", bound="Callable[..., Any]")
 
 
-def in_turn(method: _M) -> _M:
-    """Let a method of a session run while no other thread has its `turn`.
+def exclusive(method: _M) -> _M:
+    """Run a session method while no other thread uses the ranks.
 
-    Stop ends the waiting. This is for what begins or ends ranks; what uses them has
-    `in_turn_on_these_ranks`.
+    For methods that start or end ranks; methods that use them have
+    `exclusive_for_current_ranks`. An interrupt ends the wait.
     """
 
     @functools.wraps(method)
     def alone(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        tell_of_waiting(self.activity)
-        with self.turn:
+        show_wait_reason(self.operation)
+        with self.lock:
             return method(self, *args, **kwargs)
 
     return cast("_M", alone)
 
 
-def in_turn_on_these_ranks(method: _M) -> _M:
-    """As `in_turn`, for what was meant for the ranks of this moment.
+def exclusive_for_current_ranks(method: _M) -> _M:
+    """As `exclusive`, for methods that are meant for the current ranks.
 
-    A restart ends what runs, and so also what waits for its turn: who gets the turn first would
-    be chance, and a cell that waited would go on with new ranks that know none of its variables.
+    Without the check, a cell that waits during a restart would run on new ranks without its
+    variables.
 
     Raises:
-        RankDied: the ranks were restarted before its turn came.
-        CellInterrupted: Stop has ended the ranks; there are new ones.
+        RankDied: the ranks were restarted while waiting.
+        CellInterrupted: an interrupt ended the ranks; new ones were started.
     """
 
     @functools.wraps(method)
     def alone(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        restarts = self.restarts
-        tell_of_waiting(self.activity)
-        with self.turn:
-            if self.restarts != restarts:
+        restarts = self.num_restarts
+        show_wait_reason(self.operation)
+        with self.lock:
+            if self.num_restarts != restarts:
                 raise RankDied(
-                    "The ranks were restarted while this waited for its turn; it was not done, and"
-                    " the old ranks' variables are gone."
+                    "The ranks were restarted while this call waited for them. It was not run, and"
+                    " variables of the old ranks are lost."
                 )
             try:
                 return method(self, *args, **kwargs)
             except RankDied:
-                if not (said := self.replace_stopped_ranks()):
+                if not (replaced := self.replace_stopped_ranks()):
                     raise
-                msg = f"{said} Their variables are gone."
+                msg = f"{replaced} Variables of the old ranks are lost."
                 raise CellInterrupted(msg) from None
 
     return cast("_M", alone)
 
 
-def tell_of_waiting(activity: Activity, more: str = "") -> None:
-    """Say below the cell what another thread does, which has to end first."""
-    work = activity.now
-    if work is not None and progress.listener() is not activity:
+def show_wait_reason(activity: CurrentOperation, more: str = "") -> None:
+    """Show below the cell which operation of another thread has to finish first."""
+    work = activity.progress
+    if work is not None and progress.current_operation() is not activity:
         with StatusLine() as line:
-            line.show(f"nbdist: waiting for what the panel was asked for: {work.text}{more}")
+            line.show(f"nbdist: waiting for a command of the panel: {work.text}{more}")

@@ -1,8 +1,8 @@
-"""The rows of `report()`, gathered from all ranks; runs in the notebook's kernel.
+"""The rows of `report()` from all ranks; runs in the notebook's kernel.
 
-The reader thread adds rows, the user reads columns. A value costs 12 bytes and a row 16,
-so a million steps on four ranks with one scalar each take about 110 MB. What a rank
-reports again for a step replaces what it reported for it before.
+The reader thread adds rows, the user reads columns. A value takes 12 bytes and a row 16, so a
+million steps on four ranks with one scalar each take about 110 MB. If a rank reports a step again,
+the new values replace the old ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STEP = "step"
 TIME = "time"
-"""Keys of a row besides the user's names: step, and unix seconds on the rank's clock."""
+"""Keys of a row besides the user's names: step, and Unix time in seconds on the rank's clock."""
 
 _SHOWN_ROWS = 10
 _log = logging.getLogger(__name__)
@@ -38,27 +38,27 @@ _log = logging.getLogger(__name__)
 class UnknownMetric(OptionError, KeyError):  # noqa: N818 - a KeyError
     """No rank has reported a scalar of this name."""
 
-    __str__ = Exception.__str__  # KeyError would show the sentence in quotes
+    __str__ = Exception.__str__  # KeyError would put the message in quotes
 
 
 Row = tuple[int, float, dict[str, float]]
-"""One call of report(): step, unix seconds, scalars by name."""
+"""One call of report(): step, Unix time in seconds, scalars by name."""
 
 
 @dataclass(slots=True)
-class _Rows:
-    """All rows of one rank, in the order of its calls."""
+class _RankRows:
+    """All rows of one rank, in call order."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     times: array[float] = field(default_factory=lambda: array("d"))
     columns: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
-    """By name: the row of each value, and the value."""
+    """By name: the row index of each value, and the value."""
 
     def add(self, row: Mapping[str, float | str]) -> Row:
-        """Append one call of report(), whole or not at all; returns it as numbers."""
+        """Append one call of report(), atomically; return it as numbers."""
         scalars = {name: float(value) for name, value in row.items() if name != STEP}
         number, at, step = len(self.steps), scalars.pop(TIME), int(row[STEP])
-        self.steps.append(step)  # the first that can fail: beyond 64 bits
+        self.steps.append(step)  # first, because it raises for steps beyond 64 bits
         self.times.append(at)
         for name, value in scalars.items():
             rows, values = self.columns.setdefault(name, (array("I"), array("d")))
@@ -66,8 +66,8 @@ class _Rows:
             values.append(value)
         return step, at, scalars
 
-    def timed(self) -> dict[str, tuple[array[int], array[float], array[float]]]:
-        """Copy all columns: steps, times and values."""
+    def timed_columns(self) -> dict[str, tuple[array[int], array[float], array[float]]]:
+        """Return copies of all columns: steps, times and values."""
         return {
             name: (
                 array("q", map(self.steps.__getitem__, rows)),
@@ -78,7 +78,7 @@ class _Rows:
         }
 
     def column(self, name: str) -> _Series:
-        """Copy a column: steps and values."""
+        """Return a copy of a column: steps and values."""
         if name == TIME:
             return self.steps[:], self.times[:]
         rows, values = self.columns.get(name, (array("I"), array("d")))
@@ -88,49 +88,50 @@ class _Rows:
 
 
 class Metrics:
-    """What the ranks reported: `metrics["loss"]` is the mean over ranks by step.
+    """Values that the ranks reported: `metrics["loss"]` is the mean over ranks, by step.
 
-    A table as in pandas: `len()` is its number of steps, `in` and iteration go by name.
-    Reading while a cell runs gives what has arrived; the mean of the newest step is then
-    that of the ranks which have reported it. Safe to use from any thread.
+    Behaves like a table: `len()` is the number of steps, `in` and iteration use names.
+    Reading while a cell runs returns the values received so far; the mean of the newest step
+    then covers the ranks that have reported it. Thread-safe.
     """
 
     def __init__(self, world_size: int) -> None:
-        """Begin without rows."""
         self.world_size = world_size
         self.last_step = 0
-        """Of the row that came last."""
-        self._ranks: dict[int, _Rows] = {}
+        """Step of the last row received."""
+        self._ranks: dict[int, _RankRows] = {}
         self._lock = threading.Lock()
         self._followers: list[Callable[[int, list[Row]], object]] = []
 
-    def add(self, rank: int, rows: Sequence[Mapping[str, float | str]]) -> None:
-        """Append rows of one rank; "nan", "inf" as text are numbers here again."""
+    def add_rows(self, rank: int, rows: Sequence[Mapping[str, float | str]]) -> None:
+        """Append rows of one rank; converts "nan" and "inf" strings to numbers."""
         with self._lock:
-            own = self._ranks.setdefault(rank, _Rows())
+            own = self._ranks.setdefault(rank, _RankRows())
             taken: list[Row] = []
             for row in rows:
                 try:
                     taken.append(own.add(row))
                 except (KeyError, TypeError, ValueError, OverflowError) as error:
-                    # Not from report(). The reader thread must go on reading.
-                    _log.warning("rank %d sent a row that is none (%r): %r", rank, error, row)
+                    # Not from report(). The reader thread must not stop.
+                    _log.warning("rank %d sent an invalid row (%r): %r", rank, error, row)
             if taken:
                 self.last_step = taken[-1][0]
                 for follower in self._followers:
                     follower(rank, taken)
 
-    def follow(self, follower: Callable[[int, list[Row]], object]) -> dict[str, dict[int, Column]]:
-        """Have `follower` get the rows that come from now on, and return what came before.
+    def subscribe(
+        self, follower: Callable[[int, list[Row]], object]
+    ) -> dict[str, dict[int, Column]]:
+        """Call `follower` for all further rows, and return the earlier ones.
 
-        It is called on the reader thread, under a lock: it may put rows in a queue, no more.
+        It is called on the reader thread while a lock is held: it must not block, only queue rows.
 
         Returns:
-            Name -> rank -> (steps, times, values), in the order of steps.
+            Name -> rank -> (steps, times, values), sorted by step.
         """
         with self._lock:
             self._followers.append(follower)
-            copies = {rank: rows.timed() for rank, rows in sorted(self._ranks.items())}
+            copies = {rank: rows.timed_columns() for rank, rows in sorted(self._ranks.items())}
         columns: dict[str, dict[int, Column]] = {}
         for rank, of_rank in copies.items():
             for name, (steps, times, values) in of_rank.items():
@@ -139,39 +140,39 @@ class Metrics:
                 columns.setdefault(name, {})[rank] = (kept, at, last)
         return columns
 
-    def unfollow(self, follower: Callable[[int, list[Row]], object]) -> None:
-        """Call `follower` no more."""
+    def unsubscribe(self, follower: Callable[[int, list[Row]], object]) -> None:
+        """Stop calling `follower`."""
         with self._lock:
             self._followers.remove(follower)
 
     @property
     def names(self) -> list[str]:
-        """Names that have been reported, first come first."""
+        """Reported names, in order of first use."""
         with self._lock:
             columns = [rows.columns for _, rows in sorted(self._ranks.items())]
             return list(dict.fromkeys(name for names in columns for name in names))
 
     def __getitem__(self, name: str) -> list[float]:
-        """Mean over the ranks, by step, in the order of steps.
+        """Return the mean over ranks by step, sorted by step.
 
         Raises:
-            UnknownMetric: nothing of this name was reported (a KeyError, too).
+            UnknownMetric: no such name was reported (also a KeyError).
         """
         return self._mean_series(name)[1]
 
     def steps(self, name: str | None = None) -> list[int]:
-        """Steps of a column's values; without a name the steps of all rows."""
+        """Return the steps of a column; without a name the steps of all rows."""
         series = self._series(TIME if name is None else name)
         same = _in_step(list(series.values()))
         first = next(iter(series.values()))[0][:same].tolist() if series else []
         return first + sorted({step for steps, _ in series.values() for step in steps[same:]})
 
     def by_rank(self, name: str) -> dict[int, list[float]]:
-        """One column of each rank that reported it, in the order of steps."""
+        """Return one column of each rank that reported it, sorted by step."""
         return {rank: values.tolist() for rank, (_, values) in self._series(name).items()}
 
     def __contains__(self, name: object) -> bool:
-        """Whether a scalar of this name was reported."""
+        """Return whether a scalar of this name was reported."""
         return name in self.names
 
     def __iter__(self) -> Iterator[str]:
@@ -179,18 +180,18 @@ class Metrics:
         return iter(self.names)
 
     def __len__(self) -> int:
-        """Count the steps that any rank has reported."""
+        """Return the number of steps that any rank has reported."""
         return len(self.steps())
 
     def __bool__(self) -> bool:
-        """Whether anything was reported."""
+        """Return whether any rank has reported a row."""
         return bool(self._ranks)
 
     def to_pandas(self) -> Any:
-        """Make a pandas DataFrame: a row for each step (its index), a column for each name.
+        """Return a pandas DataFrame: one row per step (the index), one column per name.
 
-        Values are means over ranks, as `metrics[name]`; a step without a value has NaN.
-        The column `time` holds unix seconds. pandas is imported here.
+        Values are means over ranks, as `metrics[name]`; missing values are NaN. The column `time`
+        holds Unix time in seconds. Imports pandas.
 
         Raises:
             NbdistError: pandas is not installed.
@@ -199,8 +200,8 @@ class Metrics:
             pandas = importlib.import_module("pandas")
         except ImportError as error:
             message = (
-                "to_pandas() needs pandas, which is not installed here; install it with"
-                " %pip install pandas, or use metrics[name] and metrics.steps(name)."
+                "to_pandas() needs pandas, which is not installed. Run %pip install pandas, or use"
+                " metrics[name] and metrics.steps(name)."
             )
             raise NbdistError(message) from error
         columns = {name: self._mean_series(name) for name in (TIME, *self.names)}
@@ -213,7 +214,7 @@ class Metrics:
         return frame
 
     def __repr__(self) -> str:
-        """Show the last rows as a table in text."""
+        """Return the last rows as a text table."""
         header, rows = self._last_rows()
         if not rows:
             return f"Metrics: {self._empty()}"
@@ -225,7 +226,7 @@ class Metrics:
         return "\n".join([f"Metrics: {self._summary()}", *lines])
 
     def _repr_html_(self) -> str:
-        """Show the last rows as a table in a notebook."""
+        """Return the last rows as an HTML table."""
         header, rows = self._last_rows()
         if not rows:
             return f"<p>Metrics: {html.escape(self._empty())}</p>"
@@ -241,7 +242,7 @@ class Metrics:
     # ---- reading
 
     def _series(self, name: str) -> dict[int, _Series]:
-        """Copy one column of each rank that has it; the copy is worked on without the lock."""
+        """Return copies of one column of each rank that has it; computed without the lock."""
         with self._lock:
             copies = {rank: rows.column(name) for rank, rows in sorted(self._ranks.items())}
         series = {rank: _ascending(*copy) for rank, copy in copies.items() if copy[0]}
@@ -250,23 +251,24 @@ class Metrics:
         return series
 
     def _mean_series(self, name: str, *, since: int = 0) -> tuple[list[int], list[float]]:
-        """Steps and mean values of a column, from step `since` on."""
+        """Return steps and mean values of a column, from step `since` on."""
         series = self._series(name).values()
         return _mean([_tail(steps, values, since) for steps, values in series])
 
     def _unknown(self, name: object) -> str:
         names = ", ".join(self.names)
-        return f"{name!r} was not reported; " + (f"use one of {names}." if names else self._empty())
+        known = f"Use one of {names}." if names else f"{self._empty()}."
+        return f"No rank reported {name!r}. {known}"
 
     def _empty(self) -> str:
-        return "nothing was reported yet; call report(loss=loss) in a %%distribute cell."
+        return "No metrics yet: call report(loss=loss) in a %%distribute cell"
 
     def _summary(self) -> str:
         ranks = "1 rank" if len(self._ranks) == 1 else f"mean of {len(self._ranks)} ranks"
         return f"{len(self)} steps, {ranks}"
 
     def _last_rows(self) -> tuple[list[str], list[list[str]]]:
-        """Header and cells of the last rows."""
+        """Return header and cells of the last rows."""
         names, steps = self.names, self.steps()[-_SHOWN_ROWS:]
         since = steps[0] if steps else 0
         columns = [dict(zip(*self._mean_series(name, since=since), strict=True)) for name in names]
@@ -279,15 +281,15 @@ def _cell(value: float | None) -> str:
 
 
 def _ascending(steps: array[int], values: array[float]) -> _Series:
-    """Put steps in order; of a step that was reported twice keep the last."""
-    if all(one < other for one, other in pairwise(steps)):
+    """Sort by step; keep the last value of a repeated step."""
+    if all(step < following for step, following in pairwise(steps)):
         return steps, values
     last = dict(sorted(dict(zip(steps, values, strict=True)).items()))
     return array("q", last), array("d", last.values())
 
 
 def _mean(series: Sequence[_Series]) -> tuple[list[int], list[float]]:
-    """Mean by step of columns with ascending steps, over those that have the step."""
+    """Return the mean by step of sorted columns, over those that have the step."""
     same = _in_step(series)
     first = series[0][0][:same] if series else []
     common = zip(*(values[:same] for _, values in series), strict=True)
@@ -304,9 +306,9 @@ def _mean(series: Sequence[_Series]) -> tuple[list[int], list[float]]:
 
 
 def _in_step(series: Sequence[_Series]) -> int:
-    """Count the first rows in which all ranks have the same steps.
+    """Return the number of leading rows in which all ranks have the same steps.
 
-    Ranks that train together differ in the last few rows only: all others need no table.
+    Only the last few rows usually differ, so most rows need no merging.
     """
     same = min((len(steps) for steps, _ in series), default=0)
     alike = all(steps[:same] == series[0][0][:same] for steps, _ in series[1:])

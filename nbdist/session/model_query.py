@@ -1,7 +1,7 @@
-"""What rank 0 has prepared, asked while its cell runs; waited for never.
+"""Queries rank 0 for its prepared model while a cell is running; never blocks.
 
-Runs in the notebook's kernel. A cell that prepares a model often trains it for hours, and what
-it will need is wanted then.
+Runs in the notebook's kernel. A cell that prepares a model often trains it for hours; the panel
+shows the prediction during that time.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from nbdist.protocol import messages
 
 if TYPE_CHECKING:
     from nbdist.cluster.rank_channels import Channel, Message
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.worker_group import WorkerGroup
 
-GIVEN_UP_S = 30.0
-"""A question without an answer for so long is asked again."""
+REPLY_TIMEOUT_S = 30.0
+"""Timeout after which a request is sent again."""
 
 
-class Peek:
-    """One question at a time, and its answer."""
+class PreparedModelQuery:
+    """One pending request at a time, and its reply."""
 
-    def __init__(self, gang: Gang) -> None:
-        """Ask nothing yet."""
-        self._gang = gang
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
         self._request = ""
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._answer: messages.ModelReply | None = None
         self._lock = threading.Lock()
 
-    def ask(self, kind: Literal["cuda", "cpu"]) -> None:
-        """Ask for the model that was prepared last, by its closed form; returns at once."""
+    def send_request(self, kind: Literal["cuda", "cpu"]) -> None:
+        """Request the closed form of the model prepared last; return immediately."""
         content = messages.ModelRequest(
             name=None, batch_size=None, seq_len=None, kind=kind, quick=True
         )
-        with self._lock, contextlib.suppress(SessionError):  # the ranks are just being ended
-            if self._request and time.monotonic() - self._asked_at < GIVEN_UP_S:
+        with self._lock, contextlib.suppress(SessionError):  # the ranks may be ending
+            if self._request and time.monotonic() - self._requested_at < REPLY_TIMEOUT_S:
                 return
-            self._gang.forget([self._request])
-            self._request = self._gang.post((0,), "control", messages.MODEL, content, self._take)
-            self._asked_at = time.monotonic()
-        self._gang.wake()
+            self._workers.drop_requests([self._request])
+            self._request = self._workers.queue_request(
+                (0,), "control", messages.MODEL, content, self._take
+            )
+            self._requested_at = time.monotonic()
+        self._workers.wake()
 
-    def answer(self) -> messages.ModelReply | None:
-        """What has come since it was looked at last."""
+    def poll_reply(self) -> messages.ModelReply | None:
+        """Return the reply if a new one has arrived, else None."""
         with self._lock:
             answer, self._answer = self._answer, None
         return answer
 
     def _take(self, _rank: int, channel: Channel, message: Message) -> None:
-        """Take the answer, on the reader thread; its `idle` on iopub is none."""
+        """Store the reply, on the reader thread; ignore its `idle` status on iopub."""
         if channel != "control":
             return
         content: Any = message["content"]
         with self._lock:
-            self._gang.forget([self._request])
+            self._workers.drop_requests([self._request])
             self._request, self._answer = "", content

@@ -1,7 +1,7 @@
-"""Whether Linux's OOM killer has been at work, and at which limit.
+"""Detects kills by Linux's OOM killer, and their memory limit.
 
-Runs in the notebook's kernel. A process that is killed for lack of memory gets SIGKILL like
-any other; only the counter of its cgroup tells. Versions 1 and 2 are read alike.
+Runs in the notebook's kernel. A process that is killed for lack of memory gets an ordinary
+SIGKILL; only the counter of its cgroup shows the reason. Supports cgroup versions 1 and 2.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ _OWN = Path("/proc/self/cgroup")
 _ROOT = Path("/sys/fs/cgroup")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")  # version 2, version 1
 _UNLIMITED_BYTES = 2**60
-"""Version 1 writes a huge number where there is no limit."""
+"""Version 1 uses a huge number for "no limit"."""
 
 
-class OomCounter:
-    """The kills that the cgroup of this process has counted; launcher and ranks are in it.
+class OomKillCounter:
+    """Counts OOM kills in the cgroup of this process, which contains launcher and ranks.
 
     Args:
         events: the file with a line "oom_kill N": "memory.events" of version 2,
@@ -24,19 +24,18 @@ class OomCounter:
     """
 
     def __init__(self, events: Path | None = None) -> None:
-        """Remember how many kills there were up to now."""
-        self._events = events or events_file(_OWN, _ROOT)
+        self._events = events or find_memory_events_file(_OWN, _ROOT)
         self._before = self._count()
 
-    def grew(self) -> bool:
-        """Whether a process was killed since this counter was made."""
+    def has_grown(self) -> bool:
+        """Return whether a process was killed since this counter was created."""
         return self._count() > self._before
 
-    def words(self) -> str:
-        """Who killed, and at which limit."""
+    def describe(self) -> str:
+        """Describe the kill and its limit."""
         limit = self._limit()
-        told = f"cgroup limit {limit / 2**30:.1f} GiB" if limit else "the machine's memory ended"
-        return f"killed by the kernel's OOM killer ({told})"
+        cause = f"cgroup limit {limit / 2**30:.1f} GiB" if limit else "the machine is out of memory"
+        return f"killed by the kernel's OOM killer ({cause})"
 
     def _count(self) -> int:
         lines = _text(self._events).splitlines()
@@ -44,7 +43,7 @@ class OomCounter:
         return int(counts[0]) if counts else 0
 
     def _limit(self) -> int | None:
-        """The smallest limit of the cgroup and those that it is in."""
+        """Return the smallest limit of the cgroup and its parents."""
         if self._events is None:
             return None
         folders = (self._events.parent, *self._events.parent.parents)
@@ -53,19 +52,19 @@ class OomCounter:
         return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
 
 
-def events_file(own: Path, root: Path) -> Path | None:
-    """Find the file that counts kills; None where the machine has none.
+def find_memory_events_file(own: Path, root: Path) -> Path | None:
+    """Return the file that counts kills; None if the machine has none.
 
     Args:
-        own: the process's list of cgroups, as /proc/self/cgroup.
-        root: where cgroups are mounted.
+        own: list of the process's cgroups, such as /proc/self/cgroup.
+        root: mount point of cgroups.
     """
     candidates = []
     for line in _text(own).splitlines():
         _, controllers, path = line.split(":", 2)
         inside = path.lstrip("/")
         if "memory" in controllers.split(","):
-            # in a container the path may be the host's: then the mount is the cgroup itself
+            # In a container the path may be the host's; the mount is the cgroup itself then.
             mount = root / "memory"
             candidates += [mount / inside / "memory.oom_control", mount / "memory.oom_control"]
         elif not controllers:
@@ -79,4 +78,4 @@ def _text(path: Path | None) -> str:
     try:
         return path.read_text()
     except OSError:
-        return ""  # not on this machine, or not for this user
+        return ""  # missing, or not readable by this user

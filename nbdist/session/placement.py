@@ -1,8 +1,7 @@
-"""Which devices of this machine a session takes.
+"""Chooses the devices of a session's ranks.
 
-Runs in the notebook's kernel. No GPU: the session rehearses on CPU ranks.
-`Placement.visible` names GPUs by UUID, since CUDA's own order (fastest first) is not NVML's (by
-PCI bus).
+Runs in the notebook's kernel. Without a GPU the session runs on CPU ranks. GPUs are selected by
+UUID, since CUDA's default order (fastest first) differs from NVML's (by PCI bus).
 """
 
 from __future__ import annotations
@@ -13,15 +12,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import strategies
-from nbdist.cluster.version_check import listed
+from nbdist.cluster.version_check import format_names
 from nbdist.errors import OptionError, StartError
-from nbdist.hardware.discovery import CPU_RANKS, opened, pynvml, refusal, usage
+from nbdist.hardware.discovery import (
+    DEFAULT_CPU_RANKS,
+    gpu_memory_usage,
+    import_pynvml,
+    open_nvml,
+    refusal,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from nbdist.cluster.rank_distribution import Spread
-    from nbdist.hardware.discovery import Machine, Node
+    from nbdist.cluster.rank_distribution import RankDistribution
+    from nbdist.hardware.discovery import Machine, SessionNode
 
 _INDEX = re.compile(r"[0-9]{1,4}")
 _FP8_PACKAGES = ("transformer_engine", "torchao")
@@ -29,46 +34,46 @@ _FP8_PACKAGES = ("transformer_engine", "torchao")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which devices a session's ranks run on."""
+    """Devices of a session's ranks."""
 
     nproc: int
     devices: tuple[int, ...] | None
-    """Index of each rank's GPU, as torch counts them in this kernel; None for CPU ranks."""
-    visible: tuple[str, ...] = ()
+    """GPU index of each rank, in torch's order in this kernel; None for CPU ranks."""
+    visible_devices: tuple[str, ...] = ()
     """UUIDs of the same GPUs; empty for CPU ranks."""
-    nodes: int = 1
-    """With more, or on a cluster, each device is counted on its own node and has no name here."""
-    away: bool = False
-    """Whether the ranks are on nodes of a cluster."""
+    num_nodes: int = 1
+    """With several nodes, or on a cluster, indices are per node and UUIDs are empty."""
+    is_remote: bool = False
+    """True if the ranks run on cluster nodes."""
 
     @property
     def kind(self) -> Literal["cpu", "cuda"]:
-        """What the ranks compute on."""
+        """Device type of the ranks."""
         return "cpu" if self.devices is None else "cuda"
 
     def describe(self) -> str:
-        """Describe in a few words: "4 ranks on GPUs 0,1,2,3", "2 CPU ranks"."""
+        """Return a short description: "4 ranks on GPUs 0,1,2,3", "2 CPU ranks"."""
         ranks = "rank" if self.nproc == 1 else "ranks"
-        if self.away:
-            nodes = "node" if self.nodes == 1 else "nodes"
+        if self.is_remote:
+            nodes = "node" if self.num_nodes == 1 else "nodes"
             what = f"CPU {ranks}" if self.devices is None else f"GPU {ranks}"
-            return f"{self.nproc} {what} on {self.nodes} {nodes}"
+            return f"{self.nproc} {what} on {self.num_nodes} {nodes}"
         if self.devices is None:
             return f"{self.nproc} CPU {ranks}"
         gpus = "GPU" if self.nproc == 1 else "GPUs"
         return f"{self.nproc} {ranks} on {gpus} {','.join(map(str, self.devices))}"
 
 
-def placement(
+def choose_placement(
     nproc: int | str | None, gpus: str | Sequence[int] | None, machine: Machine
 ) -> Placement:
     """Choose the devices of a session's ranks.
 
     Args:
-        nproc: number of ranks (-n). Default: one for each GPU; without a GPU 2.
-        gpus: indices of GPUs (--gpus), "0,2" or a sequence; "none" or an empty sequence
-            for CPU ranks. Default: every visible GPU, of which -n N takes the first N.
-        machine: from `machine.found()`.
+        nproc: number of ranks (-n). Default: one per GPU; without a GPU 2.
+        gpus: GPU indices (--gpus), "0,2" or a sequence; "none" or an empty sequence for CPU
+            ranks. Default: every visible GPU, of which -n N uses the first N.
+        machine: from `discovery.found()`.
 
     Raises:
         OptionError: more ranks than devices, an unknown GPU, or a contradiction.
@@ -79,14 +84,13 @@ def placement(
         return Placement(_cpu_ranks(wanted, machine), None)
     if wanted is not None and wanted > len(chosen):
         raise OptionError(
-            f"{wanted} ranks need {wanted} GPUs and there are {len(chosen)}"
-            f" ({_listed(chosen)}); use -n {len(chosen)} or fewer,"
-            f" or --gpus none for a rehearsal on CPU ranks."
+            f"{wanted} ranks need {wanted} GPUs, but {len(chosen)} are available"
+            f" ({_listed(chosen)}). Use -n {len(chosen)} or fewer, or --gpus none for CPU ranks."
         )
     if wanted is not None and gpus is not None and wanted != len(chosen):
         raise OptionError(
-            f"-n {wanted} contradicts --gpus {_listed(chosen)}, which are {len(chosen)} devices;"
-            f" leave one of the two out."
+            f"-n {wanted} contradicts --gpus {_listed(chosen)} with {len(chosen)} devices. Leave"
+            " one of them out."
         )
     devices = tuple(chosen[:wanted])
     return Placement(len(devices), devices, tuple(machine.gpus[i].uuid for i in devices))
@@ -95,65 +99,65 @@ def placement(
 def check_usable(
     placement: Placement, found: Machine, *, own: Collection[int] = (), nvml: Any = None
 ) -> list[str]:
-    """What to know of the GPUs before ranks start on them: which fail, which others fill.
+    """Return warnings about GPUs before ranks start on them: failures, and use by others.
 
     Args:
-        placement: of the ranks, on this machine.
-        found: from `machine.found()`.
+        placement: devices of the ranks, on this machine.
+        found: from `discovery.found()`.
         own: processes of this session.
         nvml: a module with the functions of `pynvml`, for tests.
 
     Raises:
-        StartError: a GPU takes no further process.
+        StartError: a GPU does not accept another process.
     """
     if placement.devices is None:
-        return [] if found.gpus else list(found.warnings)  # without GPUs by choice
-    nvml = nvml or pynvml()
+        return [] if found.gpus else list(found.warnings)  # no warnings if CPU ranks were chosen
+    nvml = nvml or import_pynvml()
     if nvml is None:
         return list(found.warnings)
     chosen = [found.gpus[index] for index in placement.devices]
     try:
-        with opened(nvml):
+        with open_nvml(nvml):
             refused = [refusal(nvml, gpu, own=own) for gpu in chosen]
     except nvml.NVMLError:
         refused = []
     for index, reason in zip(placement.devices, refused, strict=False):
         if reason:
-            msg = f"GPU {index} cannot be used: {reason.says}. Leave it out with --gpus, or"
+            msg = f"GPU {index} cannot be used: {reason.says}. Exclude it with --gpus, or"
             raise StartError(f"{msg} {reason.do}.")
-    held = usage(replace(found, gpus=tuple(chosen)), own=own, nvml=nvml)
-    busy = (
+    held = gpu_memory_usage(replace(found, gpus=tuple(chosen)), own=own, nvml=nvml)
+    occupied = (
         f"GPU {index} has {now.free_bytes / 2**30:.0f} of {gpu.memory_bytes / 2**30:.0f} GB free"
-        f" beside {listed(now.holders)}"
+        f" (used by {format_names(now.holders)})"
         for index, gpu, now in zip(placement.devices, chosen, held, strict=False)
         if now.holders and now.free_bytes < gpu.memory_bytes / 2
     )
-    return [*found.warnings, *busy]
+    return [*found.warnings, *occupied]
 
 
-def spread_out(spread: Spread) -> Placement:
-    """The devices of ranks on nodes of a cluster; who has which GPU is the nodes' business."""
+def cluster_placement(spread: RankDistribution) -> Placement:
+    """Return the placement of ranks on cluster nodes; each node assigns its own GPUs."""
     if spread.kind == "cpu":
-        return Placement(spread.nproc, None, nodes=spread.nodes, away=True)
-    devices = tuple(range(spread.each)) * spread.nodes
-    return Placement(spread.nproc, devices, ("",) * len(devices), spread.nodes, away=True)
+        return Placement(spread.nproc, None, num_nodes=spread.num_nodes, is_remote=True)
+    devices = tuple(range(spread.ranks_per_node)) * spread.num_nodes
+    return Placement(spread.nproc, devices, ("",) * len(devices), spread.num_nodes, is_remote=True)
 
 
 def parse_nproc(given: int | str) -> int:
-    """Read a number of ranks: a whole number from 1.
+    """Parse a number of ranks, an integer >= 1.
 
     Raises:
         OptionError: anything else.
     """
     text = str(given).strip()
     if isinstance(given, bool) or not _INDEX.fullmatch(text) or int(text) < 1:
-        message = f"-n {_short(given)} is not a number of ranks; use a whole number from 1."
+        message = f"-n must be an integer >= 1, got {_short(given)}."
         raise OptionError(message)
     return int(text)
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """Read "0,2" in the order given; "none" is the empty tuple.
+    """Parse "0,2", keeping the order; "none" is the empty tuple.
 
     Raises:
         OptionError: not of this form.
@@ -163,48 +167,48 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(map(_INDEX.fullmatch, parts)):
         message = (
-            f"--gpus {_short(text)} is not a list of GPUs; use indices such as --gpus 0,2,"
-            f" or --gpus none for CPU ranks."
+            f"--gpus must be a list of indices such as 0,2, or none for CPU ranks, got"
+            f" {_short(text)}."
         )
         raise OptionError(message)
     return tuple(map(int, parts))
 
 
-def hardware(
-    placement: Placement, machine: Machine, nodes: Sequence[Node] = ()
+def hardware_for_placement(
+    placement: Placement, machine: Machine, nodes: Sequence[SessionNode] = ()
 ) -> strategies.Hardware:
-    """Say what the strategies must know of the devices; imports no engine.
+    """Return the properties of the devices that strategies depend on; imports no backend.
 
     Args:
-        placement: where the ranks are.
-        machine: this one.
-        nodes: of a cluster, once they are there. Until then their GPUs are taken for such as
-            have bf16 and fp8.
+        placement: devices of the ranks.
+        machine: this machine.
+        nodes: cluster nodes, once allocated. Before that their GPUs are assumed to support
+            bf16 and fp8.
     """
-    here = [] if placement.away else [machine.gpus[index] for index in placement.devices or ()]
+    here = [] if placement.is_remote else [machine.gpus[index] for index in placement.devices or ()]
     gpus = [gpu for node in nodes for gpu in node.machine.gpus] or here
-    unseen = (9, 0) if placement.away and placement.devices else (0, 0)
+    unseen = (9, 0) if placement.is_remote and placement.devices else (0, 0)
     weakest = min((gpu.capability for gpu in gpus), default=unseen)
     return strategies.Hardware(
         kind=placement.kind,
         bf16=weakest >= (8, 0),
         fp8=weakest >= (8, 9) and any(map(_installed, _FP8_PACKAGES)),
         world_size=placement.nproc,
-        nodes=placement.nodes,
+        nodes=placement.num_nodes,
         deepspeed=_installed("deepspeed"),
     )
 
 
-def differing_gpus(nodes: Sequence[Node]) -> str:
-    """A sentence where the GPUs of nodes differ; else nothing."""
+def mixed_gpus_warning(nodes: Sequence[SessionNode]) -> str:
+    """Return a warning if the GPUs of nodes differ, else ""."""
     kinds: dict[str, list[str]] = {}
     for node in nodes:
         titles = sorted({gpu.title for gpu in node.machine.gpus})
         kinds.setdefault(" and ".join(titles), []).append(node.name)
-    if len(kinds) < 2:  # noqa: PLR2004 - a difference has two sides
+    if len(kinds) < 2:  # noqa: PLR2004 - two kinds differ
         return ""
-    told = "; ".join(f"{gpus} on {listed(names)}" for gpus, names in kinds.items())
-    return f"The GPUs of the nodes differ ({told}): what one lacks, none uses"
+    groups = "; ".join(f"{gpus} on {format_names(names)}" for gpus, names in kinds.items())
+    return f"The GPUs of the nodes differ ({groups}): only features common to all are used"
 
 
 def _chosen_gpus(gpus: str | Sequence[int] | None, machine: Machine) -> tuple[int, ...]:
@@ -213,36 +217,36 @@ def _chosen_gpus(gpus: str | Sequence[int] | None, machine: Machine) -> tuple[in
     try:
         chosen = parse_gpus(gpus) if isinstance(gpus, str) else tuple(gpus)
     except TypeError as error:
-        message = f"{_short(gpus)} is not a list of GPUs; use indices such as [0, 2] or '0,2'."
+        message = f"GPUs must be indices such as [0, 2] or '0,2', got {_short(gpus)}."
         raise OptionError(message) from error
     for index in chosen:
         if isinstance(index, bool) or not isinstance(index, int):
-            message = f"GPU {_short(index)} is not an index; use whole numbers such as [0, 2]."
+            message = f"GPU indices must be integers such as [0, 2], got {_short(index)}."
             raise OptionError(message)
         if not 0 <= index < len(machine.gpus):
             raise OptionError(_unknown_gpu(index, machine))
     if len(set(chosen)) != len(chosen):
-        message = f"--gpus {_listed(chosen)} names a GPU twice; each rank needs its own."
+        message = f"--gpus {_listed(chosen)} repeats a GPU. Each rank needs its own."
         raise OptionError(message)
     return chosen
 
 
 def _unknown_gpu(index: int, machine: Machine) -> str:
     if not machine.gpus:
-        return f"GPU {index} is not visible: there is none here; leave --gpus out for CPU ranks."
-    there = _listed(range(len(machine.gpus)))
-    return f"GPU {index} is not visible; use --gpus with some of {there}."
+        return f"GPU {index} is not visible: no GPU was found. Leave --gpus out for CPU ranks."
+    visible = _listed(range(len(machine.gpus)))
+    return f"GPU {index} is not visible. Use --gpus with some of {visible}."
 
 
 def _cpu_ranks(wanted: int | None, machine: Machine) -> int:
-    """Number of CPU ranks: a rehearsal may crowd the CPUs, but not drown them."""
+    """Return the number of CPU ranks; limited, because each rank is a process."""
     if wanted is None:
-        return CPU_RANKS
+        return DEFAULT_CPU_RANKS
     most = max(8, 4 * machine.num_cpus)
     if wanted > most:
         raise OptionError(
-            f"{wanted} CPU ranks are too many for {machine.num_cpus} CPUs, each is a process"
-            f" with torch loaded; use -n {most} or fewer."
+            f"{wanted} CPU ranks are too many for {machine.num_cpus} CPUs: each is a process that"
+            f" imports torch. Use -n {most} or fewer."
         )
     return wanted
 
@@ -257,4 +261,4 @@ def _listed(indices: Sequence[int]) -> str:
 
 def _short(given: object) -> str:
     text = repr(given)
-    return text if len(text) <= 40 else f"{text[:37]}..."  # noqa: PLR2004 - a line's share
+    return text if len(text) <= 40 else f"{text[:37]}..."  # noqa: PLR2004 - fits on a line

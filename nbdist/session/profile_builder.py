@@ -1,7 +1,7 @@
-"""From the figures of the ranks to a profile; runs in the notebook's kernel, without torch.
+"""Builds a profile from the ranks' measurements; runs in the notebook's kernel, without torch.
 
-A rank describes the prepared model meanwhile, while its cell runs: by its closed form, so that
-the verdict does not wait for a trace.
+Meanwhile a rank describes the prepared model, while its cell runs, by its closed form: tracing
+would delay the result.
 """
 
 from __future__ import annotations
@@ -16,53 +16,58 @@ from nbdist.session import planner
 if TYPE_CHECKING:
     from nbdist.planner.model_spec import ModelSpec
     from nbdist.profiler.report import Profile
-    from nbdist.session.profiler import Profiling
-    from nbdist.session.session import Session
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.profiler import ProfileRun
+    from nbdist.session.session_view import SessionView
+    from nbdist.session.worker_group import WorkerGroup
 
-PATIENCE_S = 2.0
-"""A rank that computes answers within milliseconds; the verdict waits no longer."""
+REPLY_TIMEOUT_S = 2.0
+"""Timeout for a rank's reply; a running rank replies within milliseconds."""
 
 
-def judged(session: Session, gang: Gang, one: Profiling) -> Profile:
-    """Put the figures together with what the session knows of its model, options and cells."""
+def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -> Profile:
+    """Build the profile from the measurements and the session's model, options and cells."""
     from nbdist.planner import fit_measurements
     from nbdist.profiler import lint
-    from nbdist.profiler.report import Profile, Setting
+    from nbdist.profiler.profile_data import ProfiledConfig
+    from nbdist.profiler.report import Profile
 
-    cluster, spec = planner.machine(session), _spec(session, gang, min(one.figures))
-    setting = Setting(options=session.options, cluster=cluster, spec=spec)
-    figures = [one.figures[rank] for rank in sorted(one.figures)]
-    made = Profile.of(
+    cluster, spec = planner.cluster_spec(session), _spec(session, workers, min(run.figures))
+    setting = ProfiledConfig(options=session.options, cluster=cluster, model_spec=spec)
+    figures = [run.figures[rank] for rank in sorted(run.figures)]
+    profile = Profile.of(
         figures,
         setting,
-        remarks=lint.confirmed(lint.remarks(one.sources), figures, bf16=session.hardware.bf16),
-        loader_text=lint.loader(one.sources),
+        remarks=lint.confirm_findings(
+            lint.lint_cells(run.sources), figures, bf16=session.hardware.bf16
+        ),
+        loader_text=lint.find_loader(run.sources),
         before=session.profiles[-1] if session.profiles else None,
-        notes=_absent(one, session.world_size),
+        notes=_absent(run, session.world_size),
     )
     if spec is not None:
-        fit_measurements.learn(made.ranks, spec=spec, options=session.options, cluster=cluster)
-    return made
+        fit_measurements.learn_from_profile(
+            profile.ranks, spec=spec, options=session.options, cluster=cluster
+        )
+    return profile
 
 
-def _absent(one: Profiling, world_size: int) -> list[str]:
-    """Say which ranks are not in the profile, and why."""
-    others = sorted(set(range(world_size)) - set(one.ranks))
-    said = [f"{rank_names.words(others)} did not run this cell."] if others else []
-    return said + one.refused()
+def _absent(run: ProfileRun, world_size: int) -> list[str]:
+    """Return which ranks are missing from the profile, and why."""
+    others = sorted(set(range(world_size)) - set(run.ranks))
+    missing = [f"{rank_names.describe_ranks(others)} did not run this cell."] if others else []
+    return missing + run.take_refusal_notes()
 
 
-def _spec(session: Session, gang: Gang, rank: int) -> ModelSpec | None:
-    """The prepared model as the planner sees it; None where it has no closed form."""
+def _spec(session: SessionView, workers: WorkerGroup, rank: int) -> ModelSpec | None:
+    """Return the prepared model for the planner; None if it has no closed form."""
     from nbdist.planner import load_model
 
     content = messages.ModelRequest(
         name=None, batch_size=None, seq_len=None, kind=session.hardware.kind, quick=True
     )
     try:
-        reply: messages.ModelReply = gang.ask(
-            [rank], messages.MODEL, content, channel="control", patience_s=PATIENCE_S
+        reply: messages.ModelReply = workers.request_all(
+            [rank], messages.MODEL, content, channel="control", patience_s=REPLY_TIMEOUT_S
         )[rank]
         return load_model.spec_from_json(reply["spec"])
     except NbdistError:  # no closed form, no answer in time, or the rank has just ended

@@ -1,7 +1,7 @@
-"""Profiles of a session: asked for, collected from the ranks, shown below the cell.
+"""Profiles of a session: requests them, collects the measurements, shows the results.
 
-Runs in the notebook's kernel, without torch. What is asked for while no cell runs waits here and
-goes to the ranks with the next cell, so that nothing of it outlives a cell on a rank.
+Runs in the notebook's kernel, without torch. A profile requested while no cell runs waits here and
+is sent with the next cell, so that no profile outlives a cell on a rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Self
 
 from nbdist import rank_sets as rank_names
 from nbdist.errors import OptionError, ProfileError
-from nbdist.paths import expanded
-from nbdist.profiler.measurements import RankFigures
+from nbdist.paths import expand_user
+from nbdist.profiler.measurements import RankProfile
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
@@ -29,317 +29,328 @@ if TYPE_CHECKING:
 
     from nbdist.profiler.report import Profile
     from nbdist.session.cell import Cell
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.worker_group import WorkerGroup
 
-    Judge = Callable[["Profiling"], Profile]
+    ProfileBuilder = Callable[["ProfileRun"], Profile]
 
-LIMIT_S = 30.0
-"""The longest window."""
-MOST_STEPS = 1000
+MAX_PROFILE_S = 30.0
+"""Maximum duration of the recording."""
+MAX_STEPS = 1000
 LATE_S = 3.0
-"""After the end of its cell, what a rank has measured is waited for so long."""
+"""Timeout for a rank's measurements after the end of its cell."""
 OTHERS_S = 15.0
-"""After the first rank's figures, those of the others are waited for so long."""
+"""Timeout for the other ranks' measurements after those of the first rank."""
 WAIT_S = 0.05
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What a profile is asked for with."""
+class ProfileOptions:
+    """Options of a profile."""
 
     steps: int | None = None
-    """Of the window; None: until the figures are stable."""
+    """Steps to record; None: until the figures are stable."""
     trace: Path | None = None
     """Folder for the traces of all ranks."""
     memory: bool = True
 
     @classmethod
-    def given(cls, profile: object) -> Self | None:
-        """Read what `Session.run` is given as `profile`; None: no profile.
+    def parse(cls, profile: object) -> Self | None:
+        """Parse the `profile` argument of `Session.run`; None means no profile.
 
         Raises:
-            OptionError: neither a truth nor the arguments of `of`, or one of these is not allowed.
+            OptionError: neither a bool nor the arguments of `create`, or one is not allowed.
         """
         if profile is None or profile is False:
             return None
-        known = [one.name for one in fields(cls)]
+        known = [item.name for item in fields(cls)]
         if profile is True:
-            return cls.of()
+            return cls.create()
         if isinstance(profile, Mapping) and profile.keys() <= set(known):
-            return cls.of(**profile)
+            return cls.create(**profile)
         message = (
-            f"profile={profile!r}: give True, False, or a dict of {', '.join(known)}, as"
-            ' profile={"steps": 10}.'
+            f"profile must be True, False or a dict of {', '.join(known)} such as"
+            f' {{"steps": 10}}, got {profile!r}.'
         )
         raise OptionError(message)
 
     @classmethod
-    def of(
+    def create(
         cls,
         steps: int | None = None,
         trace: str | os.PathLike[str] | None = None,
         memory: bool = True,  # noqa: FBT001, FBT002 - as Session.profile has it
     ) -> Self:
-        """Check what is asked for, and make the folder.
+        """Validate the options and create the folder.
 
         Raises:
-            OptionError: a number of steps that no window can have, a folder that cannot be
-                written.
+            OptionError: a number of steps that is not allowed, or a folder that is not writable.
         """
-        if steps is not None and (type(steps) is not int or not 1 <= steps <= MOST_STEPS):
+        if steps is not None and (type(steps) is not int or not 1 <= steps <= MAX_STEPS):
             message = (
-                f"--steps {steps}: a profile takes 1 to {MOST_STEPS} optimizer steps; leave it"
-                " out to stop when the figures are stable."
+                f"--steps must be an integer from 1 to {MAX_STEPS}, got {steps}. Leave it out to"
+                " stop when the figures are stable."
             )
             raise OptionError(message)
         _check_types(trace, memory)
-        folder = None if trace is None else Path.cwd() / expanded(trace)
+        folder = None if trace is None else Path.cwd() / expand_user(trace)
         if folder is not None:
             _check_writable(folder)
         return cls(steps=steps, trace=folder, memory=memory)
 
 
 def _check_types(trace: object, memory: object) -> None:
-    """Raise OptionError for what is no folder's name, or no truth."""
+    """Raise OptionError if `trace` is not a path or `memory` is not a bool."""
     if not isinstance(trace, (str, os.PathLike, NoneType)) or trace == "":
-        message = f"--trace {trace!r}: name a folder for the traces, or leave it out."
+        message = f"--trace must be a folder, got {trace!r}. Leave it out for no traces."
         raise OptionError(message)
     if not isinstance(memory, bool):
-        message = f"memory={memory!r}: give True or False."
+        message = f"memory must be True or False, got {memory!r}."
         raise OptionError(message)
 
 
 def _check_writable(folder: Path) -> None:
-    """Make a folder for traces; raises OptionError where that or writing there fails."""
+    """Create a folder for traces; raise OptionError if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return
     except OSError as error:
         message = (
-            f"--trace {folder}: traces cannot be written there ({error.strerror or error}); name"
-            " a folder that can be written."
+            f"Cannot write to --trace {folder}: {error.strerror or error}. Use a writable folder."
         )
         raise OptionError(message) from None
 
 
 @dataclass(slots=True, kw_only=True)
-class Profiling:
-    """One profile, from being asked for to its verdict."""
+class ProfileRun:
+    """One profile, from the request to the result."""
 
-    wish: Wish
-    since: float = field(default_factory=time.time)
-    """Unix seconds."""
+    options: ProfileOptions
+    requested_at: float = field(default_factory=time.time)
+    """Unix time in seconds."""
     replaces: bool = False
-    """Another one that waited for its cell is forgotten."""
+    """True if it replaces a profile that waited for its cell."""
     cell: Cell | None = None
-    """That is profiled; None as long as the next one is waited for."""
+    """The profiled cell; None while waiting for the next one."""
     sources: Sequence[tuple[str, str]] = ()
     """Code of the last cells, the profiled one last: "In[3]" and its text."""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     ranks: tuple[int, ...] = ()
     text: str = ""
-    """How far it is."""
-    figures: dict[int, RankFigures] = field(default_factory=dict)
+    """Progress text."""
+    figures: dict[int, RankProfile] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
-    """Why ranks have no figures, a sentence each."""
-    first_at: float = 0.0
-    """When the first rank had told its figures, by the monotonic clock."""
-    over_at: float = 0.0
-    """When its cell was first seen to be over."""
-    judging: bool = False
+    """Why ranks have no measurements, one sentence each."""
+    first_result_at: float = 0.0
+    """Monotonic time of the first rank's measurements."""
+    finished_at: float = 0.0
+    """Monotonic time when the cell was first seen to be finished."""
+    is_building: bool = False
 
     @property
-    def armed(self) -> bool:
-        """Whether the next cell will be profiled."""
+    def is_armed(self) -> bool:
+        """True if it waits for the next cell."""
         return self.cell is None
 
     @property
-    def share(self) -> float | None:
-        """Done, from 0 to 1, where that is known."""
+    def fraction_done(self) -> float | None:
+        """Progress from 0 to 1, or None if unknown."""
         known = self.text.rpartition(" ")[2]
-        if self.wish.steps is None or not known.isdigit():
+        if self.options.steps is None or not known.isdigit():
             return None
-        return min(1.0, int(known) / self.wish.steps)
+        return min(1.0, int(known) / self.options.steps)
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        """Ranks that have told nothing yet."""
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks without measurements or refusal."""
         return tuple(sorted(set(self.ranks) - self.figures.keys() - self.refusals.keys()))
 
     @property
-    def late(self) -> bool:
-        """Whether who has told nothing yet is waited for no more."""
+    def is_overdue(self) -> bool:
+        """True if the timeout for missing ranks has passed."""
         now = time.monotonic()
-        after_cell = self.over_at and now - self.over_at > LATE_S
-        return bool(after_cell or (self.first_at and now - self.first_at > OTHERS_S))
+        after_cell = self.finished_at and now - self.finished_at > LATE_S
+        return bool(after_cell or (self.first_result_at and now - self.first_result_at > OTHERS_S))
 
-    def refused(self) -> list[str]:
-        """Say once why ranks have no figures."""
+    def take_refusal_notes(self) -> list[str]:
+        """Return why ranks have no measurements, grouped by reason."""
         reasons: dict[str, list[int]] = {}
         for rank, why in sorted(self.refusals.items()):
             reasons.setdefault(why, []).append(rank)
-        return [f"{rank_names.words(ranks)}: {why}" for why, ranks in reasons.items()]
+        return [f"{rank_names.describe_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
 
     def __str__(self) -> str:
-        """Say what happens now."""
-        instead = " It takes the place of the profile that waited." if self.replaces else ""
+        """Return a sentence for the user."""
+        instead = " This replaces the profile requested before." if self.replaces else ""
         if self.cell is None:
-            return f"the next %%distribute cell is profiled; its verdict appears below it.{instead}"
+            return (
+                "the next %%distribute cell will be profiled; the result appears below it."
+                f"{instead}"
+            )
         return (
-            f"the cell In[{self.cell.count}] is profiled while it runs; the verdict appears below"
-            f" that cell, and %nbdist profile --show repeats it.{instead}"
+            f"profiling the running cell In[{self.cell.count}]; the result appears below that"
+            f" cell. %nbdist profile --show shows it again.{instead}"
         )
 
 
-class Profiler:
-    """The profiles of one session, one at a time."""
+class SessionProfiler:
+    """The profiles of a session, one at a time.
 
-    def __init__(self, gang: Gang, judge: Judge) -> None:
-        """Profile nothing yet; `judge` puts the ranks' figures together, on a thread of its own."""
-        self.now: Profiling | None = None
-        """What is armed or under way."""
-        self.done: list[Profile] = []
-        self._gang = gang
-        self._judge = judge
+    Args:
+        workers: the worker group.
+        build_profile: builds a profile from the ranks' measurements; called on its own thread.
+    """
+
+    def __init__(self, workers: WorkerGroup, build_profile: ProfileBuilder) -> None:
+        self.current_run: ProfileRun | None = None
+        """The profile that is armed or in progress."""
+        self.profiles: list[Profile] = []
+        self._workers = workers
+        self._build_profile = build_profile
         self._lock = threading.Lock()
 
-    def arm(self, wish: Wish) -> Profiling:
-        """Have the next cell profiled; a wish that waits already is replaced.
+    def arm(self, options: ProfileOptions) -> ProfileRun:
+        """Profile the next cell; replaces a profile that is already armed.
 
         Raises:
-            ProfileError: a profile is under way.
+            ProfileError: a profile is in progress.
         """
         with self._lock:
-            if busy := self.why_busy():
+            if busy := self.busy_reason():
                 raise ProfileError(busy)
-            self.now = Profiling(
-                wish=wish,
-                text="armed: the next cell is profiled",
-                replaces=self.now is not None,
+            self.current_run = ProfileRun(
+                options=options,
+                text="armed: the next cell will be profiled",
+                replaces=self.current_run is not None,
             )
-            return self.now
+            return self.current_run
 
-    def begin(self, ranks: Sequence[int], cell: Cell | None) -> Profiling | None:
-        """Tell the ranks what waits: `cell` runs on them, or the next one; None: nothing waits.
+    def start_recording(self, ranks: Sequence[int], cell: Cell | None) -> ProfileRun | None:
+        """Send the armed profile to the ranks; return None if there is none.
+
+        Args:
+            ranks: ranks to profile.
+            cell: the cell that runs on them; None for the cell that is sent next.
 
         Raises:
             ProfileError: no rank can profile now.
         """
-        one = self.now
-        if one is None or not one.armed:
+        run = self.current_run
+        if run is None or not run.is_armed:
             return None
-        one.ranks, one.text, one.cell = tuple(ranks), "profiling: warm-up", cell
-        replies: dict[int, messages.ProfileReply] = {}
+        run.ranks, run.text, run.cell = tuple(ranks), "profiling: warm-up", cell
+        replies: dict[int, messages.ProfileStartReply] = {}
         try:
             for rank in ranks:
-                request = self._request(one, rank)
-                replies |= self._gang.ask([rank], messages.PROFILE, request, channel="control")
+                request = self._request(run, rank)
+                replies |= self._workers.request_all(
+                    [rank], messages.PROFILE, request, channel="control"
+                )
         except BaseException:
-            self.now = None
+            self.current_run = None
             raise
         refused = {
             rank: reply["error"] for rank, reply in replies.items() if reply["status"] == "refused"
         }
-        one.refusals |= refused
-        if len(refused) == len(one.ranks):
-            self.now = None
-            raise ProfileError(" ".join(one.refused()))
-        return one
+        run.refusals |= refused
+        if len(refused) == len(run.ranks):
+            self.current_run = None
+            raise ProfileError(" ".join(run.take_refusal_notes()))
+        return run
 
-    def _request(self, one: Profiling, rank: int) -> messages.ProfileRequest:
+    def _request(self, run: ProfileRun, rank: int) -> messages.ProfileRequest:
         return messages.ProfileRequest(
-            id=one.id,
-            ranks=list(one.ranks),
-            cell="" if one.cell is None else one.cell.requests[rank],
-            running=one.cell is not None,
-            steps=one.wish.steps,
-            limit_s=LIMIT_S,
-            trace="" if one.wish.trace is None else str(one.wish.trace),
-            memory=one.wish.memory,
+            id=run.id,
+            ranks=list(run.ranks),
+            cell="" if run.cell is None else run.cell.requests[rank],
+            running=run.cell is not None,
+            steps=run.options.steps,
+            limit_s=MAX_PROFILE_S,
+            trace="" if run.options.trace is None else str(run.options.trace),
+            memory=run.options.memory,
         )
 
-    def hear(self, text: str) -> None:
-        """Take how far rank 0 is; on the reader thread."""
-        if self.now is not None and not self.now.armed:
-            self.now.text = text
+    def update_progress(self, text: str) -> None:
+        """Store rank 0's progress; called on the reader thread."""
+        if self.current_run is not None and not self.current_run.is_armed:
+            self.current_run.text = text
 
-    def receive(self, rank: int, content: messages.Profiled) -> None:
-        """Take what a rank has measured; on the reader thread."""
+    def add_rank_measurements(self, rank: int, content: messages.ProfileResult) -> None:
+        """Store a rank's measurements; called on the reader thread."""
         with self._lock:
-            one = self.now
-            if one is None or one.id != content["id"]:
-                return  # it came too late
+            run = self.current_run
+            if run is None or run.id != content["id"]:
+                return  # too late
             if "figures" in content:
-                one.figures[rank] = RankFigures.from_json(content["figures"])
-                one.first_at = one.first_at or time.monotonic()
+                run.figures[rank] = RankProfile.from_json(content["figures"])
+                run.first_result_at = run.first_result_at or time.monotonic()
             else:
-                one.refusals[rank] = content["error"]
+                run.refusals[rank] = content["error"]
         self.tick()
 
     def tick(self) -> None:
-        """End the profile that is complete or late; on the reader thread, now and then."""
+        """Finish the profile if it is complete or overdue; called on the reader thread."""
         with self._lock:
-            one = self.now
-            if one is None or one.cell is None or one.judging:
+            run = self.current_run
+            if run is None or run.cell is None or run.is_building:
                 return
-            if one.cell.finished.is_set():
-                one.over_at = one.over_at or time.monotonic()
-            if one.missing and not one.late:
+            if run.cell.finished.is_set():
+                run.finished_at = run.finished_at or time.monotonic()
+            if run.missing_ranks and not run.is_overdue:
                 return
-            one.refusals |= dict.fromkeys(one.missing, "it has not told what it measured.")
-            one.judging, one.text = True, "profiling: judging"
-        threading.Thread(target=self._end, args=(one,), name="nbdist-profile", daemon=True).start()
+            run.refusals |= dict.fromkeys(run.missing_ranks, "no measurements received in time.")
+            run.is_building, run.text = True, "profiling: analyzing"
+        threading.Thread(target=self._end, args=(run,), name="nbdist-profile", daemon=True).start()
 
-    def give_up(self, why: str) -> None:
-        """Forget the profile that is under way: its ranks are gone. A wish stays."""
+    def abort(self, why: str) -> None:
+        """Drop the profile in progress, because its ranks have ended; an armed one stays."""
         with self._lock:
-            one = self.now
-            if one is None or one.cell is None or one.judging:
+            run = self.current_run
+            if run is None or run.cell is None or run.is_building:
                 return
-            self.now = None
-        one.cell.tell(f"nbdist: nothing was profiled: {why}")
+            self.current_run = None
+        run.cell.print_line(f"nbdist: no profile: {why}")
 
-    def _end(self, one: Profiling) -> None:
-        """Judge and show; on a thread of its own, since the ranks are asked about the model."""
-        cell = one.cell
-        assert cell is not None  # noqa: S101 - `tick` has seen it
+    def _end(self, run: ProfileRun) -> None:
+        """Build and show the profile; on its own thread, since it queries the ranks."""
+        cell = run.cell
+        assert cell is not None  # noqa: S101 - checked by `tick`
         try:
-            if one.figures:
-                profile = self._judge(one)
-                self.done.append(profile)
-                cell.show(shown(profile))
+            if run.figures:
+                profile = self._build_profile(run)
+                self.profiles.append(profile)
+                cell.show_bundle(to_mime_bundle(profile))
             else:
-                cell.tell(f"nbdist: nothing was profiled: {' '.join(one.refused())}")
-        except Exception as error:  # noqa: BLE001 - the training goes on, and the user is told
-            _log.exception("no verdict")
-            cell.tell(f"nbdist: the profile has no verdict: {type(error).__name__}: {error}")
+                cell.print_line(f"nbdist: no profile: {' '.join(run.take_refusal_notes())}")
+        except Exception as error:  # noqa: BLE001 - must not disturb the training
+            _log.exception("profile failed")
+            cell.print_line(f"nbdist: the profile failed: {type(error).__name__}: {error}")
         finally:
-            self.now = None
-            self._gang.wake()  # the reader thread shows what belongs to a cell in the background
+            self.current_run = None
+            self._workers.wake()  # lets the reader thread render output of background cells
 
-    def show_owed(self, cell: Cell) -> None:
-        """Let a cell that is over end with its verdict."""
+    def show_pending(self, cell: Cell) -> None:
+        """Wait for the profile of a finished cell and show it."""
         while self._owes(cell):
-            cell.pump(WAIT_S)
-        cell.pump(0)
+            cell.render_pending(WAIT_S)
+        cell.render_pending(0)
 
     def _owes(self, cell: Cell) -> bool:
-        one = self.now
-        return one is not None and one.cell is cell
+        run = self.current_run
+        return run is not None and run.cell is cell
 
-    def why_busy(self) -> str:
-        """Why no other profile can be asked for now; "" where it can."""
-        if self.now is None or self.now.armed:
+    def busy_reason(self) -> str:
+        """Return why no other profile can be requested now; "" if one can."""
+        if self.current_run is None or self.current_run.is_armed:
             return ""
         return (
-            f"a profile is under way ({self.now.text}); its verdict comes first, then ask for the"
-            " next one."
+            f"A profile is in progress ({self.current_run.text}). Wait for its result before"
+            " starting another one."
         )
 
 
-def shown(profile: Profile) -> dict[str, str]:
-    """A profile as a mime bundle."""
+def to_mime_bundle(profile: Profile) -> dict[str, str]:
+    """Return a profile as a mime bundle."""
     return {"text/plain": str(profile), "text/html": profile._repr_html_()}

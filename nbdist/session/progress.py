@@ -1,7 +1,7 @@
-"""What a session does beside cells, for whoever shows it; runs in the notebook's kernel.
+"""The current long operation of a session besides cells; runs in the notebook's kernel.
 
-`StatusLine` is the text face of long work. It also tells the `Activity` of the session that
-works on its thread, which the panel looks at.
+`StatusLine` prints the progress of long operations. It also updates the session's
+`CurrentOperation`, which the panel reads.
 """
 
 from __future__ import annotations
@@ -17,46 +17,49 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Kind = Literal["starting", "switching", "saving", "loading", "exporting", "planning", "calibrating"]
+OperationKind = Literal[
+    "starting", "switching", "saving", "loading", "exporting", "planning", "calibrating"
+]
 
 _SHARE = re.compile(r"(\d{1,3})\s?%$")
 _TITLE = "nbdist: "
-"""Begins a line below a cell, where it tells whose it is."""
+"""Prefix of a line printed below a cell."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far one long work is."""
+class OperationProgress:
+    """Progress of one long operation."""
 
-    kind: Kind
+    kind: OperationKind
     text: str
-    since: float
-    """Unix seconds."""
-    share: float | None = None
-    """Done, from 0 to 1, where the work tells it."""
+    started_at: float
+    """Unix time in seconds."""
+    fraction_done: float | None = None
+    """Progress from 0 to 1, or None if unknown."""
 
 
-class Activity:
-    """The long work of one session. Written by the thread that works, read by any."""
+class CurrentOperation:
+    """The long operations of one session; written by the working thread, read by any thread."""
 
     def __init__(self) -> None:
-        """Do nothing yet."""
-        self._works: list[Progress] = []
+        self._works: list[OperationProgress] = []
         self._lock = threading.Lock()
 
     @property
-    def now(self) -> Progress | None:
-        """The work that goes on, the outermost one's kind with the newest words."""
+    def progress(self) -> OperationProgress | None:
+        """The current operation: the outermost kind with the newest text."""
         with self._lock:
             if not self._works:
                 return None
-            return replace(self._works[-1], kind=self._works[0].kind, since=self._works[0].since)
+            return replace(
+                self._works[-1], kind=self._works[0].kind, started_at=self._works[0].started_at
+            )
 
     @contextlib.contextmanager
-    def doing(self, kind: Kind, text: str) -> Iterator[None]:
-        """Something long; `StatusLine`s made meanwhile on this thread tell of it."""
+    def track(self, kind: OperationKind, text: str) -> Iterator[None]:
+        """Track an operation; `StatusLine`s created meanwhile on this thread update it."""
         with self._lock:
-            self._works.append(Progress(kind, text, time.time()))
+            self._works.append(OperationProgress(kind, text, time.time()))
         token = _heard_by.set(self)
         try:
             yield
@@ -65,38 +68,40 @@ class Activity:
             with self._lock:
                 self._works.pop()
 
-    def say(self, text: str) -> None:
-        """Take the newest words of the work that goes on; from any thread."""
+    def set_text(self, text: str) -> None:
+        """Set the text of the current operation; callable from any thread."""
         with self._lock:
             if self._works:
                 self._works[-1] = replace(
-                    self._works[-1], text=text.removeprefix(_TITLE), share=share_in(text)
+                    self._works[-1],
+                    text=text.removeprefix(_TITLE),
+                    fraction_done=parse_fraction_done(text),
                 )
 
 
-def share_in(text: str) -> float | None:
-    """The share that is done, where the words end with it: "writing, 42%"."""
-    found = _SHARE.search(text)
-    return min(int(found[1]) / 100, 1.0) if found else None
+def parse_fraction_done(text: str) -> float | None:
+    """Return the fraction at the end of a text: "writing, 42%"."""
+    match = _SHARE.search(text)
+    return min(int(match[1]) / 100, 1.0) if match else None
 
 
-_heard_by: ContextVar[Activity | None] = ContextVar("_heard_by", default=None)
+_heard_by: ContextVar[CurrentOperation | None] = ContextVar("_heard_by", default=None)
 _shown: ContextVar[bool] = ContextVar("_shown", default=True)
 
 
-def listener() -> Activity | None:
-    """Whose work this thread does."""
+def current_operation() -> CurrentOperation | None:
+    """Return the tracker of the operation that this thread runs."""
     return _heard_by.get()
 
 
-def shown() -> bool:
-    """Whether a line below the cell tells of this thread's work."""
+def is_status_line_shown() -> bool:
+    """Return whether status lines of this thread are printed below the cell."""
     return _shown.get()
 
 
 @contextlib.contextmanager
-def without_lines() -> Iterator[None]:
-    """Work that was not asked for by a cell: no line appears below whichever cell runs."""
+def suppress_status_lines() -> Iterator[None]:
+    """Suppress status lines for work that was not started by a cell."""
     token = _shown.set(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""push, pull and send: variables through files in shared memory, never through messages."""
+"""push, pull and send: move variables through files in shared memory, not through messages."""
 
 from __future__ import annotations
 
@@ -6,34 +6,39 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PayloadError
 from nbdist.protocol import messages, serialization
-from nbdist.session.transfer_progress import Moving
+from nbdist.session.file_transfer_status import FileTransferStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.cluster.interfaces import Moved
-    from nbdist.session.worker_group import Gang
+    from nbdist.cluster.interfaces import TransferCallback
+    from nbdist.session.worker_group import WorkerGroup
 
 
-def _untold(_done: int, _total: int) -> None:
-    """Show nothing: a value of send() comes while the cell has the screen."""
+def _no_progress(_done: int, _total: int) -> None:
+    """Show nothing: send() runs while the cell's output is shown."""
 
 
-def push(values: Mapping[str, object], ranks: Sequence[int], gang: Gang) -> int:
-    """Bind `values` on `ranks`; returns the bytes, written once for all of them."""
-    file = serialization.write_where_room(dict(values), gang.fleet.staging)
+def push_variables(values: Mapping[str, object], ranks: Sequence[int], workers: WorkerGroup) -> int:
+    """Bind `values` on `ranks`; return their size in bytes, written once for all ranks."""
+    file = serialization.write_payload_where_room(
+        dict(values), workers.launcher_group.staging_folders
+    )
     size = file.stat().st_size
-    with Moving("push") as told, gang.fleet.shipped(file, ranks, told) as paths:
+    with (
+        FileTransferStatus("push") as callback,
+        workers.launcher_group.ship_file(file, ranks, callback) as paths,
+    ):
         requests = {rank: messages.PushRequest(path=path) for rank, path in paths.items()}
-        gang.ask_each(requests, messages.PUSH, raises=PayloadError)
+        workers.request_each(requests, messages.PUSH, raises=PayloadError)
     return size
 
 
-def pull(
+def pull_variables(
     names: Sequence[str],
     rank: int,
-    gang: Gang,
+    workers: WorkerGroup,
     *,
     as_numpy: bool,
     gather: Callable[[str, Sequence[str]], str],
@@ -41,35 +46,44 @@ def pull(
     """Fetch variables of one rank, by name.
 
     Args:
-        names: of them.
-        rank: whose.
-        gang: all ranks.
-        as_numpy: arrays in the place of tensors.
-        gather: lets all ranks write a prepared model into one file of rank 0; which no rank
-            can alone.
+        names: names of the variables.
+        rank: rank to fetch from.
+        workers: the worker group.
+        as_numpy: return arrays instead of tensors.
+        gather: lets all ranks write a prepared model into one file of rank 0, which no rank can
+            do alone.
     """
-    request = messages.PullRequest(names=list(names), folders=gang.fleet.folders(rank))
-    reply: messages.FileReply = gang.ask([rank], messages.PULL, request, raises=PayloadError)[rank]
+    request = messages.PullRequest(
+        names=list(names), folders=workers.launcher_group.payload_folders(rank)
+    )
+    reply: messages.PayloadFileReply = workers.request_all(
+        [rank], messages.PULL, request, raises=PayloadError
+    )[rank]
     if "prepared" not in reply:
-        return _pulled(rank, reply["path"], gang, as_numpy=as_numpy)
+        return _pulled(rank, reply["path"], workers, as_numpy=as_numpy)
     values: dict[str, Any] = {}
     for name in reply["prepared"]:
-        gathered = gather(name, gang.fleet.folders(0))
-        values |= _pulled(0, gathered, gang, as_numpy=as_numpy)
+        gathered = gather(name, workers.launcher_group.payload_folders(0))
+        values |= _pulled(0, gathered, workers, as_numpy=as_numpy)
     if others := [name for name in names if name not in values]:
-        values |= pull(others, rank, gang, as_numpy=as_numpy, gather=gather)
+        values |= pull_variables(others, rank, workers, as_numpy=as_numpy, gather=gather)
     return values
 
 
-def _pulled(rank: int, path: str, gang: Gang, *, as_numpy: bool) -> dict[str, Any]:
-    with Moving("pull") as told:
-        return received(rank, path, gang, told, as_numpy=as_numpy)
+def _pulled(rank: int, path: str, workers: WorkerGroup, *, as_numpy: bool) -> dict[str, Any]:
+    with FileTransferStatus("pull") as callback:
+        return read_payload_file(rank, path, workers, callback, as_numpy=as_numpy)
 
 
-def received(
-    rank: int, path: str, gang: Gang, told: Moved = _untold, *, as_numpy: bool = False
+def read_payload_file(
+    rank: int,
+    path: str,
+    workers: WorkerGroup,
+    on_progress: TransferCallback = _no_progress,
+    *,
+    as_numpy: bool = False,
 ) -> dict[str, Any]:
     """Read a payload file that a rank wrote, and delete it."""
-    file: Path = gang.fleet.fetch(rank, path, told)
-    values: dict[str, Any] = serialization.read(file, as_numpy=as_numpy, delete=True)
+    file: Path = workers.launcher_group.fetch_file(rank, path, on_progress)
+    values: dict[str, Any] = serialization.read_payload(file, as_numpy=as_numpy, delete=True)
     return values

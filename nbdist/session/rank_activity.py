@@ -1,7 +1,7 @@
-"""Where the ranks' code is while a cell runs; asked over the control channel, waited for never.
+"""Polls each rank for its current source line. Requests use the control channel and never block.
 
-Runs in the notebook's kernel. A rank that cannot answer (its process is stopped) is asked again
-after a while, so that questions do not pile up.
+Runs in the notebook's kernel. A rank that cannot reply (its process is stopped) is polled again
+after a timeout, so that requests do not pile up.
 """
 
 from __future__ import annotations
@@ -19,84 +19,84 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from nbdist.cluster.rank_channels import Channel, Message
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.worker_group import WorkerGroup
 
-GIVEN_UP_S = 10.0
-"""A question without an answer for so long is asked again."""
+REPLY_TIMEOUT_S = 10.0
+"""Timeout after which a request is sent again."""
 
 
-class Whereabouts:
-    """The last answers of the ranks."""
+class RankActivityPoller:
+    """The last replies of the ranks."""
 
-    def __init__(self, gang: Gang) -> None:
-        """Ask nothing yet."""
-        self._gang = gang
-        self._asked: dict[int, tuple[str, float]] = {}
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
+        self._requests: dict[int, tuple[str, float]] = {}
         self._open: dict[str, int] = {}
-        """How many ranks have not answered a request."""
-        self._answers: dict[int, messages.WhereReply] = {}
+        """Number of ranks that have not replied, by request."""
+        self._answers: dict[int, messages.RankActivityReply] = {}
         self._silent_since: dict[int, float] = {}
-        """By rank, when it was first asked what it has not answered."""
+        """Time of the first request without a reply, by rank."""
         self._lock = threading.Lock()
 
-    def ask(self, ranks: Iterable[int]) -> None:
-        """Ask these ranks; returns at once."""
+    def poll_ranks(self, ranks: Iterable[int]) -> None:
+        """Poll these ranks; return immediately."""
         now = time.monotonic()
-        with self._lock, contextlib.suppress(SessionError):  # the ranks are just being ended
-            wanted = [rank for rank in ranks if now - self._asked_at(rank) >= GIVEN_UP_S]
+        with self._lock, contextlib.suppress(SessionError):  # the ranks may be ending
+            wanted = [rank for rank in ranks if now - self._requested_at(rank) >= REPLY_TIMEOUT_S]
             for rank in wanted:
                 self._settle(rank)
             if wanted:
-                request = self._gang.post(wanted, "control", messages.WHERE, {}, self._take)
-                self._asked.update(dict.fromkeys(wanted, (request, now)))
+                request = self._workers.queue_request(
+                    wanted, "control", messages.RANK_ACTIVITY, {}, self._take
+                )
+                self._requests.update(dict.fromkeys(wanted, (request, now)))
                 self._silent_since = dict.fromkeys(wanted, now) | self._silent_since
                 self._open[request] = len(wanted)
-        self._gang.wake()
+        self._workers.wake()
 
-    def forget(self) -> None:
-        """The cell has ended: what was answered holds no more, nor what is on its way."""
+    def clear(self) -> None:
+        """Drop replies and pending requests, because the cell has ended."""
         with self._lock:
-            self._gang.forget(self._open)
+            self._workers.drop_requests(self._open)
             self._open.clear()
-            self._asked.clear()
+            self._requests.clear()
             self._answers.clear()
             self._silent_since.clear()
 
-    def now(self) -> dict[int, messages.WhereReply]:
-        """The last answers, by rank."""
+    def latest_replies(self) -> dict[int, messages.RankActivityReply]:
+        """Return the last replies, by rank."""
         with self._lock:
             return dict(self._answers)
 
     def silent(self) -> dict[int, float]:
-        """For how many seconds ranks have left a question unanswered."""
+        """Return for how many seconds ranks have not replied."""
         now = time.monotonic()
         with self._lock:
             return {rank: now - since for rank, since in self._silent_since.items()}
 
     def _take(self, rank: int, channel: Channel, message: Message) -> None:
-        """Take an answer, on the reader thread; its `idle` on iopub is none."""
+        """Store a reply, on the reader thread; ignore its `idle` status on iopub."""
         if channel != "control":
             return
         content: Any = message["content"]
         with self._lock:
-            request, _ = self._asked.get(rank, ("", 0.0))
+            request, _ = self._requests.get(rank, ("", 0.0))
             if message["parent_header"].get("msg_id") != request:
-                return  # of a cell that has ended since
+                return  # belongs to an earlier cell
             self._settle(rank)
             self._silent_since.pop(rank, None)
-            if content.get("status") != "error":  # a rank that cannot say it is asked again
+            if content.get("status") != "error":  # on errors the rank is polled again
                 self._answers[rank] = content
 
-    def _asked_at(self, rank: int) -> float:
-        """When a rank was asked what it has not answered."""
-        return self._asked.get(rank, ("", -math.inf))[1]
+    def _requested_at(self, rank: int) -> float:
+        return self._requests.get(rank, ("", -math.inf))[1]
 
     def _settle(self, rank: int) -> None:
-        """Wait for a rank's answer no more."""
-        request, _ = self._asked.pop(rank, ("", 0.0))
+        """Drop the pending request of a rank."""
+        request, _ = self._requests.pop(rank, ("", 0.0))
         if not request:
             return
         self._open[request] -= 1
         if not self._open[request]:
             del self._open[request]
-            self._gang.forget([request])
+            self._workers.drop_requests([request])

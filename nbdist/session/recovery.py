@@ -1,9 +1,9 @@
-"""After a cell that was stopped or failed: are the ranks still in step? Runs in the kernel.
+"""Resynchronizes the ranks after an interrupt or an error; runs in the notebook's kernel.
 
-A collective that one rank has begun and another has not leaves their group out of step: the
-next one would pair with it. So the ranks' counts are compared, and where they differ, or where
-a connection was lost, the groups are made anew. An engine that was cut short in a pass is made
-anew too.
+If one rank has begun a collective and another has not, their process group is out of sync: the
+next collective would be matched with it. The ranks' counts are compared, and if they differ, or a
+connection was lost, new groups are created. Backends that were interrupted during a training step
+are rebuilt too.
 """
 
 from __future__ import annotations
@@ -15,82 +15,82 @@ from nbdist.errors import CellInterrupted, RankDied, SessionError, SwitchError
 from nbdist.output import tracebacks
 from nbdist.output.status_line import StatusLine
 from nbdist.protocol import messages
-from nbdist.session.collective_request import Joint
-from nbdist.session.hang_detection import apart
+from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.hang_detection import have_collectives_diverged
 from nbdist.session.interrupt import Stage, release_request
 
 if TYPE_CHECKING:
-    from nbdist.session.interrupt import Ladder
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.interrupt import InterruptEscalation
+    from nbdist.session.worker_group import WorkerGroup
 
 ANSWER_S = 10.0
-"""For a rank's control thread to answer; only one that is stopped or holds the GIL takes long."""
+"""Timeout for a rank's control thread; only a stopped rank, or one that holds the GIL, is slow."""
 _eras = itertools.count(1)
 
 
-def settle(ladder: Ladder, gang: Gang, *, world_size: int, midway: bool = True) -> str:
-    """See that the ranks are in step, or make them so; returns what went wrong with it.
+def resync_ranks(
+    escalation: InterruptEscalation, workers: WorkerGroup, *, world_size: int, midway: bool = True
+) -> str:
+    """Resynchronize the ranks if needed. Returns an error message, or "".
 
     Args:
-        ladder: of the cell or request.
-        gang: the ranks.
-        world_size: their number.
-        midway: whether an engine that is in the middle of a pass is made anew too.
+        escalation: escalation of the cell or request.
+        workers: the worker group.
+        world_size: number of ranks.
+        midway: also rebuild a backend that was interrupted during a training step.
 
     Raises:
         RankDied: a rank ended.
-        SessionError: a rank does not answer.
+        SessionError: a rank does not reply.
     """
-    work = ladder.work
-    stopped = ladder.stage is not Stage.RUNNING
-    if work.death is not None or not (work.errors or stopped):
+    work = escalation.work
+    stopped = escalation.stage is not Stage.RUNNING
+    if work.failure is not None or not (work.errors or stopped):
         return ""
-    broken = ladder.stage is Stage.ABORTED or any(
-        group.kind == "secondary" for group in tracebacks.grouped(list(work.errors.values()))
+    broken = escalation.stage is Stage.ABORTED or any(
+        group.kind == "secondary" for group in tracebacks.group_errors(list(work.errors.values()))
     )
-    answers = gang.ask(
-        range(world_size), messages.WHERE, {}, channel="control", patience_s=ANSWER_S
+    answers = workers.request_all(
+        range(world_size), messages.RANK_ACTIVITY, {}, channel="control", patience_s=ANSWER_S
     ).values()
-    broken = broken or apart(answers)
-    if not broken and not (midway and any(one["standing"]["midway"] for one in answers)):
+    broken = broken or have_collectives_diverged(answers)
+    if not broken and not (midway and any(answer["standing"]["midway"] for answer in answers)):
         return ""
-    return renew(gang, world_size=world_size, groups=broken)
+    return rebuild_models(workers, world_size=world_size, groups=broken)
 
 
-def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
-    """Make the prepared models of all ranks anew, and the process groups where asked.
+def rebuild_models(workers: WorkerGroup, *, world_size: int, groups: bool) -> str:
+    """Rebuild the prepared models of all ranks, and with `groups` the process groups.
 
-    Returns what went wrong; "" where all is ready.
-
-    Where that does not work, cells run on without collectives: their variables can be saved.
-
-    Groups that are to be made anew are aborted first, on all ranks: under NCCL what is left of an
-    unmatched collective would hold up the stream on which the new group is proven.
+    Returns an error message, or "". On failure cells still run, without collectives, so that
+    variables can be saved.
     """
     with StatusLine() as line:
-        line.show("nbdist: making the ranks ready again")
-        request: Any = messages.RenewRequest(era=next(_eras), groups=groups)
-        joint = Joint(
-            gang,
+        line.show("nbdist: recovering the ranks")
+        request: Any = messages.RebuildModelsRequest(era=next(_eras), groups=groups)
+        collective_request = CollectiveRequest(
+            workers,
             range(world_size),
-            messages.RENEW,
+            messages.REBUILD_MODELS,
             raises=SwitchError,
             stoppable=False,
-            show=lambda text: line.show(f"nbdist: making the ranks ready again: {text}"),
+            show=lambda text: line.show(f"nbdist: recovering the ranks: {text}"),
         )
         try:
             if groups:
-                abort_groups(gang, world_size)
-            replies = joint.ask(request)
+                # On all ranks first: under NCCL an unmatched collective would block the stream
+                # on which the new group is tested.
+                abort_groups(workers, world_size)
+            replies = collective_request.send_and_wait(request)
         except RankDied:
             raise
         except (SessionError, SwitchError, CellInterrupted) as error:
-            if not groups and not joint.detached and _is_broken(joint):
-                return renew(gang, world_size=world_size, groups=True)
+            if not groups and not collective_request.detached and _is_broken(collective_request):
+                return rebuild_models(workers, world_size=world_size, groups=True)
             why = str(error).removesuffix(".")
             problem = (
-                f"the ranks could not be made ready again: {why}. Plain variables are still there;"
-                " %nbdist restart takes new ranks, and %nbdist load the last checkpoint"
+                f"the ranks could not be recovered: {why}. Plain variables are kept; use %nbdist"
+                " restart to start new ranks and %nbdist load to load the last checkpoint"
             )
             line.show(f"nbdist: {problem}")
             return problem
@@ -98,50 +98,53 @@ def renew(gang: Gang, *, world_size: int, groups: bool) -> str:
         return ""
 
 
-def abort_groups(gang: Gang, world_size: int) -> None:
-    """Have all ranks abort their process groups; once more does no harm.
+def abort_groups(workers: WorkerGroup, world_size: int) -> None:
+    """Abort the process groups of all ranks; safe to repeat.
 
     Raises:
         RankDied: a rank ended.
-        SessionError: a rank could not, or does not answer.
+        SessionError: a rank failed to, or does not reply.
     """
-    ranks, request = range(world_size), release_request(gang)
-    gang.ask(ranks, messages.RELEASE, request, channel="control", patience_s=ANSWER_S)
-
-
-def _is_broken(joint: Joint) -> bool:
-    """Whether it was the group that did not work: a SwitchError comes from ranks that agree."""
-    return bool(joint.errors) and all(
-        error.ename not in {"SwitchError", "KeyboardInterrupt"} for error in joint.errors.values()
+    ranks, request = range(world_size), release_request(workers)
+    workers.request_all(
+        ranks, messages.ABORT_COLLECTIVES, request, channel="control", patience_s=ANSWER_S
     )
 
 
-class Transaction(Joint):
-    """A save, a load, a switch, an export: after a failure the ranks are in step again."""
+def _is_broken(request: CollectiveRequest) -> bool:
+    """Return whether the process group failed: a SwitchError is raised by ranks in agreement."""
+    return bool(request.errors) and all(
+        error.ename not in {"SwitchError", "KeyboardInterrupt"} for error in request.errors.values()
+    )
+
+
+class TransactionalRequest(CollectiveRequest):
+    """A save, load, switch or export; after a failure the ranks are resynchronized."""
 
     def _problem(self) -> str:
-        """Have the ranks in step again where they may not be; what went wrong with that."""
-        running = self.ladder.stage is Stage.RUNNING
+        running = self.escalation.stage is Stage.RUNNING
         if self._alone or (running and not self.errors):
             return ""
         if self.errors:
-            first = tracebacks.grouped(list(self.errors.values()))[0]
+            first = tracebacks.group_errors(list(self.errors.values()))[0]
             if running and first.ranks == self.ranks and first.kind == "cause":
-                return ""  # they have agreed on it
+                return ""  # all ranks raised it in agreement
         try:
-            return settle(self.ladder, self.gang, world_size=len(self.ranks), midway=False)
+            return resync_ranks(
+                self.escalation, self.worker_group, world_size=len(self.ranks), midway=False
+            )
         except RankDied:
             raise
         except SessionError as error:
-            return f"{error} %nbdist restart takes new ranks"
+            return f"{error} Use %nbdist restart to start new ranks"
 
 
 def _in_words(report: dict[str, Any], *, groups: bool) -> str:
-    said = []
+    parts = []
     if groups:
-        said += [f"the process group was made anew and proven in {report['seconds']:.1f} s"]
+        parts += [f"new process group created and tested in {report['seconds']:.1f} s"]
     if report["bound"]:
-        said += [f"{', '.join(report['bound'])} can be used again"]
+        parts += [f"{', '.join(report['bound'])} rebuilt"]
     if report["stale"]:
-        said += [f"{', '.join(report['stale'])}: of the old group, make them again"]
-    return "; ".join(said) or "the ranks are ready again"
+        parts += [f"{', '.join(report['stale'])} use the old process group: create them again"]
+    return "; ".join(parts) or "the ranks are ready"

@@ -1,7 +1,7 @@
-"""What every thread of the ranks is doing now, also where a rank does not answer.
+"""Stacks of every thread of the ranks, including ranks that do not reply.
 
-Runs in the notebook's kernel. A rank's control thread is asked first. Where C code holds the
-interpreter, or the rank has not come so far, a signal makes faulthandler write to a file.
+Runs in the notebook's kernel. A rank's control thread is asked first. If C code holds the GIL, or
+the rank is still starting, a signal makes faulthandler write to a file.
 """
 
 from __future__ import annotations
@@ -17,61 +17,62 @@ from nbdist.protocol import messages
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.worker_group import WorkerGroup
 
 ANSWER_S = 2.0
-"""For each of the two ways."""
+"""Timeout for each of the two ways."""
 _CELL = re.compile(r'File "[^"]*/ipykernel_\d+/(\d+\.py)"')
 
 
-def of_ranks(gang: Gang, cells: Mapping[str, int]) -> dict[int, str]:
-    """The Python stacks of all threads, by rank; takes four seconds at most.
+def rank_stacks(workers: WorkerGroup, cells: Mapping[str, int]) -> dict[int, str]:
+    """Return the Python stacks of all threads, by rank; takes at most four seconds.
 
     Args:
-        gang: the ranks.
-        cells: numbers of the session's cells by the name of their code's file.
+        workers: the worker group.
+        cells: cell numbers by the file name of their code.
     """
-    answered = _asked(gang)
-    silent = {rank: pid for rank, pid in gang.pids.items() if rank not in answered}
-    written = gang.fleet.stacks(silent, launchers=False) if silent else {}
+    answered = _request_stacks(workers)
+    silent = {rank: pid for rank, pid in workers.pids.items() if rank not in answered}
+    written = workers.launcher_group.dump_stacks(silent, launchers=False) if silent else {}
     return {
-        rank: answered[rank] if rank in answered else named(written[f"rank{rank}"], cells)
-        for rank in sorted(gang.pids)
+        rank: answered[rank] if rank in answered else format_stacks(written[f"rank{rank}"], cells)
+        for rank in sorted(workers.pids)
     }
 
 
-def of_start(gang: Gang) -> str:
-    """The stacks of the launcher and of the ranks that it has forked, for an error message."""
-    parts = gang.fleet.stacks(gang.pids, launchers=True)
+def startup_stacks(workers: WorkerGroup) -> str:
+    """Return the stacks of launcher and starting ranks, for an error message."""
+    parts = workers.launcher_group.dump_stacks(workers.pids, launchers=True)
     return "\n".join(f"-- {name} --\n{text}" for name, text in parts.items())
 
 
-def named(dump: str, cells: Mapping[str, int]) -> str:
-    """A dump of faulthandler, the main thread first, with cells by their numbers."""
-    blocks = reversed(dump.split("\n\n"))  # the oldest thread is the last
+def format_stacks(dump: str, cells: Mapping[str, int]) -> str:
+    """Format a faulthandler dump: main thread first, cells by number."""
+    blocks = reversed(dump.split("\n\n"))  # the main thread is the last
     text = "\n\n".join(blocks)
     return _CELL.sub(lambda cell: f"In[{cells.get(cell[1], '?')}]", text)
 
 
-def _asked(gang: Gang) -> dict[int, str]:
-    """Ask the ranks' control threads."""
+def _request_stacks(workers: WorkerGroup) -> dict[int, str]:
     answers: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
     requests: list[str] = []
-    told: dict[int, str] = {}
+    texts: dict[int, str] = {}
     try:
-        ranks = range(len(gang.members))
+        ranks = range(len(workers.rank_processes))
         requests.append(
-            gang.post(ranks, "control", messages.STACKS, {}, lambda *answer: answers.put(answer))
+            workers.queue_request(
+                ranks, "control", messages.STACKS, {}, lambda *answer: answers.put(answer)
+            )
         )
-        gang.wake()
+        workers.wake()
         deadline = time.monotonic() + ANSWER_S
-        while len(told) < len(ranks):
+        while len(texts) < len(ranks):
             rank, channel, message = answers.get(timeout=max(0.0, deadline - time.monotonic()))
             if channel == "control":
                 content: Any = message["content"]
-                told[rank] = content["error" if content.get("status") == "error" else "text"]
+                texts[rank] = content["error" if content.get("status") == "error" else "text"]
     except (Empty, SessionError):
-        return told  # the time is up, or the ranks are being ended
+        return texts  # timeout, or the ranks are ending
     finally:
-        gang.forget(requests)
-    return told
+        workers.drop_requests(requests)
+    return texts

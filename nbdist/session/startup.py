@@ -1,11 +1,10 @@
-"""The wait for ranks that start: who is there, who is missing, why they never came.
+"""Waits for ranks to start, and reports which are missing and why a start failed.
 
 Runs in the notebook's kernel, on the thread that starts the session.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
@@ -13,102 +12,115 @@ from nbdist import rank_sets as ranks_of
 from nbdist.cluster import local
 from nbdist.errors import StartError
 from nbdist.protocol import messages
-from nbdist.redaction import redacted
+from nbdist.redaction import redact_secrets
 from nbdist.session import failure_causes, stacks
+from nbdist.session.rank_process_info import RankProcessInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.session.worker_group import Gang
+    from nbdist.session.worker_group import WorkerGroup
 
-START_S = 120.0
-"""Without any sign of launcher or ranks for this long, a start has failed."""
-IMPORT_S = 900.0
-"""The same while the launcher imports, which takes minutes from a network disk."""
-STILL_S = 5.0
-"""How often a start that takes long says who is missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One rank's process."""
-
-    pid: int
-    created: float
-    device: str
+START_TIMEOUT_S = 120.0
+"""Timeout of a start without any message from launcher or ranks."""
+IMPORT_TIMEOUT_S = 900.0
+"""The same while the launcher imports packages, which takes minutes from a network disk."""
+PROGRESS_INTERVAL_S = 5.0
+"""Interval at which a slow start reports the missing ranks."""
 
 
-class Arrival:
-    """One start of ranks.
+class RankStartup:
+    """Wait for one start of the ranks.
 
     Args:
-        gang: that starts them; its channels are open.
-        world_size: how many.
-        progress: gets what is waited for, as text.
+        workers: the worker group that starts them; its channels are open.
+        world_size: number of ranks.
+        progress: called with a status text.
     """
 
-    def __init__(self, gang: Gang, world_size: int, progress: Callable[[str], None]) -> None:
-        """Wait for nothing yet."""
-        self._gang, self._world_size, self._progress = gang, world_size, progress
-        self._joined: dict[int, Member] = {}
+    def __init__(
+        self, workers: WorkerGroup, world_size: int, progress: Callable[[str], None]
+    ) -> None:
+        self._workers, self._world_size, self._progress = workers, world_size, progress
+        self._joined: dict[int, RankProcessInfo] = {}
 
-    def wait(self) -> list[Member]:
-        """Return once each rank's output is heard and each rank has passed the barrier.
+    def wait_until_ready(self) -> list[RankProcessInfo]:
+        """Return when every rank's output has arrived and every rank has passed the barrier.
 
         Raises:
-            StartError: who ended and how, or that nothing was heard; with what it said.
+            StartError: a process exited, with its exit and last output, or the start timed out.
         """
-        gang, world = self._gang, range(self._world_size)
-        gang.post(world, "shell", messages.JOIN, {}, lambda *sign: gang.signs.put(sign))
-        gang.wake()
-        heard: set[int] = set()
-        while len(heard) < len(world) or len(self._joined) < len(world):
+        workers, world = self._workers, range(self._world_size)
+        workers.queue_request(
+            world, "shell", messages.JOIN, {}, lambda *sign: workers.startup_events.put(sign)
+        )
+        workers.wake()
+        connected: set[int] = set()
+        while len(connected) < len(world) or len(self._joined) < len(world):
             match self._next_sign():
-                case messages.Progress(text=text):
+                case messages.LauncherProgress(text=text):
                     self._progress(text)
-                case messages.Warm():
+                case messages.LauncherReady():
                     self._progress("starting the ranks")
-                case messages.Ended(generation=gang.generation | local.LAUNCHER_GONE) as ended:
+                case (
+                    messages.AllRanksExited(
+                        generation=workers.generation | local.LAUNCHER_GONE
+                    ) as ended
+                ):
                     raise StartError(self._why(ended))
-                case messages.RankEnded(generation=gang.generation, code=int()):
+                case messages.RankExited(generation=workers.generation, code=int()):
                     raise StartError(self._why(None))
                 case int(rank):
-                    heard.add(rank)
+                    connected.add(rank)
                 case (int(rank), "shell", message):
-                    self._joined[rank] = Member(**message["content"])
+                    self._joined[rank] = RankProcessInfo(**message["content"])
         return [self._joined[rank] for rank in world]
 
     def _next_sign(self) -> Any:
-        """Wait for a sign of launcher or ranks; say what is missing if that takes long."""
+        """Wait for the next message from launcher or ranks; report missing ranks while waiting."""
         waited = 0.0
-        while waited < (patience_s := START_S if self._gang.warm else IMPORT_S):
+        while waited < (
+            patience_s := START_TIMEOUT_S if self._workers.is_warm else IMPORT_TIMEOUT_S
+        ):
             try:
-                return self._gang.signs.get(timeout=STILL_S)
+                return self._workers.startup_events.get(timeout=PROGRESS_INTERVAL_S)
             except Empty:
-                waited += STILL_S
-            if self._gang.ends:  # torch elastic was quicker, and is silent about code 0
+                waited += PROGRESS_INTERVAL_S
+            if (
+                self._workers.rank_exits
+            ):  # torch elastic reaps first, and does not report exit code 0
                 raise StartError(self._why(None))
             self._progress(f"{self._missing()} for {waited:.0f} s")
         msg = (
-            f"The ranks gave no sign for {patience_s:.0f} s. {self._gang.log_words()}\n"
-            f"What the processes are doing:\n{stacks.of_start(self._gang)}"
+            f"No message from the ranks for {patience_s:.0f} s. {self._workers.log_excerpt()}\n"
+            f"Stacks of the processes:\n{stacks.startup_stacks(self._workers)}"
         )
         raise StartError(msg)
 
     def _missing(self) -> str:
-        """What a start waits for."""
-        if not self._gang.warm:
-            return "the launcher warms up"
+        if not self._workers.is_warm:
+            return "the launcher is warming up"
         missing = set(range(self._world_size)) - self._joined.keys()
-        return f"starting the ranks; nothing heard of {ranks_of.words(sorted(missing))}"
+        return f"starting the ranks; no message from {ranks_of.describe_ranks(sorted(missing))}"
 
-    def _why(self, ended: messages.Ended | None) -> str:
-        death = self._gang.death(ended)
-        notes = self._gang.left().notes
-        if death.rank is not None:  # what it wrote itself says more than a peer's
+    def _why(self, ended: messages.AllRanksExited | None) -> str:
+        death = self._workers.find_failure(ended)
+        notes = self._workers.crash_artifacts().notes
+        if death.rank is not None:  # its own output first: it is the cause
             notes = sorted(notes, key=lambda note: note[0] != death.rank)
-        said = redacted(notes[0][1]) if notes else ""
-        detail = f"It said:\n{said}" if said else self._gang.log_words()
-        stack = failure_causes.stack_words(death.stack, {})
-        stack = f" It was at (innermost first):\n{stack}\n" if stack else " "
-        return f"The ranks did not start: {death.said}.{stack}{detail}"
+        output = redact_secrets(notes[0][1]) if notes else ""
+        detail = f"Its output:\n{output}" if output else self._workers.log_excerpt()
+        stack = failure_causes.format_crash_stack(death.stack, {})
+        stack = f" Stack (innermost first):\n{stack}\n" if stack else " "
+        return f"The ranks failed to start: {death.summary}.{stack}{detail}"
+
+
+def wait_ready(
+    workers: WorkerGroup, world_size: int, progress: Callable[[str], None]
+) -> list[RankProcessInfo]:
+    """Return the ranks once each has replied and passed a barrier with all others.
+
+    Raises:
+        StartError: a process ended, or no message was received in time.
+    """
+    return RankStartup(workers, world_size, progress).wait_until_ready()

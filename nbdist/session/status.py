@@ -1,50 +1,52 @@
-"""What `%nbdist status` says of a session, line by line; ranks stand below their nodes."""
+"""Text of `%nbdist status`; ranks are listed below their nodes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.units import gib
+from nbdist.display.units import format_gib
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from nbdist.hardware.discovery import Node
-    from nbdist.hardware.telemetry import Now, Reading
+    from nbdist.hardware.discovery import SessionNode
+    from nbdist.hardware.telemetry import GpuReading, UsageSnapshot
     from nbdist.session.session import Session
 
 
-def lines(session: Session) -> Iterator[str]:
-    """State of the session and of each rank; on nodes with the memory that each one tells now."""
+def status_lines(session: Session) -> Iterator[str]:
+    """Yield a line for the session, its nodes and each rank, with current memory use on nodes."""
     yield str(session)
-    told = session.status()
-    if told["standstill"]:
-        yield f"  {told['standstill']}"
-    for one in told["launchers"]:
-        if one["unresponsive"]:
-            name = one["name"].removeprefix("the ")
-            yield f"  {name}: pid {one['pid']}, {one['unresponsive']}"
+    report = session.status()
+    if report["standstill"]:
+        yield f"  {report['standstill']}"
+    for launcher in report["launchers"]:
+        if launcher["unresponsive"]:
+            name = launcher["name"].removeprefix("the ")
+            yield f"  {name}: pid {launcher['pid']}, {launcher['unresponsive']}"
     living = session.state in {"ready", "running"}
-    now = session.nodes_now() if living else {}
+    usages = session.nodes_now() if living else {}
     first = {node.ranks[0]: node for node in session.nodes}
-    readings = {rank: one for node in now.values() for rank, one in node.readings.items()}
-    for member in told["ranks"]:
+    readings = {
+        rank: reading for usage in usages.values() for rank, reading in usage.readings.items()
+    }
+    for member in report["ranks"]:
         if node := first.get(member["rank"]):
-            yield f"  {_node(node, now.get(node.name))}" if living else f"  node {node.name}"
+            yield f"  {_node(node, usages.get(node.name))}" if living else f"  node {node.name}"
         yield f"  {_rank(member, readings.get(member['rank']))}"
 
 
-def _node(node: Node, now: Now | None) -> str:
-    """A node's heading: what it has, and how much of its own memory is used."""
+def _node(node: SessionNode, now: UsageSnapshot | None) -> str:
+    """Return the heading of a node: its hardware and its host memory use."""
     if now is None:
-        return f"node {node.name}: {node.describe()}, does not answer"
+        return f"node {node.name}: {node.describe()}, not responding"
     whole = node.machine.memory_bytes
-    used = f"{gib(whole - now.host_free_bytes)} of {gib(whole, unit=True)}"
+    used = f"{format_gib(whole - now.host_free_bytes)} of {format_gib(whole, unit=True)}"
     return f"node {node.name}: {node.describe()}, host memory {used}"
 
 
-def _rank(member: Mapping[str, Any], reading: Reading | None) -> str:
+def _rank(member: Mapping[str, Any], reading: GpuReading | None) -> str:
     life = member["unresponsive"] or ("alive" if member["alive"] else "ended")
     used = None if reading is None else reading.used_bytes
-    holds = "" if used is None else f", {gib(used, unit=True)}"
+    holds = "" if used is None else f", {format_gib(used, unit=True)}"
     return f"rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}{holds}"

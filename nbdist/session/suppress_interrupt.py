@@ -1,4 +1,4 @@
-"""Work of the notebook's kernel that Stop must not cut in two."""
+"""Suppress KeyboardInterrupt in the notebook's kernel during work that must not be cut short."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def not_stopped(tell: Callable[[], object]) -> Iterator[None]:
-    """Let Stop have no other effect meanwhile than this call."""
+def suppress_interrupt(notify: Callable[[], object]) -> Iterator[None]:
+    """Call `notify` on SIGINT instead of raising KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda *_: tell())
+    before = signal.signal(signal.SIGINT, lambda *_: notify())
     try:
         yield
     finally:

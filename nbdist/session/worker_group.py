@@ -1,7 +1,7 @@
-"""The processes of a session as the kernel sees them: launcher, channels, ranks.
+"""The processes of a session, seen from the kernel: launcher, channels, ranks.
 
-Torch elastic's word: ranks start together and end together. Owns starting, ending,
-watching, and the way of a request to a rank and of its answers back.
+A worker group, as in torch elastic: ranks start and end together. Starts, ends and watches them,
+and routes requests to ranks and their replies back.
 """
 
 from __future__ import annotations
@@ -13,107 +13,130 @@ import sys
 import threading
 import time
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from nbdist.cluster.interfaces import GONE, Left
+from nbdist.cluster.interfaces import EXITED, CrashArtifacts
 from nbdist.cluster.local import LAUNCHER_GONE
-from nbdist.cluster.process_inspection import STOPPED
-from nbdist.cluster.rank_environment import scrubbed
+from nbdist.cluster.process_inspection import STOPPED_STATUSES
+from nbdist.cluster.rank_environment import remove_launch_variables
 from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.hardware import discovery
 from nbdist.protocol import messages
 from nbdist.protocol.signing import KEY_BYTES
-from nbdist.redaction import redacted
+from nbdist.redaction import redact_secrets
 from nbdist.session import failure_causes
-from nbdist.session.oom_killer import OomCounter
-from nbdist.session.startup import Arrival
-from nbdist.session.stopped_processes import Pulse
+from nbdist.session.oom_killer import OomKillCounter
+from nbdist.session.stopped_processes import StoppedProcessWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.cluster.allocation import Kind
-    from nbdist.cluster.interfaces import Engine, Fleet
-    from nbdist.cluster.rank_channels import Channel, Channels, Message
+    from nbdist.cluster.allocation import DeviceType
+    from nbdist.cluster.interfaces import LauncherGroup, LauncherProvider
+    from nbdist.cluster.rank_channels import Channel, Message, RankChannels
     from nbdist.errors import NbdistError
-    from nbdist.hardware.discovery import Node
-    from nbdist.hardware.telemetry import Now
-    from nbdist.session.collective_request import Joint
-    from nbdist.session.failure_causes import Death
+    from nbdist.hardware.discovery import SessionNode
+    from nbdist.hardware.telemetry import UsageSnapshot
+    from nbdist.session.failure_causes import WorkerFailure
     from nbdist.session.hang_detection import State
-    from nbdist.session.startup import Member
+    from nbdist.session.rank_process_info import RankProcessInfo
 
-HALT_S = 15.0
-SILENT_S = 600.0
-"""Without an answer or a word about a request for this long, it has failed: a rank may be
-copying many gigabytes before it answers push or pull."""
-WATCH_S = 0.7
-"""How often the ranks' processes are looked at."""
+    WaitReady = Callable[["WorkerGroup", int, Callable[[str], None]], list[RankProcessInfo]]
+
+STOP_TIMEOUT_S = 15.0
+REQUEST_TIMEOUT_S = 600.0
+"""Timeout for a reply or progress message of a request.
+
+A rank may copy many gigabytes before it replies to push or pull."""
+LIVENESS_INTERVAL_S = 0.7
+"""Interval at which the ranks' processes are checked."""
 REPORT_S = 0.8
-"""How long the launcher may take to report a rank that is gone."""
+"""Timeout for the launcher's report of an exited rank."""
 SETTLE_S = 0.3
-"""After the end of a rank this long, what it said last has been read, and who followed it."""
+"""Delay after the first exit, to collect its last output and further exits."""
 
 
-def _nobody(_line: str) -> None:
-    """Take no notice."""
+def _ignore_line(_line: str) -> None:
+    """Ignore the line."""
 
 
-class Gang:
+class RunningRequest(Protocol):
+    """Collective request that all ranks are working on."""
+
+    notice: str
+    finished: threading.Event
+    late: Callable[[], object]
+
+    def interrupt(self) -> None:
+        """Interrupt it; from any thread."""
+
+    def tick(self) -> None:
+        """Watch its interrupt; on the reader thread."""
+
+    def conclude(self) -> None:
+        """Take note of its end, after it was detached."""
+
+    def busy_message(self) -> str:
+        """Return what the ranks are doing, and what the user can do."""
+
+
+class WorkerGroup:
     """Ranks that start and end together.
 
     Args:
-        engine: where launchers come from.
-        on_message: gets messages that answer no request (report, late output).
-        on_idle: called on the reader thread now and then; True asks for more often.
-        on_death: called once when ranks or launcher ended unasked; returns it in full words.
-        on_notice: gets a line when a process does not answer, and when it does again.
+        launcher_provider: provider of launchers.
+        on_message: called with messages that belong to no request (report, late output).
+        on_idle: called on the reader thread periodically; returns True to be called more often.
+        on_death: called once when ranks or launcher end unexpectedly; returns the error.
+        wait_ready: called after the ranks were launched; returns them once all are ready.
+        on_notice: called with a line when a process stops replying, and when it replies again.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        launcher_provider: LauncherProvider,
         *,
         on_message: Callable[[int, Message], None],
         on_idle: Callable[[], bool],
-        on_death: Callable[[Death], RankDied],
-        on_notice: Callable[[str], None] = _nobody,
+        on_death: Callable[[WorkerFailure], RankDied],
+        wait_ready: WaitReady,
+        on_notice: Callable[[str], None] = _ignore_line,
     ) -> None:
-        """Start nothing yet."""
-        self.members: list[Member] = []
+        self.rank_processes: list[RankProcessInfo] = []
         self.pids: dict[int, int] = {}
-        """Process of each rank, also of those that are still starting."""
-        self.nodes: list[Node] = []
-        """The machines of the last start; none for this one."""
-        self.pulse = Pulse()
-        self._engine = engine
+        """Process id of each rank, including ranks that are still starting."""
+        self.nodes: list[SessionNode] = []
+        """Cluster nodes of the last start; empty locally."""
+        self.stopped_process_watch = StoppedProcessWatch()
+        self._launcher_provider = launcher_provider
         self._on_notice = on_notice
+        self._wait_ready = wait_ready
         self._on_message, self._on_idle, self._on_death = on_message, on_idle, on_death
-        self._fleet: Fleet | None = None
-        self._channels: Channels | None = None
+        self._launcher_group: LauncherGroup | None = None
+        self._channels: RankChannels | None = None
         self.generation = 0
         """Number of the last start."""
         self._routes: dict[str, Any] = {}
-        self.signs: SimpleQueue[Any] = SimpleQueue()
-        """What is heard of launcher and ranks while they start."""
+        self.startup_events: SimpleQueue[Any] = SimpleQueue()
+        """Messages of launcher and ranks while they start."""
         self._lock = threading.Lock()
-        self._ended: messages.Ended | None = None
-        """The last end that the launcher has reported, of some generation."""
+        self._ended: messages.AllRanksExited | None = None
+        """The last exit that the launcher reported, of any generation."""
         self._up = self._dying = False
-        self.joint: Joint | None = None
-        """What all ranks are asked to do together now."""
-        self._told: RankDied | None = None
-        """How the ranks ended that are dead."""
-        self.ends: list[messages.RankEnded] = []
-        """Ends of ranks of this generation, in their order."""
+        self.collective_request: RunningRequest | None = None
+        """The current request to all ranks, or None."""
+        self._end_error: RankDied | None = None
+        """The error with which the ranks ended."""
+        self.rank_exits: list[messages.RankExited] = []
+        """Exits of ranks of this generation, in order."""
         self._first_end_at = 0.0
         self._missing_since: float | None = None
         self._watch_due = 0.0
-        self._heard = 0.0
-        """When the ranks last said how far a long request is."""
+        self._last_progress_at = 0.0
+        """Time of the last progress message of a long request."""
 
     # -- life
 
@@ -128,18 +151,20 @@ class Gang:
         checkpoints: str,
         progress: Callable[[str], None],
     ) -> None:
-        """Start ranks; returns once each has answered and passed a barrier with all.
+        """Start ranks; return when each has replied and passed a barrier.
 
         Raises:
-            StartError: they did not come up; nothing is left running.
+            StartError: they failed to start; no process is left.
         """
-        self._oom = OomCounter(self._engine.memory_events)
-        fleet = self.take("cpu" if devices is None else "cuda", world_size, progress)
-        if not fleet.warm:
-            progress("the launcher warms up")
+        self._oom = OomKillCounter(self._launcher_provider.memory_events_file)
+        launchers = self.acquire_launchers(
+            "cpu" if devices is None else "cuda", world_size, progress
+        )
+        if not launchers.is_warm:
+            progress("the launcher is warming up")
         try:
             self._launch(
-                fleet,
+                launchers,
                 world_size,
                 devices,
                 options=dict(options),
@@ -147,66 +172,77 @@ class Gang:
                 hardware=dict(hardware),
                 checkpoints=checkpoints,
             )
-            self.members = Arrival(self, world_size, progress).wait()
+            self.rank_processes = self._wait_ready(self, world_size, progress)
         except BaseException:
             self.close()
             raise
         self._up = True
 
-    def take(self, kind: Kind, world_size: int, progress: Callable[[str], None]) -> Fleet:
-        """Get what can start so many ranks; then `nodes` says where they will be.
+    def acquire_launchers(
+        self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
+    ) -> LauncherGroup:
+        """Acquire launchers for this many ranks; sets `nodes`.
 
         Raises:
-            StartError: there is not enough; nothing is left running.
+            StartError: not enough resources; no process is left.
         """
-        self._engine.check(world_size)
-        if self._fleet is None or not self._fleet.fits(kind, world_size):
+        self._launcher_provider.check_limits(world_size)
+        if self._launcher_group is None or not self._launcher_group.can_start(kind, world_size):
             self.close()
-            self._fleet = self._engine.take(kind, world_size, progress)
-        self.nodes = self._fleet.nodes(world_size)
-        return self._fleet
+            self._launcher_group = self._launcher_provider.acquire_launchers(
+                kind, world_size, progress
+            )
+        self.nodes = self._launcher_group.nodes_for(world_size)
+        return self._launcher_group
 
-    def halt(self) -> None:
-        """End the ranks and wait until they are gone; the launcher stays warm."""
+    def stop_ranks(self) -> None:
+        """End the ranks and wait until they have exited; the launcher stays warm."""
         self._up = False
         self._close_channels()
-        fleet = self._fleet
-        if fleet is None or not fleet.alive:
+        launchers = self._launcher_group
+        if launchers is None or not launchers.is_alive:
             return
-        gone: SimpleQueue[messages.LinkMessage] = SimpleQueue()
-        fleet.listener = gone.put
-        fleet.wake_up()
+        gone: SimpleQueue[messages.LauncherMessage] = SimpleQueue()
+        launchers.listener = gone.put
+        launchers.resume_stopped()
         if self._ended is not None and self._ended.generation == self.generation:
-            return  # they are gone already: there is nothing that the launcher could report
+            return  # already exited: the launcher will not report again
         try:
-            fleet.send(messages.Halt())
-            while not isinstance(message := gone.get(timeout=HALT_S), messages.Ended):
+            launchers.send(messages.StopRanks())
+            while not isinstance(
+                message := gone.get(timeout=STOP_TIMEOUT_S), messages.AllRanksExited
+            ):
                 pass
             self._ended = message
             if message.generation == LAUNCHER_GONE:
-                self.close()  # it took its ranks with it, or could not end them all
+                self.close()  # it ended with its ranks, or could not end them all
         except (Empty, StartError):
-            self.close()  # it does not answer, or is gone: take it down with its ranks
+            self.close()  # it does not reply or has exited: end it with its ranks
 
-    def give_up(self) -> None:
-        """Wait for no answer any more, on any thread; the ranks are ended next."""
+    def cancel_waits(self) -> None:
+        """Cancel all waiting for replies, on any thread; the ranks are ended next."""
         self._up = False
 
-    def end(self, who: str, how: str) -> None:
-        """End ranks that nothing else stops; from any thread. Told as any death of theirs."""
-        self._died(None, failure_causes.Death(who=who, how=how, by_stop=True))
+    def end(self, process_name: str, how: str) -> None:
+        """End ranks that did not stop otherwise, as a failure; callable from any thread."""
+        self._died(
+            None,
+            failure_causes.WorkerFailure(
+                process_name=process_name, exit_description=how, by_stop=True
+            ),
+        )
 
     def close(self) -> None:
-        """End ranks and launcher; nothing of them is left on the machine."""
+        """End ranks and launcher and remove their files."""
         self._up = False
         self._close_channels()
-        if self._fleet is not None:
-            self._fleet.close()
-            self._fleet = None
+        if self._launcher_group is not None:
+            self._launcher_group.close()
+            self._launcher_group = None
 
     def _launch(
         self,
-        fleet: Fleet,
+        launchers: LauncherGroup,
         world_size: int,
         devices: Sequence[str] | None,
         *,
@@ -216,91 +252,96 @@ class Gang:
         checkpoints: str,
     ) -> None:
         self.generation += 1
-        self._told = self._missing_since = None
-        self.signs, self.ends, self.pids = SimpleQueue(), [], {}
-        self.pulse = Pulse()
-        fleet.listener = self._from_launcher
-        launch = messages.Launch(
+        self._end_error = self._missing_since = None
+        self.startup_events, self.rank_exits, self.pids = SimpleQueue(), [], {}
+        self.stopped_process_watch = StoppedProcessWatch()
+        launchers.listener = self._from_launcher
+        launch = messages.LaunchRanks(
             generation=self.generation,
             world_size=world_size,
             devices=None if devices is None else list(devices),
             options=options,
             auto=auto,
             hardware=hardware,
-            machines=discovery.to_runs(self.nodes),
+            machines=discovery.nodes_to_json(self.nodes),
             run_dir="",
             bulk_dir="",
-            env=scrubbed(os.environ),
+            env=remove_launch_variables(os.environ),
             cwd=os.getcwd(),  # noqa: PTH109 - a plain string for the wire
             path=sys.path,
             checkpoints=checkpoints,
         )
-        self._channels = fleet.launch(launch, secrets.token_hex(KEY_BYTES), self)
+        self._channels = launchers.launch(launch, secrets.token_hex(KEY_BYTES), self)
 
     def _close_channels(self) -> None:
         if self._channels is not None:
             self._channels.close()
             self._channels = None
         self._routes.clear()
-        self.members = []
-        self.joint = None
+        self.rank_processes = []
+        self.collective_request = None
 
-    def remove_at_end(self, folder: Path, *, remove: bool = True) -> None:
-        """Let the launcher remove a folder when this kernel is gone, or not any more."""
-        if self._fleet is not None and self._fleet.alive:
-            self._fleet.send(messages.RemoveAtEnd(str(folder), remove))
+    def set_folder_cleanup(self, folder: Path, *, remove: bool = True) -> None:
+        """Set whether the launcher removes a folder when this kernel exits."""
+        if self._launcher_group is not None and self._launcher_group.is_alive:
+            self._launcher_group.send(messages.CleanupFolder(str(folder), remove))
 
     # -- requests
 
     @property
-    def fleet(self) -> Fleet:
-        """Where the ranks are.
+    def launcher_group(self) -> LauncherGroup:
+        """Launchers of the ranks.
 
         Raises:
-            SessionError: nowhere yet.
+            SessionError: not started.
         """
-        if self._fleet is None:
+        if self._launcher_group is None:
             raise _not_started()
-        return self._fleet
+        return self._launcher_group
 
     @property
-    def warm(self) -> bool:
-        """Whether the launcher can fork at once."""
-        return self._fleet is not None and self._fleet.warm
+    def is_warm(self) -> bool:
+        """True if the launcher can fork immediately."""
+        return self._launcher_group is not None and self._launcher_group.is_warm
 
     @property
-    def launchers(self) -> list[dict[str, Any]]:
-        """The launchers' states as plain values, one for each node."""
-        found = [] if self._fleet is None else self._fleet.describe()
-        return [{**one, "unresponsive": self.pulse.words(one["name"])} for one in found]
+    def launcher_states(self) -> list[dict[str, Any]]:
+        """States of the launchers as plain values, one per node."""
+        launchers = [] if self._launcher_group is None else self._launcher_group.describe()
+        return [
+            {**launcher, "unresponsive": self.stopped_process_watch.describe(launcher["name"])}
+            for launcher in launchers
+        ]
 
-    def gone(self) -> list[int]:
-        """Ranks whose processes have ended."""
-        members = dict(enumerate(self.members))
-        if self._fleet is None or not members:
+    def exited_ranks(self) -> list[int]:
+        """Return the ranks whose processes have exited."""
+        members = dict(enumerate(self.rank_processes))
+        if self._launcher_group is None or not members:
             return list(members)
-        found = self._fleet.processes(members)
-        return [rank for rank in members if found[f"rank {rank}"].status == GONE]
+        statuses = self._launcher_group.process_statuses(members)
+        return [rank for rank in members if statuses[f"rank {rank}"].status == EXITED]
 
     def state_of(self, rank: int) -> State:
-        """Whether a rank's process is stopped, runs or sleeps, as far as it is known here."""
-        status = self.pulse.status(f"rank {rank}")
-        if status in STOPPED:
+        """Return whether a rank's process is stopped, running or sleeping; "" if unknown."""
+        status = self.stopped_process_watch.status(f"rank {rank}")
+        if status in STOPPED_STATUSES:
             return "stopped"
-        if self.node_of(rank):  # an agent tells of stopped processes and of no other state
+        if self.node_of(rank):  # agents report only stopped processes
             return ""
         return "running" if status == psutil.STATUS_RUNNING else "sleeping"
 
     def node_of(self, rank: int) -> str:
-        """Name of a rank's node; "" on one machine."""
-        return "" if self._fleet is None else self._fleet.node_of(rank)
+        """Return the name of a rank's node; "" locally."""
+        return "" if self._launcher_group is None else self._launcher_group.node_of(rank)
 
-    def now(self, within_s: float) -> dict[str, Now]:
-        """What each node holds and does, of those that answer in this time."""
-        fleet = self._fleet
-        return fleet.now(within_s) if fleet is not None and fleet.alive else {}
+    def node_usage(self, within_s: float) -> dict[str, UsageSnapshot]:
+        """Return the usage of each node that replies in time."""
+        launchers = self._launcher_group
+        return (
+            launchers.node_usage(within_s) if launchers is not None and launchers.is_alive else {}
+        )
 
-    def post(
+    def queue_request(
         self,
         ranks: Sequence[int],
         channel: Channel,
@@ -308,32 +349,34 @@ class Gang:
         content: Any,
         route: Any = None,
         *,
-        note: messages.CellNote | None = None,
+        note: messages.CellMetadata | None = None,
         together: bool = False,
     ) -> str:
         """Queue one request to ranks; `wake()` sends it.
 
-        `route(rank, channel, message)` gets the answers of all; with `together`
-        `route(ranks, channel, message)`, where ranks have answered the same.
+        `route(rank, channel, message)` is called with each reply; with `together`
+        `route(ranks, channel, message)`, once for equal replies.
 
         Returns:
-            Its id, for `forget`.
+            Its id, for `drop_requests`.
         """
         if self._channels is None:
             raise _not_started()
         request = secrets.token_hex(16)
         if route is not None:
             self._routes[request] = route if together else _each(route)
-        metadata = {messages.NOTE: note} if note else None
-        self._channels.send(ranks, channel, kind, content, metadata=metadata, message_id=request)
+        metadata = {messages.CELL_METADATA_KEY: note} if note else None
+        self._channels.queue_request(
+            ranks, channel, kind, content, metadata=metadata, message_id=request
+        )
         return request
 
-    def forget(self, requests: Iterable[str]) -> None:
-        """Route no more answers to these requests."""
+    def drop_requests(self, requests: Iterable[str]) -> None:
+        """Stop routing replies to these requests."""
         for request in requests:
             self._routes.pop(request, None)
 
-    def ask(
+    def request_all(
         self,
         ranks: Iterable[int],
         kind: str,
@@ -341,50 +384,49 @@ class Gang:
         *,
         channel: Channel = "shell",
         raises: type[NbdistError] = SessionError,
-        patience_s: float = SILENT_S,
+        patience_s: float = REQUEST_TIMEOUT_S,
     ) -> dict[int, Any]:
-        """Send a request to ranks and wait for the replies, by rank; as `ask_each`."""
-        asked = [(list(ranks), content)]
-        return self._ask(asked, kind, channel=channel, raises=raises, patience_s=patience_s)
+        """Send a request to ranks and return the replies, by rank; as `request_each`."""
+        requests = [(list(ranks), content)]
+        return self._ask(requests, kind, channel=channel, raises=raises, patience_s=patience_s)
 
-    def ask_each(
+    def request_each(
         self,
         contents: Mapping[int, Any],
         kind: str,
         *,
         channel: Channel = "shell",
         raises: type[NbdistError] = SessionError,
-        patience_s: float = SILENT_S,
+        patience_s: float = REQUEST_TIMEOUT_S,
     ) -> dict[int, Any]:
-        """Send each rank its own request and wait for the replies, by rank.
+        """Send each rank its own request and return the replies, by rank.
 
-        On the control channel ranks answer while a cell runs. The first reply that is an error
-        ends the waiting. What all ranks do together is for `session.collective_request`.
+        On the control channel ranks reply while a cell runs. The first error reply ends the wait.
+        For collective requests use `session.collective_request`.
 
         Raises:
-            NbdistError: of the type given: it failed on a rank.
-            RankDied: a rank ended before it answered.
-            SessionError: for `patience_s` there was no answer, nor a word about the request.
+            NbdistError: of type `raises`: the request failed on a rank.
+            RankDied: a rank ended before it replied.
+            SessionError: no reply or progress message for `patience_s`.
         """
-        asked = [([rank], content) for rank, content in contents.items()]
-        return self._ask(asked, kind, channel=channel, raises=raises, patience_s=patience_s)
+        requests = [([rank], content) for rank, content in contents.items()]
+        return self._ask(requests, kind, channel=channel, raises=raises, patience_s=patience_s)
 
     def _ask(
         self,
-        asked: Sequence[tuple[list[int], Any]],
+        contents: Sequence[tuple[list[int], Any]],
         kind: str,
         *,
         channel: Channel,
         raises: type[NbdistError],
         patience_s: float,
     ) -> dict[int, Any]:
-        """Send ranks what they are asked, and wait for all."""
         answers: SimpleQueue[tuple[int, str, Message]] = SimpleQueue()
         requests = [
-            self.post(ranks, channel, kind, content, lambda *answer: answers.put(answer))
-            for ranks, content in asked
+            self.queue_request(ranks, channel, kind, content, lambda *answer: answers.put(answer))
+            for ranks, content in contents
         ]
-        missing = {rank for ranks, _ in asked for rank in ranks}
+        missing = {rank for ranks, _ in contents for rank in ranks}
         self.wake()
         replies: dict[int, Any] = {}
         try:
@@ -396,25 +438,25 @@ class Gang:
                     if replies[rank].get("status") == "error":
                         raise raises(replies[rank]["error"])
         finally:
-            self.forget(requests)
+            self.drop_requests(requests)
         return replies
 
     def _answer(
         self, answers: SimpleQueue[Any], kind: str, patience_s: float
     ) -> tuple[int, str, Message]:
         since = time.monotonic()
-        while time.monotonic() - max(since, self._heard) < patience_s:
+        while time.monotonic() - max(since, self._last_progress_at) < patience_s:
             try:
                 answer: tuple[int, str, Message] = answers.get(timeout=min(1.0, patience_s))
             except Empty:
-                self.check_up(kind)
+                self.cancel_unanswerable(kind)
             else:
                 return answer
-        msg = f"The ranks have said nothing about {kind} for {patience_s:.0f} s."
+        msg = f"No reply from the ranks to {kind} for {patience_s:.0f} s."
         raise SessionError(msg)
 
-    def check_up(self, kind: str) -> None:
-        """Wait no longer for answers to a request where nobody can give them.
+    def cancel_unanswerable(self, kind: str) -> None:
+        """Raise if no reply to a request can arrive anymore.
 
         Raises:
             RankDied: the ranks have ended.
@@ -423,123 +465,133 @@ class Gang:
             return
         deadline = time.monotonic() + REPORT_S
         while self._dying and time.monotonic() < deadline:
-            time.sleep(0.01)  # another thread finds out how
-        raise self._told or RankDied(f"The ranks ended before they answered {kind}.")
+            time.sleep(0.01)  # another thread determines the cause
+        raise self._end_error or RankDied(f"The ranks ended before they replied to {kind}.")
 
     def wake(self) -> None:
-        """Send what is queued, and have `on_idle` called soon."""
+        """Send queued requests and have `on_idle` called soon."""
         if self._channels is not None:
             self._channels.wake()
 
     def log_tail(self) -> str:
-        """The end of what launcher and ranks wrote outside of cells."""
-        return redacted(self._fleet.log_tail()) if self._fleet else ""
+        """Return the end of the output of launcher and ranks outside of cells."""
+        return redact_secrets(self._launcher_group.log_tail()) if self._launcher_group else ""
 
-    def log_words(self) -> str:
-        """The end of the log as part of an error message."""
+    def log_excerpt(self) -> str:
+        """Return the end of the log as part of an error message."""
         tail = self.log_tail()
-        return f"The log ends:\n{tail}" if tail else "The log is empty."
+        return f"End of the log:\n{tail}" if tail else "The log is empty."
 
-    # -- what arrives, on the reader thread or the link's thread
+    # -- messages, on the reader thread or the launcher link's thread
 
-    def receive(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
-        """Route one message that these have sent."""
+    def on_message(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
+        """Route one message that these ranks sent."""
         if channel == "iopub" and not self._up:
-            # any output shows that a rank is heard; its welcome alone was missed now and then
+            # Any output proves the subscription; the welcome message alone is sometimes missed.
             for rank in ranks:
-                self.signs.put(rank)
+                self.startup_events.put(rank)
         if message["header"]["msg_type"] == "iopub_welcome":
             return
-        if message["header"]["msg_type"] == messages.PHASE:
-            self._heard = time.monotonic()
+        if message["header"]["msg_type"] == messages.PROGRESS:
+            self._last_progress_at = time.monotonic()
         route = self._routes.get(message["parent_header"].get("msg_id", ""))
-        if message["header"]["msg_type"] in messages.OF_SESSION or route is None:
+        if message["header"]["msg_type"] in messages.SESSION_MESSAGES or route is None:
             for rank in ranks:
                 self._on_message(rank, message)
         else:
             route(ranks, channel, message)
 
-    def idle(self) -> bool:
-        """Look whether the ranks live, then let the session do what is due."""
+    def on_idle(self) -> bool:
+        """Check that the ranks are alive, then call `on_idle`."""
         now = time.monotonic()
-        dying = self._up and bool(self.ends)
+        dying = self._up and bool(self.rank_exits)
         if dying and self._settled(now):
             self._died(None)
         elif self._up and now >= self._watch_due:
-            self._watch_due = now + WATCH_S
+            self._watch_due = now + LIVENESS_INTERVAL_S
             self._watch()
         return self._on_idle() or dying
 
     def _settled(self, now: float) -> bool:
-        """Whether all is known of the first end: its code comes late where elastic was quicker."""
-        patience_s = SETTLE_S if self.ends[0].code is not None else REPORT_S
+        """Return whether the first exit is fully known: torch elastic may report its code late."""
+        patience_s = SETTLE_S if self.rank_exits[0].code is not None else REPORT_S
         return now - self._first_end_at > patience_s
 
     def _watch(self) -> None:
-        """Look at the processes: the launcher reports ends at once, unless it is stopped itself."""
-        fleet = self._fleet
-        if fleet is None:
+        """Check the processes; the launcher reports exits itself, unless it is stopped."""
+        launchers = self._launcher_group
+        if launchers is None:
             return
-        members = dict(enumerate(self.members))
-        found = fleet.processes(members)
-        for line in self.pulse.look(found):
+        members = dict(enumerate(self.rank_processes))
+        statuses = launchers.process_statuses(members)
+        for line in self.stopped_process_watch.update(statuses):
             self._on_notice(line)
-        gone = [rank for rank in members if found[f"rank {rank}"].status == GONE]
+        gone = [rank for rank in members if statuses[f"rank {rank}"].status == EXITED]
         if not gone:
             self._missing_since = None
         elif self._missing_since is None:
             self._missing_since = time.monotonic()
-            fleet.wake_up()  # the launcher knows how that rank ended
+            launchers.resume_stopped()  # the launcher has the exit code
         elif time.monotonic() - self._missing_since > REPORT_S:
-            end = messages.RankEnded(self.generation, gone[0], None, node=fleet.node_of(gone[0]))
-            self.ends = self.ends or [end]
+            end = messages.RankExited(
+                self.generation, gone[0], None, node=launchers.node_of(gone[0])
+            )
+            self.rank_exits = self.rank_exits or [end]
             self._died(None)
 
-    def _from_launcher(self, message: messages.LinkMessage) -> None:
-        if isinstance(message, messages.Born) and message.generation == self.generation:
+    def _from_launcher(self, message: messages.LauncherMessage) -> None:
+        if isinstance(message, messages.RankForked) and message.generation == self.generation:
             self.pids[message.rank] = message.pid
-        elif isinstance(message, messages.RankEnded) and message.generation == self.generation:
-            self._first_end_at = self._first_end_at if self.ends else time.monotonic()
-            self.ends.append(message)
+        elif isinstance(message, messages.RankExited) and message.generation == self.generation:
+            self._first_end_at = self._first_end_at if self.rank_exits else time.monotonic()
+            self.rank_exits.append(message)
             self.wake()
-        self.signs.put(message)
-        if isinstance(message, messages.Ended):
+        self.startup_events.put(message)
+        if isinstance(message, messages.AllRanksExited):
             self._ended = message
-            if not self.ends or message.generation == LAUNCHER_GONE:
+            if not self.rank_exits or message.generation == LAUNCHER_GONE:
                 self._died(message)
 
-    def _died(self, ended: messages.Ended | None, death: Death | None = None) -> None:
+    def _died(
+        self, ended: messages.AllRanksExited | None, death: WorkerFailure | None = None
+    ) -> None:
         with self._lock:
             was_up, self._up = self._up, False
             self._dying = self._dying or was_up
         if not was_up:
             return
-        death = death or self.death(ended)
-        if self._fleet is not None:
-            self._fleet.wake_up()
-            with contextlib.suppress(StartError):  # it is gone
-                self._fleet.send(messages.Halt())
-        self._told = self._on_death(death)
+        death = death or self.find_failure(ended)
+        if self._launcher_group is not None:
+            self._launcher_group.resume_stopped()
+            with contextlib.suppress(StartError):  # the launcher has exited
+                self._launcher_group.send(messages.StopRanks())
+        self._end_error = self._on_death(death)
         self._dying = False
 
-    def death(self, ended: messages.Ended | None) -> Death:
-        """What has ended the ranks."""
+    def find_failure(self, ended: messages.AllRanksExited | None) -> WorkerFailure:
+        """Return the cause of the ranks' end."""
         lost = ended is not None and ended.generation == LAUNCHER_GONE and bool(ended.node)
-        if self.ends and not lost:
-            ends = [failure_causes.completed(end, ended or self._ended) for end in self.ends]
-            crashes = self.left().crashes
-            return failure_causes.of_ranks(
+        if self.rank_exits and not lost:
+            ends = [
+                failure_causes.with_exit_code(end, ended or self._ended) for end in self.rank_exits
+            ]
+            crashes = self.crash_artifacts().crashes
+            return failure_causes.rank_failure(
                 ends, oom=self._oom, stack_of=crashes, log=self.log_tail()
             )
-        return failure_causes.of_launcher(ended, oom=self._oom)
+        return failure_causes.launcher_failure(ended, oom=self._oom)
 
-    def left(self) -> Left:
-        """What the ranks of this start have left in their folder."""
-        return Left() if self._fleet is None else self._fleet.left()
+    def crash_artifacts(self) -> CrashArtifacts:
+        """Return the files that the ranks of this start left behind."""
+        return (
+            CrashArtifacts()
+            if self._launcher_group is None
+            else self._launcher_group.crash_artifacts()
+        )
 
 
 def _each(route: Callable[[int, Channel, Message], None]) -> Any:
-    """Route a message of several ranks for one rank after the other."""
+    """Return a route that is called for each rank of a message."""
 
     def route_each(ranks: Sequence[int], channel: Channel, message: Message) -> None:
         for rank in ranks:
@@ -549,4 +601,4 @@ def _each(route: Callable[[int, Channel, Message], None]) -> Any:
 
 
 def _not_started() -> SessionError:
-    return SessionError("The session is not started: run a %%distribute cell or call start().")
+    return SessionError("The session is not started. Run a %%distribute cell or call start().")

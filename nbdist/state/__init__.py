@@ -1,8 +1,8 @@
-"""Sharded training state: where each engine keeps it, and how it is resharded between them.
+"""Sharded training state: the layout of each engine, resharding, and checkpoint files.
 
-Runs on ranks, with torch; knows checkpoints, but neither the session nor the kernel. The one
-form that all engines share: per parameter (and per element-wise tensor of optimizer state)
+Runs on ranks, with torch; independent of the session and the kernel. All engines share one
+representation: each parameter and each element-wise tensor of optimizer state is a set of
 contiguous intervals of the row-major flattened tensor, as views of the engine's own storage.
-`shards` has that form, `layouts` reads it off each engine, `moving` takes it from one engine's
-cut to another's, `digest` tells whether two cuts hold the same numbers.
+`shards` defines it, `layouts` reads it from each engine, `reshard` converts between two
+shardings, `digest` checks that two shardings hold the same values.
 """

@@ -1,10 +1,11 @@
-"""What the ranks of a group do together with state: all of it is here, so that tests can stand in.
+"""Collectives for training state: all-gather of values, all-reduce and all-to-all of bytes.
 
-Collectives of a group; None is all ranks, or this process alone where there is no group.
+The group None means all ranks, or this process alone without a process group. All collectives
+on state go through this module, so that tests can replace it.
 
-Each begins with the same small all_gather, over gloo also on GPUs, in which every rank says what it
-is about. A rank that has failed, and tells the others so, is never paired with the others'
-exchange: NCCL would hang or fill tensors with wrong bytes.
+Each collective begins with a small all-gather of a tag, over gloo even on GPUs. A failed rank
+that reports its error therefore never matches the all-to-all of the other ranks, in which NCCL
+would hang or corrupt tensors.
 """
 
 from __future__ import annotations
@@ -23,104 +24,107 @@ from nbdist.errors import CollectiveMismatch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Group = distributed.ProcessGroup | None
+OptionalGroup = distributed.ProcessGroup | None
 
 SUMS, EXCHANGE = -1, -2
-"""What `sums` and `exchange` are about; `everyones` has 0 and above."""
+"""Tags of ``all_reduce_sum`` and ``all_to_all_bytes``; ``all_gather_values`` uses 0 and above."""
 
 
-def size(group: Group = None) -> int:
-    """Ranks in a group."""
+def group_size(group: OptionalGroup = None) -> int:
+    """Return the number of ranks in a group."""
     return distributed.get_world_size(group) if distributed.is_initialized() else 1
 
 
-def rank(group: Group = None) -> int:
-    """This process's place in a group."""
+def rank(group: OptionalGroup = None) -> int:
+    """Return this process's rank in a group."""
     return distributed.get_rank(group) if distributed.is_initialized() else 0
 
 
-def device(group: Group = None) -> torch.device:
-    """Where tensors must be for `exchange`: on the GPU where NCCL carries them."""
+def comm_device(group: OptionalGroup = None) -> torch.device:
+    """Return the device for ``all_to_all_bytes``: the GPU with NCCL, otherwise the CPU."""
     nccl = "nccl" in str(distributed.get_backend_config(group))
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-def _agreeing(group: Group) -> torch.device:
-    """Where tensors must be for everything else: on the CPU, unless the group has NCCL alone."""
+def _agreeing(group: OptionalGroup) -> torch.device:
+    """Return the device for the other collectives: the CPU, unless the group has only NCCL."""
     gloo = "gloo" in str(distributed.get_backend_config(group))
-    return torch.device("cpu") if gloo else device(group)
+    return torch.device("cpu") if gloo else comm_device(group)
 
 
-def everyones(mine: Any, group: Group = None, *, about: int = 0) -> list[Any]:
-    """What each rank of a group gives, in their order; a collective.
+def all_gather_values(value: Any, group: OptionalGroup = None, *, about: int = 0) -> list[Any]:
+    """All-gather a value; return the values of all ranks in rank order; a collective.
 
-    For names, numbers, and dataclasses of nbdist with such in them. torch's own
-    `all_gather_object` would unpickle, and so run, whatever comes over gloo's or NCCL's
-    connections, which nobody signs.
+    Supports plain values and dataclasses of nbdist that contain plain values.
 
     Args:
-        mine: what this rank gives.
-        group: the ranks.
-        about: number of what it is about, the same on all ranks.
+        value: value of this rank.
+        group: process group.
+        about: tag of the collective, the same on all ranks.
 
     Raises:
-        CollectiveMismatch: it is not: a rank that has failed is at another place than the others.
-        pickle.UnpicklingError: it holds something else.
+        CollectiveMismatch: the tags differ: the ranks are in different collectives.
+        pickle.UnpicklingError: a value contains an unsupported type.
     """
-    if size(group) == 1:
-        return [mine]
-    packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    # Not torch's all_gather_object: it unpickles, and so runs, whatever arrives over the
+    # connections of gloo and NCCL, which are not authenticated.
+    if group_size(group) == 1:
+        return [value]
+    packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     lengths = _heads(packed.numel(), about, group)
     room = torch.zeros(max(lengths), dtype=torch.uint8, device=_agreeing(group))
     room[: packed.numel()] = packed
     every = _gathered(room, group)
-    return [unpacked(one[:length]) for one, length in zip(every, lengths, strict=True)]
+    return [
+        unpickle_values(packed_values[:length])
+        for packed_values, length in zip(every, lengths, strict=True)
+    ]
 
 
-def _heads(number: int, about: int, group: Group) -> list[int]:
-    """Every rank's number, once it is certain that all ranks are about the same.
+def _heads(number: int, about: int, group: OptionalGroup) -> list[int]:
+    """All-gather a number and check that all ranks use the same tag.
 
     Raises:
-        CollectiveMismatch: they are not, and nothing else has begun.
+        CollectiveMismatch: the tags differ; no other collective has begun.
     """
-    mine = torch.tensor([number, about], device=_agreeing(group))
-    numbers, abouts = zip(*(head.tolist() for head in _gathered(mine, group)), strict=True)
+    own_head = torch.tensor([number, about], device=_agreeing(group))
+    numbers, abouts = zip(*(head.tolist() for head in _gathered(own_head, group)), strict=True)
     if len(set(abouts)) > 1:
-        message = "the ranks tell one another of different things."
+        message = "The ranks are out of sync: they entered different collectives."
         raise CollectiveMismatch(message)
     return list(numbers)
 
 
-def _gathered(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    """The tensors of all ranks, which are of one shape."""
-    found = [torch.empty_like(tensor) for _ in range(size(group))]
-    distributed.all_gather(found, tensor, group=group)
-    return found
+def _gathered(tensor: torch.Tensor, group: OptionalGroup) -> list[torch.Tensor]:
+    """All-gather a tensor that has the same shape on all ranks."""
+    gathered = [torch.empty_like(tensor) for _ in range(group_size(group))]
+    distributed.all_gather(gathered, tensor, group=group)
+    return gathered
 
 
-def unpacked(packed: torch.Tensor) -> Any:
-    """Read what another rank has packed; nothing in it is called but what is plainly data.
+def unpickle_values(packed: torch.Tensor) -> Any:
+    """Unpickle a value from another rank with an allowlist of plain data types.
 
     Raises:
-        pickle.UnpicklingError: it asks for anything else.
+        pickle.UnpicklingError: the pickle refers to any other type.
     """
-    return _DataOnly(io.BytesIO(packed.cpu().numpy().tobytes())).load()
+    return _SafeUnpickler(io.BytesIO(packed.cpu().numpy().tobytes())).load()
 
 
-class _DataOnly(pickle.Unpickler):
-    """Makes plain values, dtypes, paths, and the dataclasses and named tuples of nbdist."""
+class _SafeUnpickler(pickle.Unpickler):
+    """Unpickles plain values, dtypes, paths, and nbdist's dataclasses, named tuples and enums."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Give a type that holds values and does nothing."""
+        """Return an allowed type."""
         if (module, name) in _PLAIN:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if module.startswith("nbdist.") and name.isidentifier():
-            made = super().find_class(module, name)
-            if isinstance(made, type) and made.__module__ == module and _holds_values(made):
-                return made
-        message = f"another rank sent a {module}.{name}, which is no plain value"
+            cls = super().find_class(module, name)
+            if isinstance(cls, type) and cls.__module__ == module and _holds_values(cls):
+                return cls
+        message = f"another rank sent a {module}.{name}, which is not a plain value"
         raise pickle.UnpicklingError(message)
 
 
@@ -135,31 +139,35 @@ _PLAIN = {
 }
 
 
-def sums(numbers: Sequence[int], group: Group = None) -> list[int]:
-    """Sum of each number over the ranks, modulo 2**64, in [-2**63, 2**63); a collective.
+def all_reduce_sum(numbers: Sequence[int], group: OptionalGroup = None) -> list[int]:
+    """Sum each number over the ranks, modulo 2**64, in [-2**63, 2**63); a collective.
 
     Raises:
-        CollectiveMismatch: a rank has failed, and is at another place than the others.
+        CollectiveMismatch: the ranks are in different collectives, as a rule after an error.
     """
     _heads(len(numbers), SUMS, group)
     added = torch.tensor(numbers, dtype=torch.int64, device=_agreeing(group))
     distributed.all_reduce(added, group=group)
-    found: list[int] = added.tolist()
-    return found
+    totals: list[int] = added.tolist()
+    return totals
 
 
-def exchange(
-    outgoing: torch.Tensor, sizes: Sequence[int], expected: Sequence[int], group: Group = None
+def all_to_all_bytes(
+    outgoing: torch.Tensor,
+    sizes: Sequence[int],
+    expected: Sequence[int],
+    group: OptionalGroup = None,
 ) -> torch.Tensor:
-    """Give each rank its part of some bytes and return what came from each; a collective.
+    """All-to-all of bytes; return the concatenated bytes from all ranks; a collective.
 
     Args:
-        outgoing: bytes for all ranks one after the other, on `device(group)`.
-        sizes: bytes for each rank.
-        expected: bytes from each rank.
+        outgoing: concatenated bytes for all ranks, on ``comm_device(group)``.
+        sizes: number of bytes for each rank.
+        expected: number of bytes from each rank.
+        group: process group.
 
     Raises:
-        CollectiveMismatch: a rank has failed, for lack of memory as a rule; nothing was sent.
+        CollectiveMismatch: a rank failed, usually out of memory; nothing was sent.
     """
     incoming = torch.empty(sum(expected), dtype=torch.uint8, device=outgoing.device)
     _heads(0, EXCHANGE, group)

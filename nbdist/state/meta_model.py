@@ -1,7 +1,7 @@
-"""A model without its data: kept from `prepare()` on, so that it can be made again.
+"""Copy of a model on the meta device, made in `prepare()`, to rebuild it for another engine.
 
-An engine takes a model apart, each in its own way. What is needed to build it for another
-engine is the module as it was before, without a byte of its parameters.
+Each engine modifies the module in its own way. To build it for another engine, the module is
+needed as it was before, without the data of its parameters.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
-"""What torch.compile, activation checkpointing, FSDP1 and DDP put into names."""
+"""Name components that torch.compile, activation checkpointing, FSDP1 and DDP insert."""
 _OURS = frozenset({"forward", "gradient_checkpointing"})
-"""Attributes that an engine or an option sets and the next one must not find."""
+"""Attributes that an engine or an option sets and that are not carried to the next engine."""
 _LOOKED_AT = 10_000
-"""Objects within one attribute of a module; beyond it the attribute is not taken for data."""
+"""Maximum number of objects within an attribute; a larger one is not treated as plain data."""
 _NOT_LOOKED_INTO = (
     type,
     types.ModuleType,
@@ -42,32 +42,34 @@ _NOT_LOOKED_INTO = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Skeleton:
-    """A module as it was before an engine took it."""
+class MetaModel:
+    """A module as it was before `prepare()`, without parameter data."""
 
     model: nn.Module
-    """On the meta device; tied parameters are one, as they were."""
+    """Copy on the meta device; tied parameters stay tied."""
     buffers: Mapping[str, torch.Tensor]
-    """Buffers that are in no state dict (rotary frequencies, masks), copied to the host."""
+    """Non-persistent buffers (rotary frequencies, masks), copied to the host."""
 
     @property
     def names(self) -> list[str]:
-        """Parameters by name, tied ones by their first."""
+        """Names of the parameters; the first name of tied ones."""
         return [name for name, _ in self.model.named_parameters()]
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters -> the first."""
-        first = {id(one): name for name, one in self.model.named_parameters()}
+        """Additional names of tied parameters -> their first name."""
+        first = {id(parameter): name for name, parameter in self.model.named_parameters()}
         every = self.model.named_parameters(remove_duplicate=False)
-        return {name: first[id(one)] for name, one in every if first[id(one)] != name}
+        return {
+            name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name
+        }
 
 
-def without_data(model: nn.Module) -> nn.Module:
-    """Copy a module onto the meta device.
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Copy a module to the meta device.
 
     Raises:
-        SwitchError: it holds something that cannot be copied.
+        SwitchError: the module contains an object that cannot be copied.
     """
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -75,121 +77,124 @@ def without_data(model: nn.Module) -> nn.Module:
         memo[id(tensor)] = _as(tensor, empty)
     try:
         copied: nn.Module = copy.deepcopy(model, memo)
-    except Exception as error:  # a module may hold anything, locks and sockets too
+    except Exception as error:  # a module may contain anything, even locks and sockets
         message = f"{type(model).__name__} cannot be copied: {error}"
         raise SwitchError(message) from error
     return copied
 
 
-def twin(model: nn.Module) -> nn.Module | None:
-    """Copy a module onto the meta device; None where it cannot be copied."""
+def try_meta_copy(model: nn.Module) -> nn.Module | None:
+    """Copy a module to the meta device; return None if it cannot be copied."""
     try:
-        return without_data(model)
+        return meta_copy(model)
     except SwitchError as error:
         log.info("%s", error)
         return None
 
 
-def skeleton(model: nn.Module) -> Skeleton:
-    """Keep what is needed to make a bare model again.
+def capture_meta_model(model: nn.Module) -> MetaModel:
+    """Capture what is needed to rebuild a bare model.
 
     Raises:
-        SwitchError: it holds something that cannot be copied.
+        SwitchError: the module contains an object that cannot be copied.
     """
-    kept = set(model.state_dict(keep_vars=True))
+    persistent = set(model.state_dict(keep_vars=True))
     buffers = {
-        name: one.detach().to("cpu", copy=True)
-        for name, one in model.named_buffers()
-        if name not in kept
+        name: buffer.detach().to("cpu", copy=True)
+        for name, buffer in model.named_buffers()
+        if name not in persistent
     }
-    return Skeleton(model=without_data(model), buffers=buffers)
+    return MetaModel(model=meta_copy(model), buffers=buffers)
 
 
-def revived(kept: Skeleton) -> nn.Module:
-    """Make the model again: parameters on the CPU with no values yet, buffers as they were.
+def materialize(meta_model: MetaModel) -> nn.Module:
+    """Rebuild the model on the CPU with uninitialized parameters and the captured buffers.
 
-    Memory of parameters is reserved and not touched, so that it costs nothing before an
-    engine reads or fills it.
+    The memory of parameters is allocated but not touched, so it is not resident until an engine
+    accesses it.
     """
     memo: dict[int, Any] = {}
-    for tensor in (*kept.model.parameters(), *kept.model.buffers()):
+    for tensor in (*meta_model.model.parameters(), *meta_model.model.buffers()):
         empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
         memo[id(tensor)] = _as(tensor, empty)
-    model: nn.Module = copy.deepcopy(kept.model, memo)
+    model: nn.Module = copy.deepcopy(meta_model.model, memo)
     buffers = dict(model.named_buffers())
-    for name, value in kept.buffers.items():
+    for name, value in meta_model.buffers.items():
         buffers[name].copy_(value)
     return model
 
 
 def _as(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """Make a parameter of it where the other one is one."""
+    """Return `empty`, as a parameter if `tensor` is one."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty
 
 
-def plain(name: str) -> str:
-    """Name of a module or parameter in the bare model."""
+def bare_name(name: str) -> str:
+    """Return the name of a module or parameter in the bare model."""
     for part in _WRAPPERS[:-1]:
         name = name.replace(part, "").removesuffix("." + part[:-1])
     name = name.removeprefix(_WRAPPERS[-1])
     return "" if name in {part[:-1] for part in _WRAPPERS} else name
 
 
-def modules(prepared: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules of what `prepare()` returned, wrappers before what they wrap, by plain name."""
+def named_modules(prepared: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules of a prepared model by bare name, wrappers before the wrapped module."""
     for name, module in prepared.named_modules():
-        yield plain(name), module
+        yield bare_name(name), module
 
 
-def attributes(prepared: nn.Module, kept: Skeleton) -> dict[str, dict[str, object]]:
-    """Plain data that modules hold now: module -> attribute -> value, `training` included.
+def module_attributes(prepared: nn.Module, meta_model: MetaModel) -> dict[str, dict[str, object]]:
+    """Return plain data attributes of modules: module -> attribute -> value, with `training`.
 
-    A module's config may have changed since `prepare()`, and a variable may hold it: the very
-    object is carried. What leads to a module or a tensor is left as the skeleton has it.
+    A module's config may have changed since `prepare()` and variables may refer to it, so values
+    are not copied. Attributes that contain modules or tensors are skipped.
     """
-    living = dict(modules(prepared))
-    found: dict[str, dict[str, object]] = {}
-    for name, module in kept.model.named_modules():
-        now = vars(living[name]) if name in living else {}
-        found[name] = {
-            key: now[key]
+    living = dict(named_modules(prepared))
+    values: dict[str, dict[str, object]] = {}
+    for name, module in meta_model.model.named_modules():
+        current = vars(living[name]) if name in living else {}
+        values[name] = {
+            key: current[key]
             for key in vars(module)
-            if not key.startswith("_") and key not in _OURS and key in now and _is_data(now[key])
+            if not key.startswith("_")
+            and key not in _OURS
+            and key in current
+            and _is_data(current[key])
         }
-    return found
+    return values
 
 
-def give_back(model: nn.Module, found: Mapping[str, Mapping[str, object]]) -> None:
-    """Set attributes of a bare model's modules."""
+def restore_attributes(model: nn.Module, found: Mapping[str, Mapping[str, object]]) -> None:
+    """Set the attributes of a bare model's modules, as returned by ``module_attributes``."""
     for name, values in found.items():
         vars(model.get_submodule(name)).update(values)
 
 
-def trainable(prepared: nn.Module) -> dict[str, bool]:
-    """Which parameters are trained now, by name; it may have changed since `prepare()`."""
+def requires_grad_by_name(prepared: nn.Module) -> dict[str, bool]:
+    """Return the current `requires_grad` of each parameter, by bare name."""
     named = prepared.named_parameters(remove_duplicate=False)
-    return {plain(name): one.requires_grad for name, one in named}
+    return {bare_name(name): parameter.requires_grad for name, parameter in named}
 
 
-def set_trainable(model: nn.Module, found: Mapping[str, bool]) -> None:
-    """Freeze and unfreeze parameters of a bare model."""
-    for name, one in model.named_parameters(remove_duplicate=False):
-        one.requires_grad_(found.get(name, one.requires_grad))
+def set_requires_grad(model: nn.Module, found: Mapping[str, bool]) -> None:
+    """Set `requires_grad` of a bare model's parameters."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(found.get(name, parameter.requires_grad))
 
 
 def _is_data(value: object) -> bool:
-    """Whether nothing within it is a module or a tensor, as far as can be seen."""
-    waiting, seen = [value], {id(value)}
+    """Return whether a value contains no module or tensor, as far as `gc` can see."""
+    waiting, seen_ids = [value], {id(value)}
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, (nn.Module, torch.Tensor)) or len(seen) > _LOOKED_AT:
+        current = waiting.pop()
+        if isinstance(current, (nn.Module, torch.Tensor)) or len(seen_ids) > _LOOKED_AT:
             return False
-        if isinstance(one, _NOT_LOOKED_INTO):
+        if isinstance(current, _NOT_LOOKED_INTO):
             continue
-        for inner in gc.get_referents(one):
-            if id(inner) not in seen:
-                seen.add(id(inner))
+        for inner in gc.get_referents(current):
+            if id(inner) not in seen_ids:
+                seen_ids.add(id(inner))
                 waiting.append(inner)
     return True

@@ -1,4 +1,4 @@
-"""How an optimizer and its schedulers are made again for the parameters of another engine."""
+"""Recipes to rebuild optimizers and their schedulers for the parameters of another engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     import torch
 
-Options = dict[str, Any]
-"""Of one parameter group: learning rate and so on, all but its parameters."""
+GroupOptions = dict[str, Any]
+"""Options of one parameter group (learning rate and so on), without its parameters."""
 
-ELEMENTWISE = frozenset(
+ELEMENTWISE_OPTIMIZERS = frozenset(
     {
         "ASGD",
         "Adadelta",
@@ -39,95 +39,104 @@ ELEMENTWISE = frozenset(
         "SGD",
     }
 )
-"""Optimizers that treat each element by itself, so that any cut of a parameter will do."""
+"""Optimizers with element-wise updates, which work with any sharding of a parameter."""
 
 _ENGINES_OWN = frozenset({"bias_correction", "param_names", "params"})
-"""Keys of a group that a later optimizer must not get."""
+"""Keys of a parameter group that are not passed to the rebuilt optimizer."""
 _KEPT_AS = {"adamw_mode": "adam_w_mode", "decoupled_weight_decay": "decoupled_wd"}
-"""Arguments of DeepSpeed's CPU Adam and of lion_pytorch -> the attributes they end in."""
+"""Arguments of DeepSpeed's CPU Adam and of lion_pytorch -> attributes that store them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """An optimizer by its class and the names of its parameters."""
+class OptimizerRecipe:
+    """Class, arguments and parameter names of an optimizer."""
 
-    cls: type[Optimizer]
-    arguments: Mapping[str, Any]
-    """Of its constructor, besides the parameters."""
-    groups: tuple[tuple[str, ...], ...]
-    """Names of each group's parameters, in order."""
+    optimizer_class: type[Optimizer]
+    constructor_kwargs: Mapping[str, Any]
+    """Constructor arguments, without the parameters."""
+    param_group_names: tuple[tuple[str, ...], ...]
+    """Parameter names of each group, in order."""
 
 
-def recipe(optimizer: Optimizer, names: Mapping[int, str]) -> Recipe:
-    """Take down how an optimizer was made.
+def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerRecipe:
+    """Capture the recipe of an optimizer.
 
     Args:
-        optimizer: torch's own, no wrapper.
+        optimizer: torch optimizer without wrapper.
         names: id of a parameter -> its name in the bare model.
 
     Raises:
-        SwitchError: a parameter without a name, or a constructor that wants what it keeps to
-            itself.
+        SwitchError: a parameter has no name, or a constructor argument is not stored.
     """
     cls = type(optimizer)
-    held = groups(optimizer, names)
-    _, _, *wanted = inspect.signature(cls.__init__).parameters.values()  # no self, no params
-    kept = {**vars(optimizer), **optimizer.defaults}
+    held = get_param_group_names(optimizer, names)
+    _, _, *wanted = inspect.signature(cls.__init__).parameters.values()  # without self and params
+    stored = {**vars(optimizer), **optimizer.defaults}
     arguments = {
-        one.name: kept[name] for one in wanted if (name := _KEPT_AS.get(one.name, one.name)) in kept
+        argument.name: stored[name]
+        for argument in wanted
+        if (name := _KEPT_AS.get(argument.name, argument.name)) in stored
     }
     missing = [
-        one.name
-        for one in wanted
-        if one.name not in arguments
-        and one.default is inspect.Parameter.empty
-        and one.kind not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+        argument.name
+        for argument in wanted
+        if argument.name not in arguments
+        and argument.default is inspect.Parameter.empty
+        and argument.kind not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     ]
     if missing:
         message = (
-            f"{cls.__name__} does not keep its arguments {', '.join(missing)} among its defaults,"
-            " so it cannot be made again."
+            f"{cls.__name__} does not store its arguments {', '.join(missing)} in its defaults, so"
+            " it cannot be rebuilt."
         )
         raise SwitchError(message)
-    return Recipe(cls=cls, arguments=arguments, groups=held)
-
-
-def groups(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[tuple[str, ...], ...]:
-    """Names of each group's parameters, as they are now.
-
-    Raises:
-        SwitchError: a parameter without a name.
-    """
-    held = [group["params"] for group in optimizer.param_groups]
-    if unknown := sum(id(one) not in names for some in held for one in some):
-        message = (
-            f"{unknown} parameters of the {type(optimizer).__name__} are of no prepared model;"
-            " build it from model.parameters() of one model and prepare both."
-        )
-        raise SwitchError(message)
-    return tuple(tuple(names[id(one)] for one in some) for some in held)
-
-
-def refusal(cls: type) -> str:
-    """Why an optimizer's state cannot be cut and put together otherwise; empty where it can."""
-    known = {base.__name__ for base in cls.__mro__ if base.__module__.split(".")[0] in _LIBRARIES}
-    if known & ELEMENTWISE and not known & _NOT_ELEMENTWISE:
-        return ""
-    return (
-        f"{cls.__name__} is not known to treat each element of a parameter by itself, so its state"
-        " means nothing in another engine's cut"
+    return OptimizerRecipe(
+        optimizer_class=cls, constructor_kwargs=arguments, param_group_names=held
     )
 
 
-def cannot_step(cls: type, backend: str) -> str:
-    """Why an optimizer cannot train under an engine, whatever state it begins with; or nothing.
+def get_param_group_names(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the current parameter names of each group.
 
-    torch 2.13: Muon takes matrices, and ZeRO and FSDP1 step pieces of flattened parameters;
-    Adafactor's norms of rows and columns fail on FSDP2's DTensors.
+    Raises:
+        SwitchError: a parameter has no name.
     """
+    held = [group["params"] for group in optimizer.param_groups]
+    if unknown := sum(
+        id(parameter) not in names for group_parameters in held for parameter in group_parameters
+    ):
+        message = (
+            f"{unknown} parameters of the {type(optimizer).__name__} belong to no prepared model."
+            " Create it from model.parameters() of one model and prepare both."
+        )
+        raise SwitchError(message)
+    return tuple(
+        tuple(names[id(parameter)] for parameter in group_parameters) for group_parameters in held
+    )
+
+
+def why_not_reshardable(cls: type) -> str:
+    """Return why the state of an optimizer cannot be resharded; empty if it can."""
+    class_names = {
+        base.__name__ for base in cls.__mro__ if base.__module__.split(".")[0] in _LIBRARIES
+    }
+    if class_names & ELEMENTWISE_OPTIMIZERS and not class_names & _NOT_ELEMENTWISE:
+        return ""
+    return (
+        f"{cls.__name__} is not known to update parameters element-wise, so its state cannot be"
+        " resharded"
+    )
+
+
+def why_unsupported_by(cls: type, backend: str) -> str:
+    """Return why an optimizer cannot train with a backend, even with new state; empty if it can."""
+    # torch 2.13: Muon needs matrices, but ZeRO and FSDP1 step parts of flattened parameters;
+    # Adafactor's row and column norms fail on FSDP2's DTensors.
     for name, backends in _NO_STEP.items():
         if backend in backends and any(base.__name__ == name for base in cls.__mro__):
-            return f"{cls.__name__} cannot step what {backend} cuts; use ddp"
+            return f"{cls.__name__} cannot step parameters that {backend} shards. Use ddp"
     return ""
 
 
@@ -139,44 +148,44 @@ _LIBRARIES = frozenset({"torch", "deepspeed", "transformers", "lion_pytorch"})
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "Shampoo", "SparseAdam"})
 
 
-def options(optimizer: Optimizer) -> list[Options]:
-    """Options of each group as they are now."""
+def group_options(optimizer: Optimizer) -> list[GroupOptions]:
+    """Return the current options of each group."""
     return [
         {key: value for key, value in group.items() if key not in _ENGINES_OWN}
         for group in optimizer.param_groups
     ]
 
 
-def made(
-    kept: Recipe, parameters: Mapping[str, torch.Tensor], groups: Sequence[Options]
+def build_optimizer(
+    recipe: OptimizerRecipe, parameters: Mapping[str, torch.Tensor], groups: Sequence[GroupOptions]
 ) -> Optimizer:
-    """Make the optimizer again, without state.
+    """Build the optimizer of a recipe, without state.
 
     Args:
-        kept: how.
-        parameters: of the model by name.
+        recipe: the recipe.
+        parameters: parameters of the model by name.
         groups: options of each group.
     """
     named = [
-        {**given, "params": [parameters[name] for name in names]}
-        for names, given in zip(kept.groups, groups, strict=True)
+        {**group_options, "params": [parameters[name] for name in names]}
+        for names, group_options in zip(recipe.param_group_names, groups, strict=True)
     ]
-    made_again: Optimizer = kept.cls(named, **kept.arguments)
+    made_again: Optimizer = recipe.optimizer_class(named, **recipe.constructor_kwargs)
     return made_again
 
 
-def hooks(optimizer: Optimizer) -> dict[str, Any]:
-    """What is called around each step: attribute -> hooks."""
+def step_hooks(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the step hooks of an optimizer: attribute -> hooks."""
     return {name: vars(optimizer)[name].copy() for name in _HOOKS if vars(optimizer)[name]}
 
 
-def own_numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Plain attributes of an optimizer whose class is the user's."""
+def extra_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return plain attributes of an optimizer of a user-defined class; otherwise empty."""
     cls = type(optimizer)
     if cls.__module__.split(".")[0] in _LIBRARIES or any(
         base.__module__.startswith("deepspeed") for base in cls.__mro__
     ):
-        return {}  # DeepSpeed's have numbers that belong to one object
+        return {}  # attributes of DeepSpeed's optimizers belong to one object
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -196,23 +205,23 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def schedules(scheduler: object) -> Iterator[Any]:
-    """A scheduler and those that it is made of (ChainedScheduler, SequentialLR)."""
+def nested_schedulers(scheduler: object) -> Iterator[Any]:
+    """Yield a scheduler and its nested schedulers (ChainedScheduler, SequentialLR)."""
     yield scheduler
     for inner in getattr(scheduler, "_schedulers", ()):
-        yield from schedules(inner)
+        yield from nested_schedulers(inner)
 
 
-def repoint(scheduler: object, renewed: Mapping[int, object]) -> None:
-    """Let a scheduler go on with the optimizer that took the place of its own.
+def rebind_scheduler(scheduler: object, renewed: Mapping[int, object]) -> None:
+    """Point a scheduler to the replacement of its optimizer.
 
     Args:
-        scheduler: torch's own, no wrapper.
+        scheduler: torch scheduler without wrapper.
         renewed: id of an old optimizer -> the new one.
     """
-    for one in schedules(scheduler):
-        after = renewed.get(id(getattr(one, "optimizer", None)))
+    for inner in nested_schedulers(scheduler):
+        after = renewed.get(id(getattr(inner, "optimizer", None)))
         if isinstance(after, Optimizer):
-            one.optimizer = after
-            # torch 2.13 would warn that the first step of the schedule came too early.
+            inner.optimizer = after
+            # Without it torch 2.13 warns that the scheduler was stepped too early.
             after._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001

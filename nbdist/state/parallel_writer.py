@@ -1,8 +1,8 @@
-"""Shards of all ranks into files that they write together: each puts its own parts in place.
+"""Parallel writing of sharded tensors: all ranks write their own parts to the same files.
 
-Where every tensor lies in which file is known before the first byte is written, so a rank
-needs nothing of the others: no tensor is gathered and nothing crosses between ranks. The
-files are whole once all ranks have written; whoever made them sees to that.
+The file and offset of every tensor are known in advance, so no tensor is gathered and the ranks
+do not communicate. The files are complete when all ranks have written; the caller synchronizes
+the ranks.
 """
 
 from __future__ import annotations
@@ -20,69 +20,69 @@ if TYPE_CHECKING:
     from nbdist.state.shards import ShardMap
 
 SLICE_BYTES = 64 << 20
-"""Through host memory at a time: from a GPU, or into another dtype."""
+"""Bytes that pass through host memory at a time: from a GPU, or to another dtype."""
 _SEND_BYTES = 8 << 20
-"""So often the disk is asked to begin, so that it is busy while the rest is copied."""
+"""Bytes after which writeback is started, so that the disk is busy while the rest is copied."""
 
 
-class Slot(NamedTuple):
-    """Room for elements [start, stop) of a flattened tensor in a file."""
+class TensorFileRegion(NamedTuple):
+    """Region of a file for elements [start, stop) of a flattened tensor."""
 
     path: Path
     offset: int
-    """Of its first byte."""
+    """Offset of its first byte."""
     dtype: torch.dtype
-    """In the file."""
+    """Dtype in the file."""
     key: str
     start: int
     stop: int
 
 
 @dataclass(slots=True)
-class _Open:
-    """An open file, and what of it the disk has not been asked to write."""
+class _OpenFile:
+    """An open file, and the range for which writeback has not been started."""
 
     fd: int
     low: int = 0
     high: int = 0
     waiting: int = 0
-    """Bytes of ours between the two."""
+    """Bytes written between `low` and `high`."""
 
     def wrote(self, start: int, stop: int) -> None:
-        """Take note of bytes, and send them off once they are many."""
+        """Record written bytes, and start writeback when they exceed `_SEND_BYTES`."""
         self.low = min(self.low, start) if self.waiting else start
         self.high = max(self.high, stop) if self.waiting else stop
         self.waiting += stop - start
         if self.waiting >= _SEND_BYTES:
-            # Linux begins to write what it is told to forget, and forgets only what is written.
+            # Linux: DONTNEED starts writeback of dirty pages and drops only clean ones.
             os.posix_fadvise(self.fd, self.low, self.high - self.low, os.POSIX_FADV_DONTNEED)
             self.waiting = 0
 
 
-class Files:
-    """Files that exist and are written to, each opened once.
+class OpenFiles:
+    """Existing files to write to, each opened once.
 
-    A context; its end without an error waits until what was written is on the disk.
+    A context manager; on exit without an error the files are flushed to disk with fsync.
     """
 
     def __init__(self, *, durable: bool = True) -> None:
-        """Open none yet.
+        """Create the context; files are opened on first use.
 
         Args:
-            durable: whether the disk is waited for.
+            durable: flush the files to disk on exit.
         """
-        self._open: dict[Path, _Open] = {}
+        self._open: dict[Path, _OpenFile] = {}
         self._durable = durable
 
-    def put(self, path: Path, content: memoryview, offset: int) -> None:
-        """Write bytes at a place.
+    def write_bytes(self, path: Path, content: memoryview, offset: int) -> None:
+        """Write bytes at an offset.
 
         Raises:
-            OSError: the disk is full, or a limit was met.
+            OSError: the disk is full or a limit was reached.
         """
         if path not in self._open:
             fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            self._open[path] = _Open(fd)
+            self._open[path] = _OpenFile(fd)
         file, start = self._open[path], offset
         while content:
             count = os.pwrite(file.fd, content, offset)
@@ -90,17 +90,19 @@ class Files:
         if self._durable:
             file.wrote(start, offset)
 
-    def put_tensor(self, path: Path, tensor: torch.Tensor, dtype: torch.dtype, offset: int) -> int:
-        """Write a tensor's elements in a type, row by row; returns their bytes."""
+    def write_tensor(
+        self, path: Path, tensor: torch.Tensor, dtype: torch.dtype, offset: int
+    ) -> int:
+        """Write a tensor in row-major order, cast to a dtype; return the number of bytes."""
         flat = tensor.detach().reshape(-1)
         for part in flat.split(SLICE_BYTES // max(flat.element_size(), dtype.itemsize)):
-            content = octets(part.to("cpu", dtype))
-            self.put(path, content, offset)
+            content = tensor_as_bytes(part.to("cpu", dtype))
+            self.write_bytes(path, content, offset)
             offset += content.nbytes
         return flat.numel() * dtype.itemsize
 
     def __enter__(self) -> Self:
-        """Give the files themselves."""
+        """Return self."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -116,39 +118,45 @@ class Files:
 
 
 @torch.no_grad()
-def write(
-    files: Files, slots: Sequence[Slot], share: ShardMap, *, told: Callable[[int], object]
+def write_shards(
+    files: OpenFiles,
+    regions: Sequence[TensorFileRegion],
+    shards: ShardMap,
+    *,
+    on_progress: Callable[[int], object],
 ) -> int:
-    """Write what this rank owns of each slot; returns the bytes.
+    """Write this rank's owned elements of each region; return the number of bytes.
 
     Args:
-        files: where to.
-        slots: of all tensors.
-        share: of all ranks together, each element stands in one.
-        told: hears after each slot how many bytes have been written.
+        files: open files.
+        regions: file regions of all tensors.
+        shards: owned shards: each element on exactly one rank.
+        on_progress: called after each region with the number of bytes written so far.
 
     Raises:
-        OSError: the disk is full, or a limit was met.
+        OSError: the disk is full or a limit was reached.
     """
     written = 0
-    for path, offset, dtype, key, start, stop in slots:
-        for piece in share[key].pieces if key in share else ():
+    for path, offset, dtype, key, start, stop in regions:
+        for piece in shards[key].pieces if key in shards else ():
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high:
                 view = piece.view[low - piece.start : high - piece.start]
                 place = offset + (low - start) * dtype.itemsize
-                written += files.put_tensor(path, view, dtype, place)
-        told(written)
+                written += files.write_tensor(path, view, dtype, place)
+        on_progress(written)
     return written
 
 
-def rotated(slots: Sequence[Slot], rank: int, world_size: int) -> list[Slot]:
-    """Let each rank begin elsewhere: the system lets one process at a time write to a file."""
-    first = rank * len(slots) // world_size
-    return [*slots[first:], *slots[:first]]
+def stagger_by_rank(
+    regions: Sequence[TensorFileRegion], rank: int, world_size: int
+) -> list[TensorFileRegion]:
+    """Rotate the regions by rank, since the kernel serializes concurrent writes to a file."""
+    first = rank * len(regions) // world_size
+    return [*regions[first:], *regions[:first]]
 
 
-def octets(view: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of one dimension, as they are."""
-    found: memoryview = view.view(torch.uint8).numpy().data if view.numel() else memoryview(b"")
-    return found
+def tensor_as_bytes(view: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous 1-D tensor without a copy."""
+    content: memoryview = view.view(torch.uint8).numpy().data if view.numel() else memoryview(b"")
+    return content

@@ -1,7 +1,8 @@
-"""From one cut of the state to another, across ranks.
+"""Resharding of state across ranks.
 
-Each rank says which intervals it owns and which it wants; what it owns itself it copies, and
-the rest crosses in batches of about 64 MB, small tensors together and large ones in windows.
+The ranks all-gather which intervals they own and which they need. Each rank copies what it owns
+itself; the rest is sent in all-to-all batches of about 64 MB, small tensors together and large
+ones in windows.
 """
 
 from __future__ import annotations
@@ -22,81 +23,87 @@ if TYPE_CHECKING:
     from nbdist.state.shards import Piece, Shard, ShardMap
 
 BATCH_BYTES = 64 << 20
-"""Of one exchange, over all ranks together; a rank needs at most twice that for it."""
+"""Size of one all-to-all over all ranks together; a rank needs at most twice that memory."""
 
 _ALIGNED = 16
-"""Bytes; each segment begins at a multiple, so that it can be read in its type."""
+"""Alignment of segments in bytes, so that each can be viewed in its dtype."""
 
 _MAY_BE_ZERO = "optim"
-"""Beginning of the keys of optimizer state."""
+"""Prefix of keys of optimizer state, which becomes zero if no rank owns it."""
 
 Interval = tuple[int, int]
 
 
-class Entry(NamedTuple):
-    """What all ranks together have of one key."""
+class GlobalTensor(NamedTuple):
+    """Global shape and dtype of a key."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class _Row(NamedTuple):
-    """What one rank says of one key."""
+class _KeyIntervals(NamedTuple):
+    """One rank's intervals of one key."""
 
     shapes: frozenset[tuple[int, ...]]
-    """One, where its own parts fit each other."""
+    """Shapes in source and target; a single one if they agree."""
     dtype: torch.dtype | None
-    """Of what it owns; None where it owns nothing."""
+    """Dtype of the owned elements; None if it owns none."""
     owned: list[Interval]
     wanted: list[Interval]
 
 
-class _Window(NamedTuple):
-    """Elements of a key that cross together."""
+class _TransferWindow(NamedTuple):
+    """Elements of a key that are sent in the same batch."""
 
     key: str
     start: int
     stop: int
 
 
-class _Segment(NamedTuple):
-    """Elements of a key that one rank has and another one wants, with views here."""
+class _TransferSegment(NamedTuple):
+    """Elements of a key to send to or receive from a rank, with this rank's view of them."""
 
     start: int
     stop: int
     view: torch.Tensor
 
 
-def catalogue(shards: ShardMap, group: collectives.Group = None) -> dict[str, Entry]:
-    """Return the keys that any rank has, in their order; the same on every rank.
+def gather_keys(
+    shards: ShardMap, group: collectives.OptionalGroup = None
+) -> dict[str, GlobalTensor]:
+    """Return the keys of all ranks in order, the same on every rank; a collective.
 
-    Under FSDP1 a rank does not know of optimizer state that it has nothing of. A collective.
+    Needed for FSDP1, where a rank has no keys for optimizer state without elements on it.
     """
-    own = [(key, Entry(shard.shape, shard.dtype)) for key, shard in shards.items()]
-    return {key: entry for said in collectives.everyones(own, group) for key, entry in said}
+    entries = [(key, GlobalTensor(shard.shape, shard.dtype)) for key, shard in shards.items()]
+    return {
+        key: entry
+        for rank_entries in collectives.all_gather_values(entries, group)
+        for key, entry in rank_entries
+    }
 
 
 @torch.no_grad()
-def move(source: ShardMap, target: ShardMap, *, group: collectives.Group = None) -> int:
-    """Fill this rank's part of the target from all ranks' parts of the source.
+def reshard(source: ShardMap, target: ShardMap, *, group: collectives.OptionalGroup = None) -> int:
+    """Fill this rank's target shards from the source shards of all ranks; a collective.
 
-    A collective. Values are cast where a key's type differs. Keys that nobody wants stay where
-    they are; optimizer state (`optim...`) that nobody owns becomes zero, for engines with flat
-    tensors have some for parameters that were never stepped.
+    Values are cast if the dtype of a key differs. Keys that are in no target are ignored.
+    Optimizer state (`optim...`) that no rank owns is set to zero: engines with flat tensors have
+    such state for parameters that were never stepped.
 
     Args:
         source: owned pieces: each element on exactly one rank. On any device.
-        target: what this rank wants; its views are written to. Ranks may want the same.
-        group: the ranks; all of them unless given.
+        target: pieces to fill, in place. Ranks may need the same elements.
+        group: process group; default: all ranks.
 
     Returns:
-        Bytes that this rank sent to others.
+        Bytes that this rank sent to other ranks.
 
     Raises:
-        SwitchError: on all ranks alike, before anything is written: a wanted key is missing or
-            has another shape, or its elements are not each owned once.
+        SwitchError: a target key is missing or has another shape, or its elements are not owned
+            exactly once; raised on all ranks, before anything is written.
     """
-    plan = _Plan(source, target, group)
+    plan = _ReshardPlan(source, target, group)
     for key in plan.zeros & target.keys():
         for piece in target[key].pieces:
             piece.view.zero_()
@@ -110,39 +117,41 @@ def move(source: ShardMap, target: ShardMap, *, group: collectives.Group = None)
 
 
 def _copy_own(source: Shard, target: Shard) -> None:
-    """Copy what this rank owns and wants itself."""
-    for wanted in target.pieces:
-        for start, stop, view in _cut(source.pieces, wanted.start, wanted.stop):
-            room = wanted.view[start - wanted.start : stop - wanted.start]
+    """Copy the elements that this rank both owns and needs."""
+    for target_piece in target.pieces:
+        for start, stop, view in _cut(source.pieces, target_piece.start, target_piece.stop):
+            room = target_piece.view[start - target_piece.start : stop - target_piece.start]
             room.copy_(view, non_blocking=True)
 
 
-def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[_Segment]:
-    """Return the parts of pieces that lie in an interval."""
+def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[_TransferSegment]:
+    """Yield the parts of pieces that are in an interval."""
     for piece in pieces:
         low, high = max(start, piece.start), min(stop, piece.stop)
         if low < high:
-            yield _Segment(low, high, piece.view[low - piece.start : high - piece.start])
+            yield _TransferSegment(low, high, piece.view[low - piece.start : high - piece.start])
 
 
 @dataclass(slots=True)
-class _Outgoing:
-    """Segments for all ranks, packed one after the other."""
+class _SendBuffer:
+    """Send buffer with the concatenated segments for all ranks."""
 
     buffer: torch.Tensor
     splits: list[int]
-    """Bytes for each rank, in their order."""
+    """Number of bytes for each rank."""
 
 
-class _Plan:
-    """Who has and who wants what; known to all ranks alike."""
+class _ReshardPlan:
+    """Owned and needed intervals of all ranks; the same on every rank."""
 
-    def __init__(self, source: ShardMap, target: ShardMap, group: collectives.Group) -> None:
-        """Ask all ranks; raises SwitchError where the tables do not fit."""
+    def __init__(
+        self, source: ShardMap, target: ShardMap, group: collectives.OptionalGroup
+    ) -> None:
+        """All-gather the intervals; a collective. Raises SwitchError if they do not match."""
         self._source, self._target, self._group = source, target, group
-        self.world, self._rank = collectives.size(group), collectives.rank(group)
-        own = {key: _row(source.get(key), target.get(key)) for key in {*source, *target}}
-        self._tables: list[dict[str, _Row]] = collectives.everyones(own, group)
+        self.world, self._rank = collectives.group_size(group), collectives.rank(group)
+        rows = {key: _row(source.get(key), target.get(key)) for key in {*source, *target}}
+        self._tables: list[dict[str, _KeyIntervals]] = collectives.all_gather_values(rows, group)
         wanted = {key for table in self._tables for key, row in table.items() if row.wanted}
         self.zeros = {key for key in wanted if key.startswith(_MAY_BE_ZERO) and not self._had(key)}
         self.keys = sorted(wanted - self.zeros)
@@ -150,79 +159,81 @@ class _Plan:
         self._dtypes = {key: self._checked(key) for key in self.keys}
 
     def _had(self, key: str) -> bool:
-        """Whether any rank owns something of a key."""
+        """Return whether any rank owns elements of a key."""
         return any(row.owned for row in self._rows(key))
 
-    def _rows(self, key: str) -> list[_Row]:
-        """What the ranks say of a key, of those that know it."""
+    def _rows(self, key: str) -> list[_KeyIntervals]:
+        """Return the intervals of a key from all ranks that have it."""
         return [table[key] for table in self._tables if key in table]
 
     def _checked(self, key: str) -> torch.dtype:
-        """Return a key's type; refuse what cannot be filled."""
+        """Return the dtype of a key; raise if it cannot be filled."""
         rows = self._rows(key)
         shapes = {shape for row in rows for shape in row.shapes}
         dtypes = {row.dtype for row in rows if row.dtype is not None}
         if len(shapes) > 1:
             shown = " and ".join(str(list(shape)) for shape in sorted(shapes))
-            message = f"{key} has the shapes {shown}; state moves between equal models only."
+            message = f"{key} has the shapes {shown}. All ranks must have the same model."
             raise SwitchError(message)
         if len(dtypes) != 1:
-            kinds = " and ".join(sorted(map(str, dtypes))) or "nowhere"
-            message = f"{key} is wanted and owned {kinds}; state moves as a whole, in one type."
+            kinds = " and ".join(sorted(map(str, dtypes))) or "no owner"
+            message = f"{key} has different dtypes on different ranks: {kinds}."
             raise SwitchError(message)
         self._numel[key] = math.prod(shapes.pop())
-        _check_tiled(key, sorted(one for row in rows for one in row.owned), self._numel[key])
+        _check_tiled(
+            key, sorted(interval for row in rows for interval in row.owned), self._numel[key]
+        )
         return next(iter(dtypes))
 
-    def busy(self) -> list[list[_Window]]:
-        """Return the batches in which anything crosses; a collective."""
+    def busy(self) -> list[list[_TransferWindow]]:
+        """Return the batches in which any rank sends elements; a collective."""
         batches = list(self._batches())
         crosses = [any(map(any, self._sends(batch))) for batch in batches]
-        flags = collectives.sums(list(map(int, crosses)), self._group)
+        flags = collectives.all_reduce_sum(list(map(int, crosses)), self._group)
         return [batch for batch, flag in zip(batches, flags, strict=True) if flag]
 
-    def _batches(self) -> Iterator[list[_Window]]:
-        """Cut all wanted keys into batches."""
-        batch: list[_Window] = []
-        left = BATCH_BYTES
+    def _batches(self) -> Iterator[list[_TransferWindow]]:
+        """Split all needed keys into batches."""
+        batch: list[_TransferWindow] = []
+        room = BATCH_BYTES
         for key in self.keys:
             itemsize = self._dtypes[key].itemsize
             numel = self._numel[key]
-            at = 0
-            while at < numel:
-                end = min(numel, at + max(1, left // itemsize))
-                batch.append(_Window(key, at, end))
-                left -= (end - at) * itemsize
-                at = end
-                if left < itemsize:
+            position = 0
+            while position < numel:
+                end = min(numel, position + max(1, room // itemsize))
+                batch.append(_TransferWindow(key, position, end))
+                room -= (end - position) * itemsize
+                position = end
+                if room < itemsize:
                     yield batch
-                    batch, left = [], BATCH_BYTES
+                    batch, room = [], BATCH_BYTES
         if batch:
             yield batch
 
-    def _sends(self, batch: Sequence[_Window]) -> list[list[_Segment]]:
-        """Return what this rank has for each other one."""
+    def _sends(self, batch: Sequence[_TransferWindow]) -> list[list[_TransferSegment]]:
+        """Return the segments that this rank sends to each rank."""
         return [
             []
-            if other == self._rank
-            else [part for window in batch for part in self._segments_for(other, window)]
-            for other in range(self.world)
+            if rank == self._rank
+            else [part for window in batch for part in self._segments_for(rank, window)]
+            for rank in range(self.world)
         ]
 
-    def _segments_for(self, other: int, window: _Window) -> Iterator[_Segment]:
-        """Return what this rank owns and another one wants of a window."""
+    def _segments_for(self, other: int, window: _TransferWindow) -> Iterator[_TransferSegment]:
+        """Yield the segments of a window that this rank owns and another rank needs."""
         if window.key not in self._source or window.key not in self._tables[other]:
             return
         pieces = self._source[window.key].pieces
         for start, stop in self._tables[other][window.key].wanted:
             yield from _cut(pieces, max(start, window.start), min(stop, window.stop))
 
-    def _segments_from(self, other: int, window: _Window) -> Iterator[_Segment]:
-        """Return room for what this rank wants and another one owns of a window."""
+    def _segments_from(self, other: int, window: _TransferWindow) -> Iterator[_TransferSegment]:
+        """Yield the segments of a window that this rank needs and another rank owns."""
         if window.key not in self._target or window.key not in self._tables[other]:
             return
         owned = self._tables[other][window.key].owned
-        for piece in sorted(self._target[window.key].pieces, key=lambda one: one.start):
+        for piece in sorted(self._target[window.key].pieces, key=lambda piece: piece.start):
             begin = max(0, bisect_right(owned, (piece.start, piece.start)) - 1)
             for start, stop in owned[begin:]:
                 if start >= piece.stop:
@@ -230,45 +241,49 @@ class _Plan:
                 low, high = max(start, window.start), min(stop, window.stop)
                 yield from _cut([piece], low, high)
 
-    def exchange(self, batch: Sequence[_Window]) -> int:
-        """Let a batch cross; returns bytes that this rank sent. A collective."""
+    def exchange(self, batch: Sequence[_TransferWindow]) -> int:
+        """Send and receive a batch; return the bytes that this rank sent. A collective."""
         outgoing, sent = self._packed(batch)
         rooms = [
             [
                 (part, self._dtypes[window.key])
                 for window in batch
-                if other != self._rank
-                for part in self._segments_from(other, window)
+                if rank != self._rank
+                for part in self._segments_from(rank, window)
             ]
-            for other in range(self.world)
+            for rank in range(self.world)
         ]
         splits = [sum(_padded(part, dtype) for part, dtype in parts) for parts in rooms]
-        incoming = collectives.exchange(outgoing.buffer, outgoing.splits, splits, self._group)
-        at = 0
-        for part, dtype in (one for parts in rooms for one in parts):
+        incoming = collectives.all_to_all_bytes(
+            outgoing.buffer, outgoing.splits, splits, self._group
+        )
+        offset = 0
+        for part, dtype in (segment for parts in rooms for segment in parts):
             size = (part.stop - part.start) * dtype.itemsize
-            part.view.copy_(incoming[at : at + size].view(dtype))
-            at += _padded(part, dtype)
+            part.view.copy_(incoming[offset : offset + size].view(dtype))
+            offset += _padded(part, dtype)
         return sent
 
-    def _packed(self, batch: Sequence[_Window]) -> tuple[_Outgoing, int]:
-        """Pack what this rank has for others; also returns its bytes without padding."""
+    def _packed(self, batch: Sequence[_TransferWindow]) -> tuple[_SendBuffer, int]:
+        """Pack this rank's segments for others; return the buffer and its bytes without padding."""
         sends = self._sends(batch)
         splits = [sum(_padded(part, part.view.dtype) for part in parts) for parts in sends]
-        buffer = torch.empty(sum(splits), dtype=torch.uint8, device=collectives.device(self._group))
-        at = sent = 0
-        for part in (one for parts in sends for one in parts):
+        buffer = torch.empty(
+            sum(splits), dtype=torch.uint8, device=collectives.comm_device(self._group)
+        )
+        offset = sent = 0
+        for part in (segment for parts in sends for segment in parts):
             size = (part.stop - part.start) * part.view.element_size()
-            buffer[at : at + size].view(part.view.dtype).copy_(part.view, non_blocking=True)
-            at += _padded(part, part.view.dtype)
+            buffer[offset : offset + size].view(part.view.dtype).copy_(part.view, non_blocking=True)
+            offset += _padded(part, part.view.dtype)
             sent += size
-        return _Outgoing(buffer, splits), sent
+        return _SendBuffer(buffer, splits), sent
 
 
-def _row(source: Shard | None, target: Shard | None) -> _Row:
-    """Say what this rank owns and wants of a key."""
+def _row(source: Shard | None, target: Shard | None) -> _KeyIntervals:
+    """Return the intervals of a key that this rank owns and needs."""
     owns = source is not None and bool(source.pieces)
-    return _Row(
+    return _KeyIntervals(
         frozenset(shard.shape for shard in (source, target) if shard is not None),
         source.dtype if source is not None and owns else None,
         _intervals(source),
@@ -281,22 +296,22 @@ def _intervals(shard: Shard | None) -> list[Interval]:
     return sorted((piece.start, piece.stop) for piece in shard.pieces) if shard else []
 
 
-def _padded(part: _Segment, dtype: torch.dtype) -> int:
-    """Bytes of a segment on its way."""
+def _padded(part: _TransferSegment, dtype: torch.dtype) -> int:
+    """Return the size of a segment in a buffer, with padding."""
     return -(-(part.stop - part.start) * dtype.itemsize // _ALIGNED) * _ALIGNED
 
 
 def _check_tiled(key: str, owned: Sequence[Interval], numel: int) -> None:
-    """Refuse a key of which an element has no owner, or two."""
-    at = 0
+    """Raise if the elements of a key are not owned exactly once."""
+    position = 0
     for start, stop in owned:
-        if start != at:
+        if start != position:
             break
-        at = stop
-    if at == numel and sum(stop - start for start, stop in owned) == numel:
+        position = stop
+    if position == numel and sum(stop - start for start, stop in owned) == numel:
         return
     message = (
-        f"element {at} of {key} ({numel} elements) is not owned by exactly one rank; this is a "
-        "mistake of nbdist: please report it with the versions of torch and deepspeed."
+        f"Element {position} of {key} ({numel} elements) is not owned by exactly one rank. This is"
+        " a bug in nbdist: please report it with the versions of torch and deepspeed."
     )
     raise SwitchError(message)

@@ -1,9 +1,9 @@
-"""Shards of this rank to and from the files of a checkpoint.
+"""Reading and writing of shards in the files of a checkpoint.
 
-Runs where torch is: on the ranks, and in the kernel for `state_dict`. A rank writes what it
-owns, in any cut, and reads what it wants, in any other; no process ever holds more than its
-own part. Files are `<kind>-<rank>-<box>.safetensors`: box number b of a tensor lies in file
-b, because torch's HuggingFaceStorageReader knows one box of a tensor in each file.
+Runs on the ranks, and in the kernel for ``read_state_dict``. A rank writes the elements that it
+owns and reads the elements that it needs, with any sharding; no process holds more than its own
+part. Files are named `<kind>-<rank>-<chunk>.safetensors`: chunk number b of a tensor is in file b,
+because torch's HuggingFaceStorageReader supports one chunk of a tensor per file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nbdist.checkpoint import safetensors_header
-from nbdist.checkpoint.chunks import Box, boxes, intervals
-from nbdist.checkpoint.durable_io import read_at
-from nbdist.checkpoint.names import shown
-from nbdist.checkpoint.reader import Opened
-from nbdist.checkpoint.safetensors_header import Stored
-from nbdist.checkpoint.writer import Writer
+from nbdist.checkpoint.chunks import Chunk, chunk_to_intervals, interval_to_chunks
+from nbdist.checkpoint.durable_io import read_into
+from nbdist.checkpoint.names import printable
+from nbdist.checkpoint.reader import CheckpointReader
+from nbdist.checkpoint.safetensors_header import StoredTensor
+from nbdist.checkpoint.writer import SafetensorsWriter
 from nbdist.errors import CheckpointError
 from nbdist.state.shards import Piece, Shard
 
@@ -34,70 +34,70 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from nbdist.checkpoint.manifest import FilePart, Key, Manifest
+    from nbdist.checkpoint.manifest import CheckpointFile, Manifest, TensorMetadata
     from nbdist.state.shards import ShardMap
 
-New = Callable[[PurePath, Sequence[Stored]], Writer]
+WriterFactory = Callable[[PurePath, Sequence[StoredTensor]], SafetensorsWriter]
 SUFFIX = ".safetensors"
 SLICE_BYTES = 64 << 20
-"""Through host memory at a time: to and from a GPU, or into another dtype."""
+"""Bytes that pass through host memory at a time: to and from a GPU, or to another dtype."""
 _LISTED = 10
 
 
-class _Part(NamedTuple):
-    """A box of a shard, on its way into a file."""
+class _ShardChunk(NamedTuple):
+    """A chunk of a shard to write."""
 
-    stored: Stored
+    stored: StoredTensor
     start: int
-    """First element in the flattened tensor."""
+    """Index of its first element in the flattened tensor."""
     shard: Shard
 
 
-class _Source(NamedTuple):
-    """An interval of a flattened tensor, in a file."""
+class _FileInterval(NamedTuple):
+    """An interval of a flattened tensor in a file."""
 
     start: int
     stop: int
-    file: FilePart
+    file: CheckpointFile
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
-class _Copy(NamedTuple):
-    """Bytes of a file that belong into a tensor."""
+class _FileRead(NamedTuple):
+    """A read from a file into a tensor."""
 
-    file: FilePart
+    file: CheckpointFile
     offset: int
     dtype: torch.dtype
-    """In the file."""
+    """Dtype in the file."""
     into: torch.Tensor
-    """Of one dimension, contiguous."""
+    """1-D, contiguous."""
 
 
-def write(
-    shards: ShardMap, folder: PurePath, rank: int, kind: str, new: New = Writer
-) -> list[FilePart]:
-    """Write what this rank owns; blocks until it is on the disk.
+def write_shards(
+    shards: ShardMap, folder: PurePath, rank: int, kind: str, new: WriterFactory = SafetensorsWriter
+) -> list[CheckpointFile]:
+    """Write this rank's shards; blocks until they are on disk.
 
     A tensor without elements is written by rank 0.
 
     Args:
-        shards: of all ranks together, each element stands in one.
-        folder: of a checkpoint that is being written (`checkpoint.begin`).
-        rank: of this process, for names and messages.
-        kind: what the files are called: "model", "optim".
-        new: begins a file, there or wherever a save goes.
+        shards: owned shards: each element on exactly one rank.
+        folder: folder of a pending checkpoint (``create_draft``).
+        rank: rank of this process, for file names and messages.
+        kind: prefix of the file names: "model", "optim".
+        new: creates a file in the storage of the checkpoint.
 
     Returns:
-        The files, for `checkpoint.report`; none where the rank owns nothing.
+        The files, for the rank's report; empty if the rank owns no elements.
 
     Raises:
-        CheckpointError: the disk is full or refuses (says the rank), or a dtype that
-            safetensors does not have. A file that was begun is removed.
+        CheckpointError: a write failed, or safetensors does not support a dtype. Partly written
+            files are removed.
     """
     try:
-        # All are open until the last is written: then the disk has most, and syncs follow
-        # each other in one journal commit.
+        # Keep all files open until the last is written: by then most data is on disk, and the
+        # fsyncs share one journal commit.
         with ExitStack() as stack:
             writers = [
                 _write_file(stack, new, folder / f"{kind}-{rank:05d}-{number}{SUFFIX}", parts)
@@ -106,64 +106,64 @@ def write(
     except OSError as error:
         raise CheckpointError(
             f"rank {rank} cannot write its part of {folder} ({error.strerror}, errno"
-            f" {error.errno}); free room, or save elsewhere."
+            f" {error.errno}). Free disk space, or save to another folder."
         ) from error
-    return [writer.part for writer in writers]
+    return [writer.result for writer in writers]
 
 
-def read(
+def read_shards(
     folder: Path,
     manifest: Manifest,
     target: ShardMap,
-    told: Callable[[int], object] | None = None,
+    on_progress: Callable[[int], object] | None = None,
 ) -> int:
-    """Fill the pieces of `target`, in place, each with its part of the checkpoint.
+    """Read the pieces of `target` from a checkpoint, in place.
 
-    Reads only bytes that are wanted. All keys, shapes and files are looked at before the
-    first element is copied. Bytes are not compared with their checksums: `checkpoint.verify`
-    does that. A number that `target` wants in another dtype is converted.
+    Reads only the needed bytes. All keys, shapes and file headers are checked before the first
+    read. Values are cast to the dtype of `target`. Does not verify checksums: see
+    ``checkpoint.verify``.
 
     Args:
-        folder: of the checkpoint.
-        manifest: that was read there; a checkpoint that took its place since is refused.
-        target: what this rank wants; its keys may be aliases.
-        told: hears after each piece how many bytes have been read.
+        folder: folder of the checkpoint.
+        manifest: its manifest; a checkpoint that has replaced it since is refused.
+        target: shards to fill; their keys may be aliases.
+        on_progress: called after each read with the number of bytes read so far.
 
     Returns:
-        Bytes that were read.
+        Number of bytes read.
 
     Raises:
         CheckpointError: keys are missing or have other shapes, elements are missing, or a
             file is damaged.
     """
     with _opened(folder, manifest) as opened:
-        return _fill(opened, target, told)
+        return _fill(opened, target, on_progress)
 
 
-def wanted(folder: Path, manifest: Manifest, target: ShardMap) -> set[str]:
-    """Names of the files that `read` reads for this target; their heads must be there.
+def files_to_read(folder: Path, manifest: Manifest, target: ShardMap) -> set[str]:
+    """Return the names of the files that a target needs; requires only the file headers.
 
     Raises:
-        CheckpointError: as `read`.
+        CheckpointError: as for ``read_shards``.
     """
     with _opened(folder, manifest) as opened:
         return {copy.file.name for copy in _wanted(opened, target)}
 
 
-def state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
-    """Give whole tensors on the CPU, by their names without the prefix.
+def read_state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
+    """Return whole tensors on the CPU, by name without the prefix.
 
-    A tensor that lies in one piece in a file is a view of a private map of that file: it
-    costs no memory before it is read, and what is written into it stays in this process. The
-    others (of a checkpoint of several ranks, most) are read at once. Tied tensors are one
+    A tensor that is contiguous in one file is a view of a private memory map of that file: it
+    uses no memory before it is accessed, and writes to it stay in this process. Other tensors
+    (most, if several ranks wrote the checkpoint) are read immediately. Tied tensors are the same
     tensor under all their names. Works without a session and without ranks.
 
-    Do not change the files while such a tensor lives; removing them is fine.
+    Do not modify the files while such a tensor is in use; removing them is fine.
 
     Raises:
-        CheckpointError: no checkpoint is there, or a file is damaged.
+        CheckpointError: there is no checkpoint, or a file is damaged.
     """
-    with Opened.at(folder) as opened:
+    with CheckpointReader.open_folder(folder) as opened:
         keys = [name for name in opened.manifest.keys if name.startswith(prefix)]
         state = _whole(opened, keys)
         for name, key in opened.manifest.aliases.items():
@@ -175,59 +175,61 @@ def state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
 # Writing
 
 
-def _by_file(shards: ShardMap, rank: int) -> list[list[_Part]]:
-    """Boxes of each file, in the order in which they lie there."""
-    files: list[list[_Part]] = []
+def _by_file(shards: ShardMap, rank: int) -> list[list[_ShardChunk]]:
+    """Return the chunks of each file, in file order."""
+    files: list[list[_ShardChunk]] = []
     for name, shard in shards.items():
         for number, part in enumerate(_parts(name, shard, rank)):
             if number == len(files):
                 files.append([])
             files[number].append(part)
     for parts in files:
-        # Without gaps, large elements first: that is how each gets an address it can have.
+        # Largest itemsize first: each chunk is then aligned to its itemsize without gaps.
         parts.sort(key=lambda part: (-part.shard.dtype.itemsize, part.stored.name))
     return files
 
 
-def _parts(name: str, shard: Shard, rank: int) -> Iterator[_Part]:
-    """The boxes of one tensor that this rank writes."""
-    dtype = safetensors_header.IN_FILES.get(str(shard.dtype).removeprefix("torch."))
+def _parts(name: str, shard: Shard, rank: int) -> Iterator[_ShardChunk]:
+    """Yield the chunks of one tensor that this rank writes."""
+    dtype = safetensors_header.SAFETENSORS_NAMES.get(str(shard.dtype).removeprefix("torch."))
     if dtype is None:
         raise CheckpointError(
-            f"{shown(name)} is of {shard.dtype}, which safetensors does not have; allowed are"
-            f" {', '.join(sorted(safetensors_header.TORCH_NAMES))}."
+            f"{printable(name)} has dtype {shard.dtype}, which safetensors does not support."
+            f" Supported: {', '.join(sorted(safetensors_header.TORCH_NAMES))}."
         )
     for start, box in _boxes(shard, rank):
-        stored = safetensors_header.Stored(
+        stored = safetensors_header.StoredTensor(
             name=name, dtype=dtype, shape=box.sizes, offsets=box.offsets
         )
-        yield _Part(stored, start, shard)
+        yield _ShardChunk(stored, start, shard)
 
 
-def _boxes(shard: Shard, rank: int) -> Iterator[tuple[int, Box]]:
+def _boxes(shard: Shard, rank: int) -> Iterator[tuple[int, Chunk]]:
     if 0 in shard.shape and rank == 0:
-        yield 0, Box((0,) * len(shard.shape), shard.shape)
+        yield 0, Chunk((0,) * len(shard.shape), shard.shape)
     for start, stop in _joined(shard):
-        at = start
-        for box in boxes(shard.shape, start, stop):
-            yield at, box
-            at += box.numel
+        position = start
+        for box in interval_to_chunks(shard.shape, start, stop):
+            yield position, box
+            position += box.numel
 
 
 def _joined(shard: Shard) -> list[tuple[int, int]]:
-    """Intervals of a shard, those that follow each other as one."""
-    found: list[tuple[int, int]] = []
+    """Return the intervals of a shard, with consecutive ones merged."""
+    joined: list[tuple[int, int]] = []
     for start, stop, _ in sorted(shard.pieces, key=lambda piece: piece.start):
         if start == stop:
             continue
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
-def _write_file(stack: ExitStack, new: New, path: PurePath, parts: list[_Part]) -> Writer:
+def _write_file(
+    stack: ExitStack, new: WriterFactory, path: PurePath, parts: list[_ShardChunk]
+) -> SafetensorsWriter:
     writer = stack.enter_context(new(path, [part.stored for part in parts]))
     for part in parts:
         for piece in _content(part):
@@ -235,20 +237,20 @@ def _write_file(stack: ExitStack, new: New, path: PurePath, parts: list[_Part]) 
     return writer
 
 
-def _content(part: _Part) -> Iterator[memoryview]:
-    """The bytes of a box; without a copy where they are in host memory."""
-    start, stop = part.start, part.start + Box((), part.stored.shape).numel
+def _content(part: _ShardChunk) -> Iterator[memoryview]:
+    """Yield the bytes of a chunk, without a copy if they are in host memory."""
+    start, stop = part.start, part.start + Chunk((), part.stored.shape).numel
     for piece in part.shard.pieces:
         view = piece.view[max(start - piece.start, 0) : max(stop - piece.start, 0)].detach()
         if view.device.type == "cpu":
             yield _octets(view)
         else:
             count = SLICE_BYTES // view.element_size()
-            yield from (_octets(one.cpu()) for one in view.split(count) if one.numel())
+            yield from (_octets(block.cpu()) for block in view.split(count) if block.numel())
 
 
 def _octets(view: torch.Tensor) -> memoryview:
-    """The bytes of a tensor of one dimension, as they are."""
+    """Return the bytes of a 1-D tensor without a copy."""
     octets: memoryview = view.view(torch.uint8).numpy().data if view.numel() else memoryview(b"")
     return octets
 
@@ -257,20 +259,22 @@ def _octets(view: torch.Tensor) -> memoryview:
 
 
 @contextmanager
-def _opened(folder: Path, manifest: Manifest) -> Iterator[Opened]:
-    """Open the checkpoint that the manifest is of."""
-    with Opened.at(folder) as opened:
+def _opened(folder: Path, manifest: Manifest) -> Iterator[CheckpointReader]:
+    """Open the checkpoint and check that it has this manifest."""
+    with CheckpointReader.open_folder(folder) as opened:
         if opened.manifest.id != manifest.id:
-            raise CheckpointError(f"{folder} was replaced by a newer save; load it again.")
+            raise CheckpointError(f"{folder} was replaced by a newer save. Load it again.")
         yield opened
 
 
-def _fill(opened: Opened, target: ShardMap, told: Callable[[int], object] | None) -> int:
-    return _carry_out(opened, _wanted(opened, target), told)
+def _fill(
+    opened: CheckpointReader, target: ShardMap, on_progress: Callable[[int], object] | None
+) -> int:
+    return _carry_out(opened, _wanted(opened, target), on_progress)
 
 
-def _wanted(opened: Opened, target: ShardMap) -> list[_Copy]:
-    """All that has to be copied."""
+def _wanted(opened: CheckpointReader, target: ShardMap) -> list[_FileRead]:
+    """Return all reads that fill the target."""
     keys = _checked(opened.manifest, target)
     index = _index(opened, set(keys.values()))
     return [
@@ -281,50 +285,52 @@ def _wanted(opened: Opened, target: ShardMap) -> list[_Copy]:
 
 
 def _checked(manifest: Manifest, target: ShardMap) -> dict[str, str]:
-    """The key under which each wanted tensor is stored.
+    """Return the stored key of each target tensor.
 
     Raises:
-        CheckpointError: some are not there, or have another shape; says which.
+        CheckpointError: tensors are missing or have another shape. The message lists them.
     """
     keys = {name: manifest.aliases.get(name, name) for name in target}
     missing = [name for name, key in keys.items() if key not in manifest.keys]
     if missing:
         raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} of {len(target)} tensors: {_list(missing)}; load"
-            " it into the model that it is of."
+            f"The checkpoint lacks {len(missing)} of {len(target)} tensors: {_list(missing)}. Load"
+            " it into the model that it was saved from."
         )
     wrong = [
-        f"{shown(name)} {tuple(shard.shape)} (saved {manifest.keys[keys[name]].shape})"
+        f"{printable(name)} {tuple(shard.shape)} (saved {manifest.keys[keys[name]].shape})"
         for name, shard in target.items()
         if tuple(shard.shape) != manifest.keys[keys[name]].shape
     ]
     if wrong:
         more = ", ..." if len(wrong) > _LISTED else ""
         raise CheckpointError(
-            f"{len(wrong)} of {len(target)} tensors have another shape:"
-            f" {', '.join(wrong[:_LISTED])}{more}; load it into the model that it is of."
+            f"{len(wrong)} of {len(target)} tensors have a different shape:"
+            f" {', '.join(wrong[:_LISTED])}{more}. Load it into the model that it was saved from."
         )
     return keys
 
 
-def _index(opened: Opened, keys: set[str]) -> dict[str, list[_Source]]:
-    """Where the elements of each key lie, in order."""
-    found: dict[str, list[_Source]] = {key: [] for key in keys}
+def _index(opened: CheckpointReader, keys: set[str]) -> dict[str, list[_FileInterval]]:
+    """Return the file intervals of each key, in order."""
+    index: dict[str, list[_FileInterval]] = {key: [] for key in keys}
     for file in opened.manifest.files:
         if file.name.endswith(SUFFIX):
             for name, header in _header(opened, file):
                 if name in keys:
-                    found[name] += _sources(opened.manifest.keys[name], name, header, file)
-    for sources in found.values():
+                    index[name] += _sources(opened.manifest.keys[name], name, header, file)
+    for sources in index.values():
         sources.sort()
-    return found
+    return index
 
 
-def _header(opened: Opened, file: FilePart) -> Iterator[tuple[str, safetensors_header.Header]]:
-    """Each tensor of a file, with the file's header."""
-    fd = opened.open(file)
+def _header(
+    opened: CheckpointReader, file: CheckpointFile
+) -> Iterator[tuple[str, safetensors_header.Header]]:
+    """Yield each tensor name of a file, with the file's header."""
+    fd = opened.open_file(file)
     try:
-        header = safetensors_header.parse(fd, file.name)
+        header = safetensors_header.read_header(fd, file.name)
     except OSError as error:
         raise _unreadable(file, error) from error
     finally:
@@ -334,63 +340,68 @@ def _header(opened: Opened, file: FilePart) -> Iterator[tuple[str, safetensors_h
 
 
 def _sources(
-    key: Key, name: str, header: safetensors_header.Header, file: FilePart
-) -> Iterator[_Source]:
-    """The intervals that one box in a file has."""
+    key: TensorMetadata, name: str, header: safetensors_header.Header, file: CheckpointFile
+) -> Iterator[_FileInterval]:
+    """Yield the intervals that one chunk in a file covers."""
     stored, offset = header.tensors[name], header.starts[name]
     dtype, itemsize = safetensors_header.DTYPES[stored.dtype]
-    box = Box(stored.offsets or (0,) * len(stored.shape), stored.shape)
+    box = Chunk(stored.offsets or (0,) * len(stored.shape), stored.shape)
     try:
-        found = list(intervals(key.shape, box))
+        spans = list(chunk_to_intervals(key.shape, box))
     except ValueError:
-        found = None
-    if found is None or dtype != key.dtype:
+        spans = None
+    if spans is None or dtype != key.dtype:
         raise CheckpointError(
-            f"{shown(name)} in {file.name} is not what the manifest says; take another checkpoint."
+            f"{printable(name)} in {file.name} does not match the manifest. Load another"
+            " checkpoint."
         )
-    for start, stop in found:
-        yield _Source(start, stop, file, offset)
+    for start, stop in spans:
+        yield _FileInterval(start, stop, file, offset)
         offset += (stop - start) * itemsize
 
 
-def _copies(key: Key, sources: list[_Source], shard: Shard, name: str) -> Iterator[_Copy]:
-    """What has to be copied to fill one tensor's pieces.
+def _copies(
+    key: TensorMetadata, sources: list[_FileInterval], shard: Shard, name: str
+) -> Iterator[_FileRead]:
+    """Yield the reads that fill the pieces of one tensor.
 
     Raises:
-        CheckpointError: no file has some of the elements.
+        CheckpointError: elements are in no file.
     """
     dtype: torch.dtype = getattr(torch, key.dtype)
     for start, stop, view in shard.pieces:
-        at = start
-        place = max(bisect_right(sources, at, key=lambda source: source.start) - 1, 0)
-        while at < stop:
+        position = start
+        place = max(bisect_right(sources, position, key=lambda source: source.start) - 1, 0)
+        while position < stop:
             source = sources[place] if place < len(sources) else None
-            if source is None or not source.start <= at < source.stop:
+            if source is None or not source.start <= position < source.stop:
                 raise CheckpointError(
-                    f"no file of the checkpoint has element {at} of {shown(name)}; take another"
-                    " checkpoint."
+                    f"Element {position} of {printable(name)} is in no file of the checkpoint. Load"
+                    " another checkpoint."
                 )
             end = min(stop, source.stop)
-            offset = source.offset + (at - source.start) * dtype.itemsize
-            yield _Copy(source.file, offset, dtype, view[at - start : end - start])
-            at, place = end, place + 1
+            offset = source.offset + (position - source.start) * dtype.itemsize
+            yield _FileRead(source.file, offset, dtype, view[position - start : end - start])
+            position, place = end, place + 1
 
 
 def _carry_out(
-    opened: Opened, copies: Iterable[_Copy], told: Callable[[int], object] | None = None
+    opened: CheckpointReader,
+    copies: Iterable[_FileRead],
+    on_progress: Callable[[int], object] | None = None,
 ) -> int:
-    """Copy, file by file and from front to back; give the bytes that were read."""
-    by_file: dict[FilePart, list[_Copy]] = {}
+    """Perform the reads, file by file in offset order; return the number of bytes read."""
+    by_file: dict[CheckpointFile, list[_FileRead]] = {}
     for copy in copies:
         by_file.setdefault(copy.file, []).append(copy)
     read_bytes = 0
-    for file, wanted in by_file.items():
-        fd = opened.open(file)
+    for file, file_copies in by_file.items():
+        fd = opened.open_file(file)
         try:
-            for copy in sorted(wanted, key=lambda one: one.offset):
+            for copy in sorted(file_copies, key=lambda copy: copy.offset):
                 read_bytes += _carry(fd, copy)
-                if told is not None:
-                    told(read_bytes)
+                if on_progress is not None:
+                    on_progress(read_bytes)
         except OSError as error:
             raise _unreadable(file, error) from error
         finally:
@@ -399,41 +410,39 @@ def _carry_out(
 
 
 @torch.no_grad()
-def _carry(fd: int, copy: _Copy) -> int:
-    # Read and not mapped: no page faults, and a file that is cut short is an error here,
-    # where a map would end the process with SIGBUS.
+def _carry(fd: int, copy: _FileRead) -> int:
+    # Read instead of mmap: no page faults, and a truncated file raises an error instead of
+    # killing the process with SIGBUS.
     into, itemsize = copy.into.detach(), copy.dtype.itemsize
     if into.dtype == copy.dtype and into.device.type == "cpu":
-        read_at(fd, _octets(into), copy.offset)
+        read_into(fd, _octets(into), copy.offset)
         return into.numel() * itemsize
     count = min(into.numel(), SLICE_BYTES // itemsize)
     room = torch.empty(count, dtype=copy.dtype, pin_memory=into.is_cuda)
     for start in range(0, into.numel(), count):
         part = into[start : start + count]
-        read_at(fd, _octets(room[: part.numel()]), copy.offset + start * itemsize)
+        read_into(fd, _octets(room[: part.numel()]), copy.offset + start * itemsize)
         part.copy_(room[: part.numel()])
     return into.numel() * itemsize
 
 
-def _unreadable(file: FilePart, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{file.name} cannot be read ({error.strerror}); take another checkpoint."
-    )
+def _unreadable(file: CheckpointFile, error: OSError) -> CheckpointError:
+    return CheckpointError(f"Cannot read {file.name} ({error.strerror}). Load another checkpoint.")
 
 
 def _list(names: list[str]) -> str:
     more = ", ..." if len(names) > _LISTED else ""
-    return ", ".join(map(shown, names[:_LISTED])) + more
+    return ", ".join(map(printable, names[:_LISTED])) + more
 
 
 # Whole tensors
 
 
-def _whole(opened: Opened, names: list[str]) -> dict[str, torch.Tensor]:
-    """Whole tensors by key: views of maps where they can be."""
-    index, maps = _index(opened, set(names)), _Maps(opened)
+def _whole(opened: CheckpointReader, names: list[str]) -> dict[str, torch.Tensor]:
+    """Return whole tensors by key, as views of memory maps if possible."""
+    index, maps = _index(opened, set(names)), _MemoryMaps(opened)
     state: dict[str, torch.Tensor] = {}
-    copies: list[_Copy] = []
+    copies: list[_FileRead] = []
     for name in names:
         key = opened.manifest.keys[name]
         tensor = maps.view(key, index[name])
@@ -446,11 +455,11 @@ def _whole(opened: Opened, names: list[str]) -> dict[str, torch.Tensor]:
     return state
 
 
-def _check_covered(name: str, key: Key, sources: list[_Source]) -> None:
-    """Before memory is taken: a manifest may say any shape, files have the bytes."""
+def _check_covered(name: str, key: TensorMetadata, sources: list[_FileInterval]) -> None:
+    """Raise if the files lack elements; called before allocating the shape in the manifest."""
     if sum(source.stop - source.start for source in sources) < key.numel:
         raise CheckpointError(
-            f"the files do not have all elements of {shown(name)}; take another checkpoint."
+            f"The files lack elements of {printable(name)}. Load another checkpoint."
         )
 
 
@@ -460,14 +469,14 @@ def _shard_of(tensor: torch.Tensor) -> Shard:
 
 
 @dataclass(slots=True)
-class _Maps:
-    """Private maps of a checkpoint's files, each made once."""
+class _MemoryMaps:
+    """Private memory maps of a checkpoint's files, each created once."""
 
-    opened: Opened
+    opened: CheckpointReader
     made: dict[str, mmap.mmap] = field(default_factory=dict)
 
-    def view(self, key: Key, sources: list[_Source]) -> torch.Tensor | None:
-        """A tensor over a map; None where it does not lie in one piece."""
+    def view(self, key: TensorMetadata, sources: list[_FileInterval]) -> torch.Tensor | None:
+        """Return a tensor on a memory map; None if it is not contiguous in one file."""
         dtype: torch.dtype = getattr(torch, key.dtype)
         if len(sources) != 1 or not key.numel:
             return None
@@ -479,11 +488,11 @@ class _Maps:
         )
         return flat.view(key.shape)
 
-    def _map(self, file: FilePart) -> mmap.mmap:
+    def _map(self, file: CheckpointFile) -> mmap.mmap:
         if file.name not in self.made:
-            # Python 3.13: without trackfd the map holds no file descriptor.
+            # Python 3.13: with trackfd=False the map does not keep a file descriptor.
             options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-            fd = self.opened.open(file)
+            fd = self.opened.open_file(file)
             try:
                 self.made[file.name] = mmap.mmap(
                     fd, file.size_bytes, access=mmap.ACCESS_COPY, **options

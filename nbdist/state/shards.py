@@ -1,6 +1,6 @@
-"""The form in which all engines' state is described: intervals of flattened tensors.
+"""Common representation of all engines' state: intervals of flattened tensors.
 
-Pure description; a `Shard` of a living model shares its storage, one of `snapshot` does not.
+A `Shard` of a live model shares its storage; one from ``copy_to_host`` does not.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CHUNK_BYTES = 256 << 20
-"""Of page-locked memory in one allocation; torch 2.13 rounds each up to a power of two."""
+"""Size of one allocation of pinned memory; torch 2.13 rounds each up to a power of two."""
 
 
 class Piece(NamedTuple):
-    """One interval of a flattened tensor, and where its elements are."""
+    """One interval of a flattened tensor, with a view of its elements."""
 
     start: int
     stop: int
     view: torch.Tensor
-    """Of one dimension, contiguous, stop - start elements."""
+    """1-D, contiguous, with stop - start elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What this rank has of one tensor."""
+    """Elements of one tensor that are on this rank."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     pieces: tuple[Piece, ...] = ()
-    """In order of their start, disjoint; none where the rank has nothing of it."""
+    """Sorted by start, disjoint; empty if the rank has no elements."""
 
 
 ShardMap = Mapping[str, Shard]
-"""Key (`model.<fqn>`, `optim.state.<fqn>.<name>`) -> what this rank has of it."""
+"""Key (`model.<fqn>`, `optim.state.<fqn>.<name>`) -> shard of this rank."""
 
 
-def bytes_of(shards: ShardMap) -> int:
-    """Bytes of this rank's pieces."""
+def total_bytes(shards: ShardMap) -> int:
+    """Return the size of this rank's pieces in bytes."""
     return sum(
         (piece.stop - piece.start) * shard.dtype.itemsize
         for shard in shards.values()
@@ -53,36 +53,35 @@ def bytes_of(shards: ShardMap) -> int:
 
 
 @torch.no_grad()
-def snapshot(shards: ShardMap, *, like: ShardMap | None = None) -> dict[str, Shard]:
-    """Copy this rank's pieces into host memory; page-locked where they come from a GPU.
+def copy_to_host(shards: ShardMap, *, like: ShardMap | None = None) -> dict[str, Shard]:
+    """Copy this rank's pieces to host memory; pinned memory if they are on a GPU.
 
-    Blocks until the copies are made: what is trained later does not show in them. A piece may
-    come back as several that follow each other.
+    Blocks until the copies are complete. A piece may be returned as several consecutive pieces.
 
     Args:
-        shards: what to copy.
-        like: an earlier snapshot of the same state; its memory is used again where a key has
-            the same intervals and type, so its values are lost.
+        shards: shards to copy.
+        like: earlier copy of the same state; its memory is reused, and overwritten, for keys with
+            the same intervals and dtype.
     """
-    memory = _Host()
-    made = {}
+    memory = _HostBuffer()
+    copies = {}
     for key, shard in shards.items():
-        old = like.get(key) if like is not None else None
-        pieces = _again(shard, old) or tuple(_copies(shard, memory))
-        made[key] = Shard(shape=shard.shape, dtype=shard.dtype, pieces=pieces)
+        previous = like.get(key) if like is not None else None
+        pieces = _again(shard, previous) or tuple(_copies(shard, memory))
+        copies[key] = Shard(shape=shard.shape, dtype=shard.dtype, pieces=pieces)
     if any(piece.view.is_cuda for shard in shards.values() for piece in shard.pieces):
         torch.cuda.current_stream().synchronize()
-    return made
+    return copies
 
 
 def give_back() -> None:
-    """Free the page-locked memory that nothing uses; torch 2.13 keeps it for the next copies."""
+    """Free unused pinned memory, which torch 2.13 caches otherwise."""
     if torch.cuda.is_initialized():
         torch._C._host_emptyCache()  # noqa: SLF001
 
 
 def _again(shard: Shard, old: Shard | None) -> tuple[Piece, ...]:
-    """Copy into the memory of an earlier snapshot, or return no pieces."""
+    """Copy into the memory of an earlier copy; return no pieces if it does not fit."""
     if old is None or old.dtype != shard.dtype or not _same_intervals(shard, old):
         return ()
     for piece in shard.pieces:
@@ -93,49 +92,48 @@ def _again(shard: Shard, old: Shard | None) -> tuple[Piece, ...]:
     return old.pieces
 
 
-def _same_intervals(one: Shard, two: Shard) -> bool:
-    """Whether two shards cover the same elements."""
-    pairs = zip_longest(_joined(one), _joined(two))
+def _same_intervals(shard: Shard, two: Shard) -> bool:
+    """Return whether two shards cover the same elements."""
+    pairs = zip_longest(_joined(shard), _joined(two))
     return all(first == second for first, second in pairs)
 
 
 def _joined(shard: Shard) -> list[tuple[int, int]]:
-    """Intervals of a shard, those that follow each other as one."""
-    found: list[tuple[int, int]] = []
+    """Return the intervals of a shard, with consecutive ones merged."""
+    joined: list[tuple[int, int]] = []
     for start, stop, _ in shard.pieces:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
-def _copies(shard: Shard, memory: _Host) -> Iterator[Piece]:
-    """Copy a shard's pieces, each cut where a chunk of memory ends."""
+def _copies(shard: Shard, memory: _HostBuffer) -> Iterator[Piece]:
+    """Copy a shard's pieces, split where an allocation ends."""
     for start, stop, view in shard.pieces:
-        at = start
-        while at < stop:
-            room = memory.room(stop - at, shard.dtype, locked=view.is_cuda)
-            end = at + room.numel()
-            room.copy_(view[at - start : end - start], non_blocking=True)
-            yield Piece(at, end, room)
-            at = end
+        position = start
+        while position < stop:
+            room = memory.room(stop - position, shard.dtype, locked=view.is_cuda)
+            end = position + room.numel()
+            room.copy_(view[position - start : end - start], non_blocking=True)
+            yield Piece(position, end, room)
+            position = end
 
 
-class _Host:
-    """Host memory that is given out in order."""
+class _HostBuffer:
+    """Host memory; pinned memory is handed out from large allocations."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def room(self, numel: int, dtype: torch.dtype, *, locked: bool) -> torch.Tensor:
-        """Return room for at most `numel` elements and at least one."""
+        """Return memory for at least one and at most `numel` elements."""
         if not locked:
             return torch.empty(numel, dtype=dtype)
         if self._free.numel() < dtype.itemsize:
             self._free = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
         size = min(numel, self._free.numel() // dtype.itemsize) * dtype.itemsize
-        taken = self._free[:size].view(dtype)
+        room = self._free[:size].view(dtype)
         self._free = self._free[-(-size // 16) * 16 :]
-        return taken
+        return room

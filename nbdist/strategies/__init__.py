@@ -1,7 +1,7 @@
-"""The backends in one table, the options of a session, and users' own config files; pure.
+"""Backends, session options, and the user's FSDP and DeepSpeed config files.
 
-table   Options, Hardware, and a Strategy for each backend
-files   --fsdp-config and --deepspeed-config
+backends       Options, Hardware, and a Strategy for each backend
+config_files   --fsdp-config and --deepspeed-config
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from nbdist.strategies.backends import (
     BACKENDS,
     OFFLOADS,
     PRECISIONS,
-    REPLICATIONS,
+    REPLICATE_ACROSS,
     STRATEGIES,
     Hardware,
     Options,
     Strategy,
-    canonical,
+    canonical_backend,
 )
 from nbdist.strategies.config_files import load_config
 
@@ -25,11 +25,11 @@ __all__ = [
     "BACKENDS",
     "OFFLOADS",
     "PRECISIONS",
-    "REPLICATIONS",
+    "REPLICATE_ACROSS",
     "STRATEGIES",
     "Hardware",
     "Options",
     "Strategy",
-    "canonical",
+    "canonical_backend",
     "load_config",
 ]

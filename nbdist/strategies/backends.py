@@ -1,49 +1,49 @@
-"""The table of backends: what each one shards, can do, and hands to its engine; pure.
+"""Table of backends: what each one shards, supports, and passes to its engine.
 
-Every process may import this; it needs the standard library only. `Options` is what a user
-chose, `Hardware` is what the ranks run on, and a `Strategy` turns the two into plain
-keyword arguments of Accelerate, FSDP, DeepSpeed and Trainer. What differs between the
-backends is said here and nowhere else: a new backend is one more row of `STRATEGIES`.
+`Options` holds the user's choices, `Hardware` describes the devices of the ranks, and a `Strategy`
+turns both into keyword arguments for Accelerate, FSDP, DeepSpeed and Trainer. All differences
+between backends are in this module: a new backend is a new row of `STRATEGIES`. Needs only the
+standard library, so that every process can import it.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError
-from nbdist.strategies.config_files import shown, with_deepspeed_file, with_fsdp_file
+from nbdist.strategies.config_files import abbreviate, read_deepspeed_config, read_fsdp_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 OFFLOADS = ("none", "cpu", "nvme:PATH")
-REPLICATIONS = ("none", "nodes")
+REPLICATE_ACROSS = ("none", "nodes")
 ALIASES: Mapping[str, str] = MappingProxyType({"fsdp": "fsdp2"})
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
-Plain = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What the ranks run on, as far as a strategy must know."""
+    """Properties of the ranks' devices that a strategy depends on."""
 
     kind: Literal["cpu", "cuda"] = "cpu"
     bf16: bool = False
-    """The GPUs compute in bfloat16 (compute capability 8.0 or newer)."""
+    """True if the GPUs support bfloat16 (compute capability 8.0 or newer)."""
     fp8: bool = False
-    """The GPUs compute in float8 and a library for it is installed."""
+    """True if the GPUs support float8 and a library for it is installed."""
     world_size: int = 1
     deepspeed: bool = True
-    """DeepSpeed is installed."""
+    """True if DeepSpeed is installed."""
     nodes: int = 1
-    """Machines that the ranks are on, one after the other, equally many ranks on each."""
+    """Number of machines, with consecutive ranks and the same number of ranks on each."""
 
-    def to_json(self) -> Plain:
-        """Return the fields for a message."""
+    def to_json(self) -> JsonObject:
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
@@ -54,63 +54,63 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user chose for the engine; equal options mean equal engines."""
+    """Options of the training engine; equal options mean equal engines."""
 
     backend: str = "ddp"
     precision: str | None = None
-    """One of PRECISIONS; None means the default of the hardware."""
+    """One of PRECISIONS; None for the hardware's default."""
     offload: str = "none"
     """none, cpu, or nvme:PATH."""
     offload_params: bool = False
     activation_checkpointing: bool = False
     compile: bool = False
     accumulate: int = 1
-    """Micro batches in one optimizer step."""
+    """Micro batches per optimizer step."""
     clip: float | None = None
-    """Largest gradient norm; None clips nothing."""
+    """Maximum gradient norm; None disables clipping."""
     replicate_across: str = "none"
-    """One of REPLICATIONS; nodes: each machine has all shards, so that parameters are gathered
-    inside it."""
+    """One of ``REPLICATE_ACROSS``. With nodes, each machine holds all shards, so that parameters
+    are all-gathered inside it."""
     fsdp_config: Mapping[str, Any] | None = None
     deepspeed_config: Mapping[str, Any] | None = None
 
     @property
     def strategy(self) -> Strategy:
-        """The row of the table for the backend."""
-        return STRATEGIES[canonical(self.backend)]
+        """Strategy of the backend."""
+        return STRATEGIES[canonical_backend(self.backend)]
 
     @property
     def offload_device(self) -> str:
-        """Return none, cpu or nvme."""
+        """Offload device: none, cpu or nvme."""
         return self.offload.partition(":")[0]
 
     @property
     def offload_path(self) -> str | None:
-        """Folder of an NVMe offload."""
+        """Folder of an NVMe offload; None without one."""
         return self.offload.partition(":")[2] or None
 
     @property
     def reshard_after_forward(self) -> bool:
-        """FSDP: parameters are in shards between forward and backward."""
+        """FSDP: True if parameters are resharded between forward and backward."""
         key, kept = _KEEPS_GATHERED.get((self.strategy.engine, self.strategy.level), ("", ""))
         return str((self.fsdp_config or {}).get(key)).upper() != kept
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Options:
-        """Build from named values; `checked()` looks at what they are.
+    def from_fields(cls, fields: Mapping[str, Any]) -> Options:
+        """Build from named values without validating them.
 
         Raises:
-            OptionError: a name that is not an option.
+            OptionError: unknown option name.
         """
         known = cls.__dataclass_fields__.keys()
         unknown = sorted(fields.keys() - known)
         if unknown:
-            message = f"{', '.join(unknown)} is no option; use {', '.join(known)}."
+            message = f"Unknown option {', '.join(unknown)}. Use {', '.join(known)}."
             raise OptionError(message)
         return cls(**fields)
 
     def describe(self) -> str:
-        """Backend and what differs from its defaults, in a few words."""
+        """Return the backend and all values that differ from its defaults."""
         words = [self.backend]
         words += [f"precision {self.precision}"] if self.precision not in {None, "no"} else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
@@ -123,8 +123,8 @@ class Options:
         words += [f"clip {self.clip:g}"] if self.clip is not None else []
         return ", ".join(words)
 
-    def to_json(self) -> Plain:
-        """Return the fields for a message."""
+    def to_json(self) -> JsonObject:
+        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
@@ -132,24 +132,29 @@ class Options:
         """Rebuild from `to_json()`."""
         return cls(**fields)
 
-    def checked(self, hardware: Hardware) -> Options:
-        """Return the same options made complete, or say what cannot be.
+    def validate(self, hardware: Hardware) -> Options:
+        """Return validated options with defaults and config files applied.
 
-        The backend gets its canonical name and the precision its default; what a config
-        file says of clipping, accumulation, precision and offload is taken over.
+        The backend gets its canonical name and the precision its default. Clipping, accumulation,
+        precision and offload are taken over from a config file.
 
         Raises:
-            OptionError: an unknown value, something the engine or the hardware lacks, or
-                two options that contradict each other; one sentence.
+            OptionError: unknown value, unsupported by the engine or the hardware, or conflicting
+                options.
         """
-        options = replace(self, backend=canonical(self.backend))
+        options = replace(self, backend=canonical_backend(self.backend))
         _check_installed(options, hardware)
         _check_numbers(options)
         _check_config_owner(options)
+        level = options.strategy.level
+        # asdict would copy nested containers; a config may refer to the same one a million times.
+        given = {field.name: getattr(options, field.name) for field in fields(options)}
         if options.fsdp_config is not None:
-            options = with_fsdp_file(options, options.fsdp_config)
+            filed = read_fsdp_config(options.fsdp_config, given, level)
+            options = replace(options, **filed)
         if options.deepspeed_config is not None:
-            options = with_deepspeed_file(options, options.deepspeed_config)
+            filed = read_deepspeed_config(options.deepspeed_config, given, level)
+            options = replace(options, **filed)
         _check_offload(options)
         _check_replication(options, hardware)
         return replace(options, precision=_precision(options, hardware))
@@ -157,35 +162,35 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One backend: what it shards, which engine runs it, what it can do."""
+    """A backend: what it shards, which engine runs it, and what it supports."""
 
     name: str
     title: str
     shards: tuple[str, ...]
-    """What is split over the ranks: optimizer, gradients, parameters."""
+    """State sharded across the ranks: optimizer, gradients, parameters."""
     engine: Engine
     level: int
-    """Of the engine's own numbering: FSDP version or ZeRO stage; 0 for DDP."""
+    """FSDP version or ZeRO stage; 0 for DDP."""
     offloads: tuple[str, ...] = ("none",)
     offload_params: bool = False
-    may_keep_gathered: bool = False
-    """`reshard_after_forward` is worth a choice: memory against half of the gathers."""
-    may_replicate: bool = False
-    """It can keep its shards inside a node, and be replicated across nodes."""
-    older: bool = False
-    """Another row does the same and is to be preferred."""
+    can_skip_resharding: bool = False
+    """`reshard_after_forward` can be turned off: more memory, half of the all-gathers."""
+    can_replicate: bool = False
+    """Supports hybrid sharding: shards inside a node, replicas across nodes."""
+    is_legacy: bool = False
+    """Superseded by another row."""
 
-    def accelerator_kwargs(self, options: Options) -> Plain:
-        """Arguments of `Accelerator(...)` that every engine takes."""
-        kwargs: Plain = {
+    def accelerator_kwargs(self, options: Options) -> JsonObject:
+        """Arguments of `Accelerator(...)` common to all engines."""
+        kwargs: JsonObject = {
             "mixed_precision": options.precision or "no",
             "gradient_accumulation_steps": options.accumulate,
         }
         return kwargs | ({"dynamo_backend": "inductor"} if options.compile else {})
 
-    def fsdp_kwargs(self, options: Options) -> Plain:
-        """Arguments of `FullyShardedDataParallelPlugin(...)`; the user's file wins."""
-        kwargs: Plain = {
+    def fsdp_kwargs(self, options: Options) -> JsonObject:
+        """Arguments of `FullyShardedDataParallelPlugin(...)`; the user's file takes precedence."""
+        kwargs: JsonObject = {
             "fsdp_version": self.level,
             "state_dict_type": "SHARDED_STATE_DICT",
             "cpu_offload": options.offload_device == "cpu",
@@ -194,23 +199,23 @@ class Strategy:
         kwargs |= _FSDP_VERSION_KWARGS[self.level]
         return kwargs | dict(options.fsdp_config or {})
 
-    def parallelism_kwargs(self, options: Options, hardware: Hardware) -> Plain:
-        """Arguments of `ParallelismConfig(...)`; none where all ranks share one set of shards."""
+    def parallelism_kwargs(self, options: Options, hardware: Hardware) -> JsonObject:
+        """Arguments of `ParallelismConfig(...)`; empty without replication across nodes."""
         if options.replicate_across == "none":
             return {}
         nodes = hardware.nodes
         return {"dp_replicate_size": nodes, "dp_shard_size": hardware.world_size // nodes}
 
-    def deepspeed_config(self, options: Options, hardware: Hardware) -> Plain:
-        """Return a DeepSpeed config; "auto" is filled at `prepare()`, the user's file wins."""
-        zero: Plain = {"stage": self.level} | _ZERO_STAGE_KEYS.get(self.level, {})
+    def deepspeed_config(self, options: Options, hardware: Hardware) -> JsonObject:
+        """Return a DeepSpeed config. `prepare()` fills "auto"; the user's file takes precedence."""
+        zero: JsonObject = {"stage": self.level} | _ZERO_STAGE_KEYS.get(self.level, {})
         zero |= _zero_offload(options, hardware)
-        config: Plain = {
+        config: JsonObject = {
             "train_micro_batch_size_per_gpu": "auto",
             "train_batch_size": "auto",
             "gradient_accumulation_steps": "auto",
-            # A Trainer fills "auto" with its max_grad_norm, `worker.engines.deepspeed` with 0: no
-            # clipping.
+            # A Trainer fills "auto" with its max_grad_norm, `worker.engines.deepspeed` with 0,
+            # which disables clipping.
             "gradient_clipping": options.clip or "auto",
             "zero_allow_untested_optimizer": True,
             "zero_optimization": zero,
@@ -219,44 +224,44 @@ class Strategy:
             config["aio"] = dict(_AIO)
         return _merged(config, options.deepspeed_config or {})
 
-    def training_arguments(self, options: Options, hardware: Hardware) -> Plain:
-        """Arguments of `TrainingArguments(...)`; the engine itself comes from the session."""
+    def training_arguments(self, options: Options, hardware: Hardware) -> JsonObject:
+        """Arguments of `TrainingArguments(...)`; the session sets the engine."""
         return {
             "use_cpu": hardware.kind == "cpu",
             "bf16": options.precision == "bf16",
             "fp16": options.precision == "fp16",
             "gradient_accumulation_steps": options.accumulate,
-            # transformers 5.23 clips at 1.0 unless told otherwise.
+            # transformers 5.23 clips at 1.0 by default.
             "max_grad_norm": options.clip or 0.0,
             # transformers 5.23 looks for unused parameters in every step and torch warns.
             "ddp_find_unused_parameters": False,
         }
 
-    def extensions(
+    def required_ops(
         self,
         options: Options,
-        hardware: Hardware,  # noqa: ARG002 - what a GPU engine compiles may come to differ
+        hardware: Hardware,  # noqa: ARG002 - the ops may depend on the device later
     ) -> tuple[str, ...]:
-        """DeepSpeed ops to build before the ranks start, in DeepSpeed's own names."""
+        """DeepSpeed ops to compile before the ranks start, by DeepSpeed's names."""
         if self.engine != "deepspeed":
             return ()
         return _OFFLOAD_OPS[options.offload_device]
 
 
-_FSDP_VERSION_KWARGS: Mapping[int, Plain] = {
+_FSDP_VERSION_KWARGS: Mapping[int, JsonObject] = {
     1: {"use_orig_params": True, "sync_module_states": False},
     2: {"reshard_after_forward": True},
 }
 _KEEPS_GATHERED: Mapping[tuple[Engine, int], tuple[str, str]] = {
-    # accelerate 1.15 has a default for sharding_strategy, which wins under FSDP1.
+    # accelerate 1.15 has a default for sharding_strategy, which takes precedence under FSDP1.
     ("fsdp", 1): ("sharding_strategy", "SHARD_GRAD_OP"),
     ("fsdp", 2): ("reshard_after_forward", "FALSE"),
 }
-"""Key of an fsdp_config, and its value that keeps parameters gathered."""
-_ZERO_STAGE_KEYS: Mapping[int, Plain] = {
+"""Key of an fsdp_config, and the value that keeps parameters gathered."""
+_ZERO_STAGE_KEYS: Mapping[int, JsonObject] = {
     3: {"stage3_gather_16bit_weights_on_model_save": True},
 }
-_AIO: Plain = {
+_AIO: JsonObject = {
     "block_size": 1 << 20,
     "queue_depth": 8,
     "intra_op_parallelism": 1,
@@ -266,42 +271,42 @@ _AIO: Plain = {
 _OFFLOAD_OPS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "cpu": ("cpu_adam",),
-    # deepspeed 0.19: async_io takes its page-locked buffers from pin_memory.
+    # deepspeed 0.19: async_io gets its page-locked buffers from pin_memory.
     "nvme": ("cpu_adam", "pin_memory", "async_io"),
 }
 
 _ROWS = (
     Strategy(
         name="ddp",
-        title="DDP: every rank holds everything",
+        title="DDP: every rank holds a full copy",
         shards=(),
         engine="ddp",
         level=0,
     ),
     Strategy(
         name="fsdp2",
-        title="FSDP2: parameters, gradients and optimizer state in shards",
+        title="FSDP2: parameters, gradients and optimizer state sharded",
         shards=("optimizer", "gradients", "parameters"),
         engine="fsdp",
         level=2,
         offloads=("none", "cpu"),
         offload_params=True,
-        may_keep_gathered=True,
-        may_replicate=True,
+        can_skip_resharding=True,
+        can_replicate=True,
     ),
     Strategy(
         name="fsdp1",
-        title="FSDP1: as FSDP2, with flat parameters (older)",
+        title="FSDP1: like FSDP2, with flat parameters (legacy)",
         shards=("optimizer", "gradients", "parameters"),
         engine="fsdp",
         level=1,
         offloads=("none", "cpu"),
         offload_params=True,
-        older=True,
+        is_legacy=True,
     ),
     Strategy(
         name="zero1",
-        title="DeepSpeed ZeRO-1: optimizer state in shards",
+        title="DeepSpeed ZeRO-1: optimizer state sharded",
         shards=("optimizer",),
         engine="deepspeed",
         level=1,
@@ -309,7 +314,7 @@ _ROWS = (
     ),
     Strategy(
         name="zero2",
-        title="DeepSpeed ZeRO-2: optimizer state and gradients in shards",
+        title="DeepSpeed ZeRO-2: optimizer state and gradients sharded",
         shards=("optimizer", "gradients"),
         engine="deepspeed",
         level=2,
@@ -317,7 +322,7 @@ _ROWS = (
     ),
     Strategy(
         name="zero3",
-        title="DeepSpeed ZeRO-3: parameters, gradients and optimizer state in shards",
+        title="DeepSpeed ZeRO-3: parameters, gradients and optimizer state sharded",
         shards=("optimizer", "gradients", "parameters"),
         engine="deepspeed",
         level=3,
@@ -330,21 +335,21 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType({row.name: row for row in 
 BACKENDS: tuple[str, ...] = ("ddp", "fsdp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 
 
-def canonical(name: str) -> str:
-    """Return the backend's own name: fsdp is fsdp2.
+def canonical_backend(name: str) -> str:
+    """Resolve aliases of a backend: fsdp is fsdp2.
 
     Raises:
-        OptionError: no such backend.
+        OptionError: unknown backend.
     """
     resolved = ALIASES.get(name, name)
     if resolved not in STRATEGIES:
-        message = f"{name!r} is not a backend; use one of {', '.join(BACKENDS)}."
+        message = f"Unknown backend {name!r}. Use one of {', '.join(BACKENDS)}."
         raise OptionError(message)
     return resolved
 
 
-def _merged(base: Plain, top: Mapping[str, Any]) -> Plain:
-    """Return base with top's values, mappings merged key by key."""
+def _merged(base: JsonObject, top: Mapping[str, Any]) -> JsonObject:
+    """Return base updated with top, merging nested mappings."""
     merged = dict(base)
     for key, value in top.items():
         inner: Any = merged.get(key)
@@ -353,64 +358,64 @@ def _merged(base: Plain, top: Mapping[str, Any]) -> Plain:
     return merged
 
 
-def _zero_offload(options: Options, hardware: Hardware) -> Plain:
-    """Return ZeRO's offload sections."""
+def _zero_offload(options: Options, hardware: Hardware) -> JsonObject:
     if options.offload_device == "none":
         return {}
-    where: Plain = {"device": options.offload_device, "pin_memory": hardware.kind == "cuda"}
+    where: JsonObject = {"device": options.offload_device, "pin_memory": hardware.kind == "cuda"}
     if options.offload_path:
         where["nvme_path"] = options.offload_path
-    sections: Plain = {"offload_optimizer": where}
+    sections: JsonObject = {"offload_optimizer": where}
     if options.offload_params:
         sections["offload_param"] = dict(where)
     return sections
 
 
 def _backends_where(wanted: str) -> str:
-    """Names of the backends that offload to a place."""
+    """Names of the backends that support an offload device."""
     return ", ".join(row.name for row in _ROWS if wanted in row.offloads)
 
 
 def _check_installed(options: Options, hardware: Hardware) -> None:
-    """Refuse a DeepSpeed backend without DeepSpeed."""
+    """Raise for a DeepSpeed backend without DeepSpeed."""
     if options.strategy.engine == "deepspeed" and not hardware.deepspeed:
         others = ", ".join(row.name for row in _ROWS if row.engine != "deepspeed")
         message = (
-            f"backend {options.backend} needs DeepSpeed, which is not installed: "
+            f"Backend {options.backend} needs DeepSpeed, which is not installed: "
             f"`pip install deepspeed`, or use {others}."
         )
         raise OptionError(message)
 
 
 def _check_numbers(options: Options) -> None:
-    """Refuse numbers without a meaning."""
+    """Raise for numbers out of range."""
     accumulate, clip = options.accumulate, options.clip
     if type(accumulate) is not int or accumulate < 1:
-        message = f"accumulate is {accumulate!r}; it counts micro batches: 1, 2, 3, ..."
+        message = f"accumulate (micro batches) must be an integer >= 1, got {accumulate!r}."
         raise OptionError(message)
     if clip is not None and not 0 < clip < float("inf"):
-        message = f"clip is {clip!r}; it is the largest gradient norm: a number above 0."
+        message = f"clip (maximum gradient norm) must be a finite number > 0, got {clip!r}."
         raise OptionError(message)
 
 
 def _check_config_owner(options: Options) -> None:
-    """Refuse a config file of another engine."""
+    """Raise for a config file of another engine."""
     files = {"fsdp": options.fsdp_config, "deepspeed": options.deepspeed_config}
     for engine, content in files.items():
         if content is not None and options.strategy.engine != engine:
             owners = ", ".join(row.name for row in _ROWS if row.engine == engine)
             message = (
-                f"a {engine}_config does not go with backend {options.backend}; it is for {owners}."
+                f"A {engine}_config cannot be used with backend {options.backend}, only with"
+                f" {owners}."
             )
             raise OptionError(message)
 
 
 def _check_offload(options: Options) -> None:
-    """Refuse an offload that the backend lacks."""
+    """Raise for an offload that the backend does not support."""
     device, strategy = options.offload_device, options.strategy
     if device not in {"none", "cpu", "nvme"} or (device != "nvme" and options.offload_path):
         message = (
-            f"offload {shown(options.offload)} is not known; use one of {', '.join(OFFLOADS)}."
+            f"Unknown offload {abbreviate(options.offload)}. Use one of {', '.join(OFFLOADS)}."
         )
         raise OptionError(message)
     if device == "nvme" and not options.offload_path:
@@ -418,70 +423,70 @@ def _check_offload(options: Options) -> None:
         raise OptionError(message)
     if device not in strategy.offloads:
         message = (
-            f"backend {strategy.name} has no offload to {device}; "
-            f"{_backends_where(device)} {'has' if device == 'nvme' else 'have'} it, and offload"
-            " none leaves it out."
+            f"Backend {strategy.name} does not support offload to {device}. "
+            f"Use {_backends_where(device)}, or offload none."
         )
         raise OptionError(message)
     if options.offload_params and not strategy.offload_params:
         able = ", ".join(row.name for row in _ROWS if row.offload_params)
-        message = f"backend {strategy.name} cannot offload parameters; {able} can."
+        message = f"Backend {strategy.name} cannot offload parameters. Use {able}."
         raise OptionError(message)
     if options.offload_params and device == "none":
-        message = "offload_params needs a place: add offload cpu (or nvme:PATH under zero3)."
+        message = (
+            "offload_params needs an offload device. Add offload cpu (or nvme:PATH with zero3)."
+        )
         raise OptionError(message)
 
 
 def _check_replication(options: Options, hardware: Hardware) -> None:
-    """Refuse replicas that the backend or the machines cannot have."""
+    """Raise for replication that the backend or the nodes do not support."""
     across, name = options.replicate_across, options.strategy.name
     ranks, nodes = hardware.world_size, hardware.nodes
-    if across not in REPLICATIONS:
-        allowed = ", ".join(REPLICATIONS)
-        message = f"replicate_across {shown(across)} is not known; use one of {allowed}."
+    if across not in REPLICATE_ACROSS:
+        allowed = ", ".join(REPLICATE_ACROSS)
+        message = f"Unknown replicate_across {abbreviate(across)}. Use one of {allowed}."
         raise OptionError(message)
     if across == "none":
         return
-    if not options.strategy.may_replicate:
-        able = ", ".join(row.name for row in _ROWS if row.may_replicate)
+    if not options.strategy.can_replicate:
+        able = ", ".join(row.name for row in _ROWS if row.can_replicate)
         message = (
-            f"backend {name} cannot replicate across nodes; {able} can, and replicate_across none"
-            " leaves it out."
+            f"Backend {name} cannot replicate across nodes. Use {able}, or replicate_across none."
         )
         raise OptionError(message)
     if nodes == 1:
         message = (
-            "replicate_across nodes needs ranks on several machines and these are on one, where"
-            " all ranks share one set of shards; leave it out."
+            "replicate_across nodes needs ranks on several machines, but all ranks are on one and"
+            " share one set of shards. Leave it out."
         )
         raise OptionError(message)
     if ranks % nodes or ranks == nodes:
-        per_node = "one rank on each" if ranks == nodes else "not equally many on each"
+        per_node = "one rank on each" if ranks == nodes else "not the same number on each"
         message = (
             f"replicate_across nodes needs the same number of ranks on each node, at least two,"
-            f" and {ranks} ranks on {nodes} nodes are {per_node}; leave it out"
+            f" but {ranks} ranks on {nodes} nodes are {per_node}. Leave it out"
             f"{', or use ddp' if ranks == nodes else ''}."
         )
         raise OptionError(message)
 
 
 def _precision(options: Options, hardware: Hardware) -> str:
-    """Return the precision, refused where the hardware lacks it."""
+    """Return the precision or its default; raise if the hardware does not support it."""
     precision = options.precision
     if precision is None:
         return "bf16" if hardware.kind == "cuda" and hardware.bf16 else "no"
     if precision not in PRECISIONS:
-        message = f"precision {shown(precision)} is not known; use one of {', '.join(PRECISIONS)}."
+        message = f"Unknown precision {abbreviate(precision)}. Use one of {', '.join(PRECISIONS)}."
         raise OptionError(message)
-    here = {
+    supported = {
         "no": True,
         "fp16": hardware.kind == "cuda",
         "bf16": hardware.kind == "cpu" or hardware.bf16,
         "fp8": hardware.kind == "cuda" and hardware.fp8,
     }
-    if not here[precision]:
-        allowed = ", ".join(name for name in PRECISIONS if here[name])
-        message = f"precision {precision} needs {_NEEDS[precision]}; here these work: {allowed}."
+    if not supported[precision]:
+        allowed = ", ".join(name for name in PRECISIONS if supported[name])
+        message = f"precision {precision} needs {_NEEDS[precision]}. Use one of {allowed}."
         raise OptionError(message)
     return precision
 

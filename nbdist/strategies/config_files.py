@@ -1,29 +1,26 @@
-"""The user's own config files for an engine: read, and brought together with the options; pure.
+"""Loads the user's FSDP and DeepSpeed config files and merges them with the options.
 
-Called by `strategies.Options.checked` and by whoever takes --fsdp-config or
---deepspeed-config, which may also be JSON in the line itself. What a file and an option both
-say must agree; what only the file says becomes the option; what is left is handed to the
-engine as it stands.
+Used by ``strategies.Options.validate`` and by the commands that take --fsdp-config or
+--deepspeed-config; both also accept inline JSON. A value that is set in the file and as an option
+must agree. A value that is set only in the file becomes the option. All other keys are passed to
+the engine unchanged.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import OptionError
-from nbdist.paths import expanded
+from nbdist.paths import expand_user
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from nbdist.strategies.backends import Options
-
-Plain = dict[str, Any]
+JsonObject = dict[str, Any]
 _SHOWN = 200
-"""Characters of what was given, in a message."""
+"""Maximum number of characters of a value in a message."""
 
 FSDP_KEYS = frozenset(
     {
@@ -55,11 +52,11 @@ _FSDP_FILE_NAMES = {
 }
 
 
-def load_config(given: str | Path) -> Plain:
-    """Return what --fsdp-config or --deepspeed-config say: JSON, or a file of JSON or YAML.
+def load_config(given: str | Path) -> JsonObject:
+    """Load the value of --fsdp-config or --deepspeed-config: inline JSON, or a JSON or YAML file.
 
-    What begins with a brace is JSON, anything else a file. YAML is read with the safe loader.
-    An Accelerate config file works too: its `fsdp_config` section is taken.
+    Text that starts with a brace is JSON, anything else a path. YAML is read with the safe loader.
+    In an Accelerate config file the `fsdp_config` section is used.
 
     Raises:
         OptionError: the file cannot be read, is neither JSON nor YAML, or is not a mapping.
@@ -69,39 +66,40 @@ def load_config(given: str | Path) -> Plain:
     return _load_file(given)
 
 
-def _inline(text: str) -> Plain:
-    """Parse JSON that stands in the line."""
+def _inline(text: str) -> JsonObject:
+    """Parse inline JSON."""
     try:
-        content: Plain = json.loads(text)
+        content: JsonObject = json.loads(text)
     except (ValueError, RecursionError) as error:
-        message = f"{text[:_SHOWN]} is not JSON ({error}); put it in single quotes, or name a file."
+        message = f"{text[:_SHOWN]} is not JSON ({error}). Put it in single quotes, or name a file."
         raise OptionError(message) from error
     return content
 
 
-def _load_file(path: str | Path) -> Plain:
-    """Read a file."""
-    file = expanded(path)
+def _load_file(path: str | Path) -> JsonObject:
+    file = expand_user(path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        message = f"cannot read the config file {str(path)!r}: {error}."
+        message = f"Cannot read the config file {str(path)!r}: {error}."
         raise OptionError(message) from error
     content = _parsed(text, file)
     section = content.get("fsdp_config", content) if isinstance(content, dict) else content
     if not isinstance(section, dict) or not all(isinstance(key, str) for key in section):
-        message = f"{str(path)!r} holds {type(section).__name__}, not a mapping of names to values."
+        message = (
+            f"{str(path)!r} must contain a mapping with string keys, got {type(section).__name__}."
+        )
         raise OptionError(message)
     return section
 
 
 def _parsed(text: str, file: Path) -> object:
-    """Parse JSON, or YAML where the name says so."""
+    """Parse JSON, or YAML if the file name ends in .yaml or .yml."""
     if file.suffix not in {".yaml", ".yml"}:
         try:
             parsed: object = json.loads(text)
         except (ValueError, RecursionError) as error:
-            message = f"{str(file)!r} is not JSON ({error}); name it .yaml if it is YAML."
+            message = f"{str(file)!r} is not JSON ({error}). Name it .yaml if it is YAML."
             raise OptionError(message) from error
         return parsed
     import yaml
@@ -113,113 +111,125 @@ def _parsed(text: str, file: Path) -> object:
         raise OptionError(message) from error
 
 
-def shown(given: object) -> str:
-    """What was given, for a message: it may be as long as a file."""
+def abbreviate(given: object) -> str:
+    """Return the repr of a value for a message, shortened."""
     text = repr(given)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _agree(option: str, given: object, key: str, filed: object, *, unset: object) -> Any:
-    """Return the value that the option and the file say; refuse two different ones."""
+    """Return the value of an option that may also be in the file; raise if the two differ."""
     if filed in (None, "auto", given):
         return given
     if given == unset:
         return filed
     message = (
-        f"{option} is {shown(given)} but the config file says {key} = {shown(filed)}; keep one of"
-        " them."
+        f"{option} is {abbreviate(given)} but the config file has {key} = {abbreviate(filed)}."
+        " Remove one of them."
     )
     raise OptionError(message)
 
 
-def with_fsdp_file(options: Options, content: Mapping[str, Any]) -> Options:
-    """Take over what an FSDP config file says, in the plugin's own names."""
-    plain: Plain = {}
+def read_fsdp_config(
+    content: Mapping[str, Any], options: Mapping[str, Any], version: int
+) -> JsonObject:
+    """Return the options that an FSDP config file sets.
+
+    Args:
+        content: the file's keys, named as in Accelerate's config file or in its plugin.
+        options: the fields of `Options` that the user gave.
+        version: FSDP version of the backend.
+    """
+    plain: JsonObject = {}
     for key, value in content.items():
         short = key.removeprefix("fsdp_")
         plain[_FSDP_FILE_NAMES.get(short, short)] = value
     unknown = sorted(plain.keys() - FSDP_KEYS)
     if unknown:
         message = (
-            f"the fsdp_config has unknown keys: {', '.join(unknown)[:_SHOWN]}; "
-            f"known are {', '.join(sorted(FSDP_KEYS))}."
+            f"Unknown keys in the fsdp_config: {', '.join(unknown)[:_SHOWN]}. "
+            f"Use {', '.join(sorted(FSDP_KEYS))}."
         )
         raise OptionError(message)
-    version = plain.pop("fsdp_version", None)
-    if version is not None and str(version) != str(options.strategy.level):
-        named = str(version)[:_SHOWN]
+    wanted = plain.pop("fsdp_version", None)
+    if wanted is not None and str(wanted) != str(version):
+        named = str(wanted)[:_SHOWN]
         message = (
-            f"the fsdp_config is for version {named} but the backend is {options.backend}; "
-            f"use backend fsdp{named}."
+            f"The fsdp_config is for version {named} but the backend is {options['backend']}. "
+            f"Use backend fsdp{named}."
         )
         raise OptionError(message)
     if "reshard_after_forward" in plain:
-        plain["reshard_after_forward"] = _resharding(
-            plain["reshard_after_forward"], options.strategy.level
-        )
+        plain["reshard_after_forward"] = _resharding(plain["reshard_after_forward"], version)
     offload = "cpu" if plain.pop("cpu_offload", False) else None
     checkpointing = plain.pop("activation_checkpointing", None)
-    return replace(
-        options,
-        fsdp_config=plain,
-        offload=_agree("offload", options.offload, "cpu_offload", offload, unset="none"),
-        activation_checkpointing=bool(checkpointing) or options.activation_checkpointing,
-    )
+    return {
+        "fsdp_config": plain,
+        "offload": _agree("offload", options["offload"], "cpu_offload", offload, unset="none"),
+        "activation_checkpointing": bool(checkpointing) or options["activation_checkpointing"],
+    }
 
 
 def _resharding(value: object, version: int) -> object:
-    """Return what accelerate 1.15 takes: a truth under FSDP2, a strategy's name under FSDP1."""
+    """Return the value for accelerate 1.15: a bool under FSDP2, a strategy name under FSDP1."""
     truth = {"true": True, "false": False}.get(str(value).lower())
     if version == 1 and truth is None:
         return value
     if version != 1 and truth is not None:
         return truth
-    allowed = "true or false" if version != 1 else "FULL_SHARD; keep gathered by sharding_strategy"
-    given = shown(value)
-    message = f"reshard_after_forward is {given} in the fsdp_config; fsdp{version} takes {allowed}."
+    allowed, hint = "true or false", ""
+    if version == 1:
+        allowed, hint = "FULL_SHARD", " To keep parameters gathered, use sharding_strategy."
+    message = (
+        f"reshard_after_forward in the fsdp_config of fsdp{version} must be {allowed},"
+        f" got {abbreviate(value)}.{hint}"
+    )
     raise OptionError(message)
 
 
-def with_deepspeed_file(options: Options, content: Mapping[str, Any]) -> Options:
-    """Take over what a DeepSpeed config file says."""
+def read_deepspeed_config(
+    content: Mapping[str, Any], options: Mapping[str, Any], stage: int
+) -> JsonObject:
+    """Return the options that a DeepSpeed config file sets.
+
+    Args:
+        content: the file's keys.
+        options: the fields of `Options` that the user gave.
+        stage: ZeRO stage of the backend.
+    """
     zero = content.get("zero_optimization", {})
     for name, section in {"zero_optimization": zero, **_sections(zero)}.items():
         if not isinstance(section, dict):
-            message = f"{name} of the deepspeed_config is not a mapping."
+            message = f"{name} of the deepspeed_config must be a mapping."
             raise OptionError(message)
-    stage = zero.get("stage", "auto")
-    if stage not in ("auto", options.strategy.level):
-        named = str(stage)[:_SHOWN]
+    wanted = zero.get("stage", "auto")
+    if wanted not in ("auto", stage):
+        named = str(wanted)[:_SHOWN]
         message = (
-            f"the deepspeed_config has ZeRO stage {named} but the backend is {options.backend}; "
-            f"use backend zero{named} or change the stage."
+            f"The deepspeed_config has ZeRO stage {named} but the backend is {options['backend']}. "
+            f"Use backend zero{named} or change the stage."
         )
         raise OptionError(message)
     accumulate = content.get("gradient_accumulation_steps")
     clipping = content.get("gradient_clipping") or None
-    return replace(
-        options,
-        deepspeed_config=_without_ours(content, options.strategy.level),
-        accumulate=_agree(
-            "accumulate",
-            options.accumulate,
-            "gradient_accumulation_steps",
-            accumulate,
-            unset=1,
+    precision, offload = _filed_precision(content), _filed_offload(zero)
+    given = options["accumulate"]
+    key = "gradient_accumulation_steps"
+    return {
+        "deepspeed_config": _without_ours(content, stage),
+        "accumulate": _agree("accumulate", given, key, accumulate, unset=1),
+        "clip": _agree("clip", options["clip"], "gradient_clipping", clipping, unset=None),
+        "precision": _agree("precision", options["precision"], "precision", precision, unset=None),
+        "offload": _agree(
+            "offload", options["offload"], "offload_optimizer", offload, unset="none"
         ),
-        clip=_agree("clip", options.clip, "gradient_clipping", clipping, unset=None),
-        precision=_agree(
-            "precision", options.precision, "precision", _filed_precision(content), unset=None
-        ),
-        offload=_agree(
-            "offload", options.offload, "offload_optimizer", _filed_offload(zero), unset="none"
-        ),
-        offload_params=options.offload_params or _filed_device(zero, "offload_param") != "none",
-    )
+        "offload_params": options["offload_params"]
+        or _filed_device(zero, "offload_param") != "none",
+    }
 
 
-def _without_ours(content: Mapping[str, Any], stage: int) -> Plain:
-    """Return the file without what the options say."""
+def _without_ours(content: Mapping[str, Any], stage: int) -> JsonObject:
+    """Return the file without the keys that are covered by options."""
     plain = {
         key: value
         for key, value in content.items()
@@ -229,7 +239,7 @@ def _without_ours(content: Mapping[str, Any], stage: int) -> Plain:
     sections = _sections(zero)
     zero = {name: value for name, value in zero.items() if name not in _SECTIONS}
     for name, section in sections.items():
-        # Where to offload is an option by now; what is left tunes it.
+        # The offload device is already an option; the remaining keys tune it.
         tuning = {k: v for k, v in section.items() if k not in _PLACE}
         if tuning:
             zero[name] = tuning
@@ -241,15 +251,15 @@ _PLACE = ("device", "nvme_path")
 _SECTIONS = ("offload_optimizer", "offload_param")
 
 
-def _sections(zero: object) -> Plain:
-    """ZeRO's offload sections, those that say something."""
+def _sections(zero: object) -> JsonObject:
+    """ZeRO's offload sections that are present."""
     if not isinstance(zero, dict):
         return {}
     return {name: zero[name] for name in _SECTIONS if zero.get(name) is not None}
 
 
 def _filed_precision(content: Mapping[str, Any]) -> str | None:
-    """Return fp16 or bf16 where the DeepSpeed config enables it."""
+    """Return fp16 or bf16 if the DeepSpeed config enables it."""
     for name in ("fp16", "bf16"):
         section = content.get(name)
         if isinstance(section, dict) and section.get("enabled") is True:
@@ -264,7 +274,7 @@ def _filed_device(zero: Mapping[str, Any], key: str) -> str:
 
 
 def _filed_offload(zero: Mapping[str, Any]) -> str | None:
-    """Return the offload that a DeepSpeed config asks for, in our words."""
+    """Return the offload of a DeepSpeed config as a value of the offload option."""
     device = _filed_device(zero, "offload_optimizer")
     if device == "none":
         return None

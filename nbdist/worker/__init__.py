@@ -1,1 +1,1 @@
-"""Everything that runs on a rank."""
+"""Code that runs inside a rank's process."""

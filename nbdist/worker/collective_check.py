@@ -1,15 +1,15 @@
-"""Collectives of CPU ranks that Stop can end, and that say so when they do not fit together.
+"""Makes collectives of CPU ranks interruptible and checks that all ranks call the same one.
 
-Runs on a rank. gloo (torch 2.13) cannot be stopped while it waits for a rank, ends the process
-where one rank gives 4 numbers and another 8, and pairs an all_reduce with a broadcast. So each
-collective that Python calls first waits on the `Board`, in Python, until every rank has called
-the same: nothing has begun then, and the group stays usable. torch's own check
-(TORCH_DISTRIBUTED_DEBUG=DETAIL) ends the process in DDP's constructor under torch 2.13, and
-takes 2 ms for each collective.
+gloo (torch 2.13) cannot be interrupted while it waits for a rank, terminates the process if the
+tensor sizes differ between ranks, and matches an all_reduce with a broadcast. Each collective
+called from Python therefore first waits in Python, using the ``CollectiveLog``, until every rank
+has called the same one. Nothing has started at that point, so the group stays usable. torch's own
+check (TORCH_DISTRIBUTED_DEBUG=DETAIL) terminates the process in DDP's constructor under
+torch 2.13 and takes 2 ms per collective.
 
-A collective that is called with `async_op` does not wait, for programs may rely on it; it looks
-at those that are there. DDP calls from C++, past all of this: `worker.interrupt.abort_collectives`
-is for that.
+A collective with `async_op=True` must not block, so it is only compared with the calls already
+logged. Collectives that DDP calls from C++ are not covered; `worker.interrupt.abort_collectives`
+aborts those.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch.distributed import distributed_c10d
 
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CollectiveMismatch
-from nbdist.worker.collective_log import Board, Call
+from nbdist.worker.collective_log import CollectiveLog, LoggedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 SPIN_S = 0.0005
-"""Ranks that come this close behind one another are waited for without sleeping."""
-NAP_S = 0.0002
-LONGEST_NAP_S = 0.005
-GATHERED_S = 1.0
-"""How long a rank that sees a misfit waits for the others, to name them all."""
-WORK_S = dt.timedelta(seconds=0.25)
-"""How soon Stop ends the waiting for a collective that has begun."""
+"""Wait this long without sleeping: ranks usually call a collective within this time."""
+MIN_SLEEP_S = 0.0002
+MAX_SLEEP_S = 0.005
+MISMATCH_WAIT_S = 1.0
+"""Time to wait for the remaining ranks after a mismatch, so that the error names them all."""
+INTERRUPT_POLL_S = dt.timedelta(seconds=0.25)
+"""Latency of an interrupt while waiting for a collective that has started."""
 
-GIVEN_UP = "the connections between the ranks were cut"
+ABORTED_MESSAGE = "the connections between the ranks were cut"
 
 _SAME_SIZE = {
     "allreduce": "all_reduce",
@@ -72,56 +72,55 @@ _INPUT_SECOND = frozenset(
         "gather",
     }
 )
-"""Methods that are given the output first, which may be of another size or missing."""
+"""Methods whose first argument is the output; it may have another size or be missing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """What the main thread of this rank waits for."""
+class PendingCollective:
+    """Collective that the main thread of this rank is waiting to start."""
 
-    words: str
-    missing: tuple[int, ...]
-    """Ranks that have not called it."""
+    description: str
+    missing_ranks: tuple[int, ...]
+    """Ranks that have not called it yet."""
     since: float
     """time.monotonic()"""
 
 
-class Meeting:
-    """Where the ranks meet before a collective."""
+class CollectiveBarrier:
+    """Barrier before each collective that checks that all ranks call the same one."""
 
-    def __init__(self, board: Board) -> None:
-        """Meet on this board."""
+    def __init__(self, board: CollectiveLog) -> None:
         self._board = board
         self._era = 0
+        """Number of times the groups were recreated; torch then reuses group names."""
         self._given_up = False
-        """How often the groups were made anew: their names begin again."""
-        self.waiting: Waiting | None = None
+        self.pending: PendingCollective | None = None
 
-    def begin_anew(self) -> None:
-        """The process groups are new ones."""
+    def reset(self) -> None:
+        """Reset the log after the process groups were recreated."""
         self._era += 1
         self._board.clear()
         self._given_up = False
 
-    def give_up(self) -> None:
-        """Wait for nobody any more, until the groups are made anew; from any thread."""
+    def abort(self) -> None:
+        """Raise in every wait until the groups are recreated; thread-safe."""
         self._given_up = True
 
-    def name_of(self, group: ProcessGroup) -> str:
-        """Name of a group on the board."""
+    def group_name(self, group: ProcessGroup) -> str:
+        """Return the name of a group in the log."""
         return f"{self._era}:{group.group_name}"
 
-    def __call__(self, group: ProcessGroup, call: Call, *, wait: bool) -> None:
-        """Write a call down and look whether it fits with those of the other ranks.
+    def __call__(self, group: ProcessGroup, call: LoggedCall, *, wait: bool) -> None:
+        """Log a call and compare it with those of the other ranks.
 
         Raises:
-            CollectiveMismatch: it does not; nothing has begun on any rank that waits.
+            CollectiveMismatch: the calls differ; no waiting rank has started its collective.
         """
         members = distributed_c10d.get_process_group_ranks(group)
-        if len(members) < 2:  # noqa: PLR2004 - a rank alone
+        if len(members) < 2:  # noqa: PLR2004 - a group of one rank
             return
-        name = self.name_of(group)
-        number = self._board.post(name, call)
+        name = self.group_name(group)
+        number = self._board.append(name, call)
         if not number:
             return
         others = [rank for rank in members if rank != self._board.rank]
@@ -131,121 +130,127 @@ class Meeting:
             self._compare(name, number, call, others)
         except CollectiveMismatch:
             raise
-        except BaseException:  # Stop
+        except BaseException:  # interrupted
             self._board.withdraw(name, number)
             raise
         finally:
-            self.waiting = None
+            self.pending = None
 
-    def _wait(self, name: str, number: int, call: Call, others: Sequence[int]) -> None:
-        """Return when all are there, or when those that are do not fit."""
-        began, nap, misfit_at = time.monotonic(), NAP_S, 0.0
+    def _wait(self, name: str, number: int, call: LoggedCall, others: Sequence[int]) -> None:
+        """Return when all ranks have logged the call, or some time after a mismatch."""
+        began, nap, misfit_at = time.monotonic(), MIN_SLEEP_S, 0.0
         missing = tuple(others)
         while missing := self._missing(name, number, missing):
             now = time.monotonic()
             if self._given_up:
-                raise RuntimeError(GIVEN_UP)
+                raise RuntimeError(ABORTED_MESSAGE)
             if not misfit_at and self._misfits(name, number, call, others):
                 misfit_at = now
-            if misfit_at and now - misfit_at > GATHERED_S:
+            if misfit_at and now - misfit_at > MISMATCH_WAIT_S:
                 return
             if now - began < SPIN_S:
                 time.sleep(0)
                 continue
-            self.waiting = Waiting(call.words, missing, began)
+            self.pending = PendingCollective(call.description, missing, began)
             time.sleep(nap)
-            nap = min(nap * 1.5, LONGEST_NAP_S)
+            nap = min(nap * 1.5, MAX_SLEEP_S)
 
     def _missing(self, name: str, number: int, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(rank for rank in ranks if not self._board.reached(rank, name, number))
+        return tuple(rank for rank in ranks if not self._board.has_reached(rank, name, number))
 
     def _misfits(
-        self, name: str, number: int, call: Call, others: Sequence[int]
-    ) -> dict[int, Call]:
-        calls = {rank: self._board.call(rank, name, number) for rank in others}
-        return {rank: one for rank, one in calls.items() if one and one.key != call.key}
+        self, name: str, number: int, call: LoggedCall, others: Sequence[int]
+    ) -> dict[int, LoggedCall]:
+        calls = {rank: self._board.call_at(rank, name, number) for rank in others}
+        return {rank: other for rank, other in calls.items() if other and other.key != call.key}
 
-    def _compare(self, name: str, number: int, call: Call, others: Sequence[int]) -> None:
+    def _compare(self, name: str, number: int, call: LoggedCall, others: Sequence[int]) -> None:
         if self._misfits(name, number, call, others):
-            found = {rank: self._board.call(rank, name, number) for rank in others}
-            found[self._board.rank] = call
-            raise CollectiveMismatch(misfit_words(found))
+            calls = {rank: self._board.call_at(rank, name, number) for rank in others}
+            calls[self._board.rank] = call
+            raise CollectiveMismatch(describe_mismatch(calls))
 
 
-def misfit_words(calls: dict[int, Call | None]) -> str:
-    """Say who called what: the same words on all ranks."""
+def describe_mismatch(calls: dict[int, LoggedCall | None]) -> str:
+    """Return the error message for mismatched calls; it is the same on all ranks."""
     by_words: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
-        by_words.setdefault("nothing" if call is None else call.words, []).append(rank)
-    said = [f"{rank_names.words(ranks)} called {words}" for words, ranks in by_words.items()]
+        by_words.setdefault("nothing" if call is None else call.description, []).append(rank)
+    parts = [
+        f"{rank_names.describe_ranks(ranks)} called {words}" for words, ranks in by_words.items()
+    ]
     return (
-        f"{', '.join(said)}: these do not fit together. Nothing was sent and the group is as it"
-        " was; give all ranks the same call."
+        f"{', '.join(parts)}: these collectives do not match. Nothing was sent and the process"
+        " group is still usable. Make all ranks call the same collective."
     )
 
 
-def install(board: Board) -> Meeting:
-    """Put the meeting before each collective that Python calls; once in a CPU rank's life."""
-    meeting = Meeting(board)
+def patch_collectives(board: CollectiveLog) -> CollectiveBarrier:
+    """Patch torch.distributed to check each collective first; call it once per process."""
+    barrier = CollectiveBarrier(board)
     for name in _SAME_SIZE | _ANY_SIZE:
         if (original := getattr(ProcessGroup, name, None)) is not None:
-            setattr(ProcessGroup, name, _meeting_first(name, original, meeting))
-    distributed_c10d._new_group_with_tag = _together(  # noqa: SLF001 - new_group calls it
+            setattr(ProcessGroup, name, _wrap_collective(name, original, barrier))
+    distributed_c10d._new_group_with_tag = _wrap_new_group(  # noqa: SLF001 - new_group calls it
         distributed_c10d._new_group_with_tag,  # noqa: SLF001
-        meeting,
+        barrier,
     )
-    setattr(Work, "wait", _interruptible(Work.wait))  # noqa: B010 - to mypy it cannot be assigned
-    return meeting
+    setattr(Work, "wait", _wrap_wait(Work.wait))  # noqa: B010 - to mypy it cannot be assigned
+    return barrier
 
 
-def _meeting_first(name: str, original: Callable[..., Any], meeting: Meeting) -> Callable[..., Any]:
+def _wrap_collective(
+    name: str, original: Callable[..., Any], barrier: CollectiveBarrier
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        options = next((one for one in args if hasattr(one, "asyncOp")), kwargs.get("opts"))
+        options = next((arg for arg in args if hasattr(arg, "asyncOp")), kwargs.get("opts"))
         wait = not getattr(options, "asyncOp", False)
-        meeting(group, _call(name, args, options), wait=wait)
+        barrier(group, _describe_call(name, args, options), wait=wait)
         return original(group, *args, **kwargs)
 
     return method
 
 
-def _together(original: Callable[..., Any], meeting: Meeting) -> Callable[..., Any]:
-    """Let all ranks come before a group is made: one that is alone waits in C for half an hour."""
+def _wrap_new_group(original: Callable[..., Any], barrier: CollectiveBarrier) -> Callable[..., Any]:
+    """Wait for all ranks before new_group, which otherwise blocks in C++ for 30 minutes."""
 
     @functools.wraps(original)
     def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("use_local_synchronization"):
-            words = "new_group" if ranks is None else f"new_group of {rank_names.words(ranks)}"
+            words = (
+                "new_group" if ranks is None else f"new_group of {rank_names.describe_ranks(ranks)}"
+            )
             world = distributed_c10d._get_default_group()  # noqa: SLF001
-            meeting(world, Call.of(words, words), wait=True)
+            barrier(world, LoggedCall.from_signature(words, words), wait=True)
         return original(ranks, *args, **kwargs)
 
     return new_group
 
 
-def _call(name: str, args: Sequence[Any], options: object) -> Call:
-    """What one rank calls, so that it can be compared and read."""
-    called = (_SAME_SIZE | _ANY_SIZE)[name]
-    given = args[1:2] if name in _INPUT_SECOND else args[:1]
-    tensors = list(tensors_of(given))
-    kinds = sorted(set(map(_kind, tensors)))
-    what = [called, *kinds]
+def _describe_call(name: str, args: Sequence[Any], options: object) -> LoggedCall:
+    """Return the key for comparing a call with other ranks' calls, and its description."""
+    collective = (_SAME_SIZE | _ANY_SIZE)[name]
+    inputs = args[1:2] if name in _INPUT_SECOND else args[:1]
+    tensors = list(tensors_of(inputs))
+    dtypes = sorted(set(map(_kind, tensors)))
+    signature = [collective, *dtypes]
     if name in _SAME_SIZE:
-        what += [str(sum(one.numel() for one in tensors))]
-    how = []
+        signature += [str(sum(tensor.numel() for tensor in tensors))]
+    details = []
     if (reduction := getattr(options, "reduceOp", None)) is not None:
-        how += [str(reduction.op).rpartition(".")[2]]
+        details += [str(reduction.op).rpartition(".")[2]]
     if (root := getattr(options, "rootRank", None)) is not None:
-        how += [f"rank {root}"]
-    shapes = [f"{_kind(one)}{list(one.shape)}" for one in tensors[:2]]
+        details += [f"rank {root}"]
+    shapes = [f"{_kind(tensor)}{list(tensor.shape)}" for tensor in tensors[:2]]
     more = [f"{len(tensors) - 2} more tensors"] if len(tensors) > 2 else []  # noqa: PLR2004
     of = f" of {', '.join([*shapes, *more])}" if tensors else ""
-    by = f" ({', '.join(how)})" if how else ""
-    return Call.of("|".join([*what, *how]), f"{called}{by}{of}")
+    by = f" ({', '.join(details)})" if details else ""
+    return LoggedCall.from_signature("|".join([*signature, *details]), f"{collective}{by}{of}")
 
 
 def tensors_of(values: object) -> Iterator[torch.Tensor]:
-    """Tensors of arguments, which may be lists in lists."""
+    """Yield the tensors of arguments, which may be nested lists or tuples."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -257,11 +262,11 @@ def _kind(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _interruptible(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Let Stop end the waiting for a collective that has begun.
+def _wrap_wait(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Make `Work.wait` interruptible while a collective runs.
 
-    torch 2.13: a work of gloo that is waited for with a limit says that it is late and goes on;
-    Python sees Stop between two looks.
+    In torch 2.13 a gloo work whose wait times out raises an error but keeps running, so Python
+    waits in short intervals and handles signals in between.
     """
 
     @functools.wraps(original)
@@ -270,10 +275,10 @@ def _interruptible(original: Callable[..., bool]) -> Callable[..., bool]:
             return original(work, *limit)
         while not work.is_completed():
             try:
-                return original(work, WORK_S)
+                return original(work, INTERRUPT_POLL_S)
             except RuntimeError:
                 if work.is_completed():
                     break
-        return original(work)  # it is over: says how
+        return original(work)  # completed: returns the result or raises its error
 
     return wait

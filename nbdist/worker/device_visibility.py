@@ -1,4 +1,4 @@
-"""A rank's GPUs, which the launcher that forked it has hidden from itself."""
+"""Makes a rank's GPUs visible again, which the launcher hides before it forks."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ if TYPE_CHECKING:
 
 
 def take(shown: Mapping[str, str]) -> None:
-    """Let this process see its GPUs; call it before anything of CUDA.
+    """Make this process's GPUs visible; call it before any use of CUDA.
 
     Args:
         shown: from `launcher.device_visibility.shown`.
     """
     os.environ.update(shown)
-    # transformers 5 asks torch once whether there is a GPU, for flash attention at its import
-    answers = vars(sys.modules.get("transformers.utils.import_utils", object))
-    for answer in answers.values():
-        if callable(forget := getattr(answer, "cache_clear", None)):
-            forget()
+    # transformers 5 checks for a GPU at import (for flash attention) and caches the result.
+    functions = vars(sys.modules.get("transformers.utils.import_utils", object))
+    for function in functions.values():
+        if callable(cache_clear := getattr(function, "cache_clear", None)):
+            cache_clear()
 
 
 def open_nvml() -> None:
-    """Let DeepSpeed ask NVML for free memory where it can; call it after DeepSpeed's import.
+    """Initialize NVML in DeepSpeed where it works; call it after importing DeepSpeed.
 
-    deepspeed 0.19.8 reads CUDA_VISIBLE_DEVICES as numbers (`_get_nvml_gpu_id`), and cannot with
-    the UUIDs of MIG instances. Without NVML it asks torch instead.
+    deepspeed 0.19.8 parses CUDA_VISIBLE_DEVICES as integers (`_get_nvml_gpu_id`), which fails for
+    the UUIDs of MIG instances. Without NVML it gets the free memory from torch.
     """
     from deepspeed.accelerator import cuda_accelerator, get_accelerator
 
     named = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     if not all(map(str.isdecimal, named)):
         cuda_accelerator.pynvml = None
-    elif cuda_accelerator.pynvml is None:  # the launcher has closed it
+    elif cuda_accelerator.pynvml is None:  # the launcher has shut it down
         get_accelerator()._init_pynvml()  # noqa: SLF001

@@ -1,7 +1,7 @@
-"""A question answered in a forked child, so that nothing of this rank changes by it.
+"""Calls a function in a forked child process, without side effects on this rank.
 
-Looking at a data set moves its position and the random state, and may take for ever; the
-child has copies of both and a deadline.
+Reading from a data set changes its position and the random state, and may block forever; the
+child has copies of both and a timeout.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 16
 
 
-def answered(question: Callable[[], Any], *, within_s: float) -> Any:
-    """Return what `question()` returns in a child process, as JSON has it.
+def call_in_fork(question: Callable[[], Any], *, within_s: float) -> Any:
+    """Call a function in a forked child and return its result, passed as JSON.
 
-    None where it raises, returns nothing that JSON can hold, or takes too long. A CUDA context
-    does not survive a fork: a question that needs it raises.
+    Returns None if it raises, returns a value that JSON cannot represent, or times out. A CUDA
+    context does not survive a fork, so a call that needs it raises.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        # Python 3.12 warns of a fork beside threads; the child waits for none of them.
+        # Python 3.12 warns about a fork in a threaded process; the child uses none of its locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -45,12 +45,12 @@ def answered(question: Callable[[], Any], *, within_s: float) -> Any:
 
 
 def _answer(question: Callable[[], Any], writing: int) -> NoReturn:
-    """The child's life: it never returns, and ends without the parent's exit handlers."""
+    """Run in the child: write the result, then exit without the parent's exit handlers."""
     try:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
-        torch.set_num_threads(1)  # the parent's threads of OpenMP did not come along
+        torch.set_num_threads(1)  # the parent's OpenMP threads do not survive a fork
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(json.dumps(question()).encode())
     finally:
@@ -58,7 +58,7 @@ def _answer(question: Callable[[], Any], writing: int) -> NoReturn:
 
 
 def _read(reading: int, deadline: float) -> bytes:
-    """Everything until the child's end; empty where the time is up before."""
+    """Return everything that the child writes; empty on timeout."""
     pieces: list[bytes] = []
     while (left := deadline - time.monotonic()) > 0:
         if not select.select([reading], [], [], left)[0]:
@@ -74,4 +74,4 @@ def _parsed(answer: bytes) -> Any:
     try:
         return json.loads(answer) if answer else None
     except ValueError:
-        return None  # the child was ended while it wrote
+        return None  # the child was killed while it wrote

@@ -1,7 +1,7 @@
-"""A rank's life: join the group, serve cells, end with its launcher.
+"""Entry point of a rank: sets up the process group and the kernel, then serves cells.
 
-`rank_main` runs in the process that the launcher has just forked, on its main thread,
-where the user's cells will run too.
+`rank_main` runs on the main thread of the process forked by the launcher; the user's cells
+run on the same thread.
 """
 
 from __future__ import annotations
@@ -27,45 +27,48 @@ from nbdist.worker import (
     rendezvous_store,
     stream,
 )
-from nbdist.worker.collective_log import Board
+from nbdist.worker.collective_log import CollectiveLog
 from nbdist.worker.engines import accelerator, trainer
-from nbdist.worker.engines.auto_strategy import Chooser
+from nbdist.worker.engines.auto_strategy import AutoStrategy
+from nbdist.worker.initial_namespace import initial_names
 from nbdist.worker.kernel import RankApp
 from nbdist.worker.memory import memory_probe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.launcher.exit_watch import Watch
-    from nbdist.launcher.kernel_link import Link
+    from nbdist.launcher.exit_watch import RankExitWatch
+    from nbdist.launcher.kernel_link import KernelLink
 
 
-def rank_main(launch: messages.Launch, link: Link, watch: Watch, shown: Mapping[str, str]) -> None:
+def rank_main(
+    launch: messages.LaunchRanks, link: KernelLink, watch: RankExitWatch, shown: Mapping[str, str]
+) -> None:
     """Serve cells until the launcher ends this process."""
     process_tree.die_with_parent()
     device_visibility.take(shown)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # torch elastic's handlers came with the fork
-    rank = take_place(launch)
-    watch.announce(rank)
-    crash_dump.install(launch.run_dir, f"rank{rank}")
+        signal.signal(number, signal.SIG_DFL)  # the fork inherited torch elastic's handlers
+    rank = set_rank_environment(launch)
+    watch.announce_rank(rank)
+    crash_dump.install_crash_dump(launch.run_dir, f"rank{rank}")
     link.close_in_rank()
-    tempfile.tempdir = None  # the launcher's own folder is not the user's temp folder
+    tempfile.tempdir = None  # the launcher set it to its own folder
     os.environ["NBDIST_RANK"] = str(rank)
     try:
-        app = get_ready(launch, rank)
-        watch.share_pipes(rank, stream.pipes())
+        app = set_up_rank(launch, rank)
+        watch.share_pipes(rank, stream.c_output_pipes())
     except Exception:
-        messages.death_note(launch.run_dir, rank).write_text(traceback.format_exc())
+        messages.startup_error_file(launch.run_dir, rank).write_text(traceback.format_exc())
         raise
     app.start()
 
 
-def take_place(launch: messages.Launch) -> int:
-    """Set this rank's place among all ranks, which torch elastic does not know of.
+def set_rank_environment(launch: messages.LaunchRanks) -> int:
+    """Set RANK, WORLD_SIZE and related variables for all nodes, and return the rank.
 
-    To it each node is a world of its own: it would bring nodes together through a TCPStore,
-    which listens on every interface, and could not start unequal numbers of ranks.
+    torch elastic runs separately on each node: across nodes it would use a TCPStore, which
+    listens on every interface, and it does not support different numbers of ranks per node.
     """
     rank = launch.first + int(os.environ["LOCAL_RANK"])
     os.environ.update(
@@ -79,49 +82,50 @@ def take_place(launch: messages.Launch) -> int:
     return rank
 
 
-def get_ready(launch: messages.Launch, rank: int) -> RankApp:
-    """Join the group, open the sockets, fill the namespace, pass the first barrier."""
+def set_up_rank(launch: messages.LaunchRanks, rank: int) -> RankApp:
+    """Create the process group, the kernel and the namespace; pass the first barrier."""
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = launch.devices is not None
-    meeting = None
-    share_cores(launch)
-    if not on_gpu and launch.nodes == 1:  # the board is memory that all ranks see
-        board = Board(Path(launch.run_dir), rank=rank, world_size=launch.world_size)
-        meeting = collective_check.install(board)
+    barrier = None
+    set_num_threads(launch)
+    if not on_gpu and launch.nodes == 1:  # the collective log needs shared memory
+        log = CollectiveLog(Path(launch.run_dir), rank=rank, world_size=launch.world_size)
+        barrier = collective_check.patch_collectives(log)
     if on_gpu:
         memory_probe.before_context(torch.device("cuda", local_rank))
-    process_group.join(rendezvous_store.opened(launch), on_gpu=on_gpu)
+    process_group.create_default_group(rendezvous_store.open_store(launch), on_gpu=on_gpu)
     options = strategies.Options.from_json(launch.options)
     hardware = strategies.Hardware.from_json(launch.hardware)
-    nodes = discovery.from_runs(launch.machines)
-    chooser = None if launch.auto is None else Chooser(launch.auto, options, hardware, nodes)
-    names = namespace.initial(
+    nodes = discovery.nodes_from_json(launch.machines)
+    chooser = None if launch.auto is None else AutoStrategy(launch.auto, options, hardware, nodes)
+    names = initial_names(
         rank=rank,
         local_rank=local_rank,
         world_size=launch.world_size,
-        accelerator=accelerator.install(options, hardware, nodes=nodes, chooser=chooser),
+        accelerator=accelerator.patch_accelerator(options, hardware, nodes=nodes, chooser=chooser),
     )
     trainer.install()
     run_dir = Path(launch.run_dir)
-    app = RankApp.for_rank(rank, run_dir=run_dir, user_ns=names, meeting=meeting)
+    app = RankApp.for_rank(rank, run_dir=run_dir, user_ns=names, barrier=barrier)
     if chooser is not None:
-        namespace.show_choice(app.kernel, chooser)
-    # the kernel takes payload files from the launcher's two folders, not from one start's own
+        namespace.publish_auto_choice(app.kernel, chooser)
+    # The notebook's kernel accepts payload files from the launcher's two folders only, not from
+    # the run folder of a single start.
     spare = Path(launch.run_dir).parent
     bulk, cwd = Path(launch.bulk_dir), Path(launch.cwd or Path.cwd())
-    namespace.connect(
+    namespace.add_kernel_functions(
         app.kernel, run_dir=run_dir, bulk=bulk, spare=spare, checkpoints=launch.checkpoints, cwd=cwd
     )
-    process_group.prove()
+    process_group.verify_group()
     return app
 
 
-def share_cores(launch: messages.Launch) -> None:
-    """Split the cores among this machine's ranks, unless the user set OMP_NUM_THREADS.
+def set_num_threads(launch: messages.LaunchRanks) -> None:
+    """Divide the CPU cores among the ranks of this node, unless OMP_NUM_THREADS is set.
 
-    On GPUs too: ZeRO-Offload's Adam and FSDP2's steps on the CPU use OpenMP, whose number of
-    threads this sets for every library. torch elastic 2.13 leaves it alone, only torchrun sets 1.
+    This matters on GPUs too: ZeRO-Offload's Adam and FSDP2's CPU offload use OpenMP, whose thread
+    count this sets for every library. torch elastic 2.13 does not set it; torchrun sets it to 1.
     """
     chosen = launch.env.get("OMP_NUM_THREADS", "")
-    share = max(1, len(os.sched_getaffinity(0)) // launch.ranks_here)
+    share = max(1, len(os.sched_getaffinity(0)) // launch.local_world_size)
     torch.set_num_threads(int(chosen) if chosen.isdecimal() and int(chosen) else share)

@@ -1,25 +1,24 @@
-"""One text of hundreds of megabytes, cut on the rank: nobody reads it, and the kernel pays for it.
+"""Truncates a single very long text (one `print`, value or error) on the rank.
 
-A text costs several times its size wherever it is encoded, sent, parsed and searched. Output of
-many lines is the kernel's to cut, which counts them; this is about a single `print`, value or
-error.
+Encoding, sending, parsing and searching a text each take several times its size in memory. Output
+with many lines is limited by the notebook's kernel instead.
 """
 
 from __future__ import annotations
 
-LONGEST = 10_000_000
-"""Characters of one printed text or value that are sent whole."""
-LONGEST_ERROR = 100_000
-"""Characters of an exception's message, and of each part of its traceback."""
-KEPT = 20_000
-"""Characters of each end; the kernel shows no more of a line."""
+MAX_CHARS = 10_000_000
+"""Maximum length in characters of a printed text or value."""
+MAX_ERROR_CHARS = 100_000
+"""Maximum length of an exception's message and of each part of its traceback."""
+KEPT_CHARS = 20_000
+"""Characters kept at each end; the notebook's kernel shows no more of a line."""
 
 
-def shortened(text: str, *, longest: int = LONGEST) -> str:
-    """The text, or its two ends and a last line that says how long it was."""
+def truncate(text: str, *, longest: int = MAX_CHARS) -> str:
+    """Return the text; if it is too long, its two ends and a line with its size."""
     if len(text) <= longest:
         return text
     return (
-        f"{text[:KEPT]}\n{text[-KEPT:]}\n"
-        f"[a text of {len(text) / 1e6:.1f} MB; only its first and last {KEPT:,} characters]\n"
+        f"{text[:KEPT_CHARS]}\n{text[-KEPT_CHARS:]}\n"
+        f"[Truncated {len(text) / 1e6:.1f} MB to the first and last {KEPT_CHARS:,} characters.]\n"
     )

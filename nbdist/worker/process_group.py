@@ -1,6 +1,6 @@
-"""The process group of all ranks: made at the start, and made anew when it is broken.
+"""Creates the default process group, and recreates it after an abort.
 
-Runs on a rank, on its main thread.
+Runs on the main thread of a rank.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from nbdist.worker import rendezvous_store as stores
 from nbdist.worker.interrupt import abort_collectives
 
 _MEET = dt.timedelta(seconds=30)
-"""For all ranks to come to a renewal: none of them has anything else to do."""
+"""Timeout for all ranks to recreate the group, when none of them has other work to do."""
 _NAMES_APART = 10_000
-"""Between the first names of groups of two eras: a stuck rank may have named more than others."""
+"""Offset of the group counter per era: a rank that hung may have created more groups."""
 
 
-def join(store: Store, *, on_gpu: bool) -> None:
-    """Make the default process group and choose this rank's device.
+def create_default_group(store: Store, *, on_gpu: bool) -> None:
+    """Create the default process group and set this rank's device.
 
     Args:
-        store: where the ranks find one another.
-        on_gpu: NCCL for tensors of the GPU, gloo for others.
+        store: store for the rendezvous.
+        on_gpu: use NCCL for CUDA tensors and gloo for CPU tensors, otherwise only gloo.
     """
-    # CleanUpOnly. torch elastic (2.13) gives ranks 1, TearDown: NCCL's watchdog would end a rank
-    # whose peer has aborted its groups, also after a release.
+    # CleanUpOnly. torch elastic (2.13) sets 1 (TearDown), with which NCCL's watchdog terminates a
+    # rank whose peer has aborted its groups, even after its own collectives were aborted.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     device = None
     if on_gpu:
@@ -48,16 +48,15 @@ def join(store: Store, *, on_gpu: bool) -> None:
     )
 
 
-def join_anew(era: int, *, on_gpu: bool) -> list[distributed.ProcessGroup]:
-    """Make another default group beside the broken one, and prove it.
+def recreate_default_group(era: int, *, on_gpu: bool) -> list[distributed.ProcessGroup]:
+    """Create a new default group while the old one still exists, and verify it.
 
-    The old groups are aborted first: NCCL would launch the proof on a stream that may wait for a
-    collective which another rank has never begun. Engines look up their old groups by name and
-    rank while they are taken apart, so those stay known until `forget`.
+    Engines look up their old groups by name and rank while their models are detached, so the old
+    groups stay registered until ``destroy_groups``.
 
     Args:
-        era: number of this renewal, the same on all ranks.
-        on_gpu: as for `join`.
+        era: number of times the group was recreated, the same on all ranks.
+        on_gpu: as for ``create_default_group``.
 
     Returns:
         The old groups.
@@ -65,56 +64,59 @@ def join_anew(era: int, *, on_gpu: bool) -> list[distributed.ProcessGroup]:
     Raises:
         RuntimeError: an old group cannot be aborted, or the new one does not work either.
     """
+    # Abort first: NCCL would run the verification on a stream that may wait for a collective
+    # which another rank has never started.
     abort_collectives.release_together(f"era{era}")
     old = process_group_lifetime.known_groups()
     world = distributed.group.WORLD
     distributed_c10d._update_default_pg(None)  # noqa: SLF001
     distributed_c10d._world.group_count = era * _NAMES_APART  # noqa: SLF001
-    store: Store = stores.store()
-    usual = store.timeout  # type: ignore[attr-defined]
+    store: Store = stores.get_store()
+    default_timeout = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(_MEET)
     try:
-        join(PrefixStore(f"era{era}", store), on_gpu=on_gpu)
-        prove(on_gpu=on_gpu)
+        create_default_group(PrefixStore(f"era{era}", store), on_gpu=on_gpu)
+        verify_group(on_gpu=on_gpu)
     except BaseException:
-        if not distributed.is_initialized():  # what asks for its rank still gets an answer
+        if not distributed.is_initialized():  # so that get_rank() still works
             distributed_c10d._update_default_pg(world)  # noqa: SLF001
         raise
     finally:
-        store.set_timeout(usual)
-    _let_deepspeed_ask_again()
-    # torch 2.13 takes meshes of equal shape for the same: results would be laid out on the old one
+        store.set_timeout(default_timeout)
+    _clear_deepspeed_group_cache()
+    # torch 2.13 treats meshes of equal shape as the same: results would be placed on the old mesh.
     debug._clear_sharding_prop_cache()  # noqa: SLF001
     return old
 
 
-def _let_deepspeed_ask_again() -> None:
-    """Let DeepSpeed build its next engine on the new group.
+def _clear_deepspeed_group_cache() -> None:
+    """Make DeepSpeed build its next engine on the new group.
 
-    deepspeed 0.19.8 keeps a clone of the default group for ever, and builds every engine on it;
-    only its own `destroy_process_group` drops that.
+    deepspeed 0.19.8 caches a clone of the default group and builds every engine on it; only its
+    own `destroy_process_group` clears the cache.
     """
-    known = sys.modules.get("deepspeed.utils.groups")
-    if known is not None:
-        known._release_process_group_references()  # noqa: SLF001
+    groups = sys.modules.get("deepspeed.utils.groups")
+    if groups is not None:
+        groups._release_process_group_references()  # noqa: SLF001
 
 
-def prove(*, on_gpu: bool = False) -> None:
-    """Return once every rank is here and they can add.
+def verify_group(*, on_gpu: bool = False) -> None:
+    """Verify the group with an all-reduce.
 
     Raises:
-        RuntimeError: they cannot.
+        RuntimeError: the result is wrong.
     """
     for device in ["cpu", *(["cuda"] if on_gpu else [])]:
-        one = torch.ones(1, device=device)
-        distributed.all_reduce(one)
-        if one.item() != distributed.get_world_size():
-            message = f"an all_reduce of ones over {distributed.get_world_size()} ranks gave {one}"
+        total = torch.ones(1, device=device)
+        distributed.all_reduce(total)
+        world_size = distributed.get_world_size()
+        if total.item() != world_size:
+            message = f"all_reduce of ones over {world_size} ranks returned {total}."
             raise RuntimeError(message)
 
 
-def forget(groups: list[distributed.ProcessGroup]) -> None:
-    """Take down groups that nobody uses any more."""
+def destroy_groups(groups: list[distributed.ProcessGroup]) -> None:
+    """Destroy groups that are no longer used."""
     for group in groups:
         if group in distributed_c10d._world.pg_map:  # noqa: SLF001
             process_group_lifetime.destroy(group)

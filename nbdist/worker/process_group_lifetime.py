@@ -1,14 +1,14 @@
-"""Which process groups a cell can end, and how their memory is freed; runs on a rank.
+"""Protects the session's process groups from cells, and frees groups without a deadlock.
 
-The default process group and those of the session's engines belong to nbdist. A script ends with
-`accelerator.end_training()` or `destroy_process_group()`, and may begin with
-`init_process_group()`; in a cell these leave the session's groups in place and destroy the groups
-that cells have made, so that the next cell can communicate and train.
+The default process group and those of the engines belong to nbdist. Scripts often end with
+`accelerator.end_training()` or `destroy_process_group()` and start with `init_process_group()`.
+In a cell these calls keep the session's groups and destroy only the groups created by cells, so
+that the next cell can communicate and train.
 
-A ProcessGroupGloo (torch 2.13) that is freed while its thread holds the GIL deadlocks: the
-destructor joins a worker thread, and that thread may be waiting for the GIL, to free the tensors
-of its last collective. Python's own reference to a group releases the GIL first. DDP's C++
-Reducer does not, so Python keeps a reference for as long as a Reducer exists.
+Freeing a ProcessGroupGloo (torch 2.13) while holding the GIL can deadlock: the destructor joins
+a worker thread, which may be waiting for the GIL to free the tensors of its last collective.
+Python's reference to a group releases the GIL first. DDP's C++ Reducer does not, so Python keeps
+a reference for as long as a Reducer exists.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 Group = distributed.ProcessGroup
 
 init = distributed_c10d.init_process_group
-"""torch's own."""
+"""The original torch function."""
 destroy = distributed_c10d.destroy_process_group
-"""torch's own."""
+"""The original torch function."""
 
 _of_engines: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def known_groups() -> list[Group]:
-    """Return the process groups that torch knows on this rank, the default one among them."""
+    """Return the process groups registered on this rank, including the default group."""
     return list(distributed_c10d._world.pg_map)  # noqa: SLF001 - torch 2.13 has no public name
 
 
 @contextlib.contextmanager
 def owned_by_engines() -> Iterator[None]:
-    """Protect the groups that are made in this context from cells that destroy all groups."""
+    """Protect the groups created in this context from `destroy_process_group` in cells."""
     before = set(known_groups())
     try:
         yield
@@ -54,7 +54,7 @@ def owned_by_engines() -> Iterator[None]:
 
 
 def install() -> None:
-    """Protect the session's process groups; once in a rank's life."""
+    """Patch torch to protect the session's process groups; call it once per process."""
     for module in (distributed, distributed_c10d):
         vars(module).update(
             init_process_group=_init_process_group, destroy_process_group=_destroy_process_group
@@ -65,33 +65,33 @@ def install() -> None:
 
 @functools.wraps(init)
 def _init_process_group(*args: Any, **kwargs: Any) -> None:
-    """Do nothing where the default group exists and is what is asked for.
+    """Do nothing if the default group exists and matches the arguments.
 
     Raises:
-        SessionError: the session's ranks have another backend or number, or this is another rank.
+        SessionError: the backend, world size or rank differs from the session's.
     """
     if not distributed.is_initialized():
         init(*args, **kwargs)
         return
     given = inspect.signature(init).bind(*args, **kwargs).arguments
     config = str(distributed.get_backend_config())
-    has = {"world_size": distributed.get_world_size(), "rank": distributed.get_rank()}
-    wrong = [f"{name}={given[name]}" for name in has if given.get(name, -1) not in {-1, has[name]}]
+    own = {"world_size": distributed.get_world_size(), "rank": distributed.get_rank()}
+    wrong = [f"{name}={given[name]}" for name in own if given.get(name, -1) not in {-1, own[name]}]
     backend = str(given.get("backend") or "").lower()
     if any(part not in config for part in backend.split(",")):
         wrong.append(f"backend={backend!r}")
     if wrong:
         message = (
-            f"the ranks of this session are connected already ({config}, rank {has['rank']} of"
-            f" {has['world_size']}) and init_process_group() asks for {wrong[0]}; leave it out, or"
-            " make a group of your own with torch.distributed.new_group()."
+            f"The session already has a process group ({config}, rank {own['rank']} of"
+            f" {own['world_size']}), but init_process_group() got {wrong[0]}. Remove the call or"
+            " create a group with torch.distributed.new_group()."
         )
         raise SessionError(message)
 
 
 @functools.wraps(destroy)
 def _destroy_process_group(group: Group | None = None) -> None:
-    """Destroy a group that a cell has made; all of them where no group is given."""
+    """Destroy a group created by a cell; without a group, all groups created by cells."""
     world = distributed.group.WORLD
     if group is not None and group is not world:
         if group not in _of_engines:
@@ -105,8 +105,8 @@ def _destroy_process_group(group: Group | None = None) -> None:
 def _outlived_by_its_group(original: Callable[..., None]) -> Callable[..., None]:
     """Keep a reference to DDP's process group until its Reducer has been freed.
 
-    torch 2.13 has two Python objects that keep the C++ Reducer: itself and its Logger. Neither
-    takes part in garbage collection, so a finalizer runs after the C++ object is gone.
+    In torch 2.13 two Python objects own the C++ Reducer: its wrapper and the Logger. Neither
+    takes part in garbage collection, so a finalizer runs after the C++ object is freed.
     """
 
     @functools.wraps(original)
@@ -119,4 +119,4 @@ def _outlived_by_its_group(original: Callable[..., None]) -> Callable[..., None]
 
 
 def _free(_: Group) -> None:
-    """Drop the reference, which Python does when this returns."""
+    """Drop the reference, which is the argument itself."""

@@ -1,11 +1,12 @@
-"""Where the ranks of one start meet, and no port: a file here, the agent's store on several nodes.
+"""Store for the rendezvous of torch's process groups, without an open port.
 
-Runs on a rank. torch's process groups exchange their addresses through a store. Its usual
-TCPStore serves whoever connects; a file (0600) in a folder (0700) is out of reach for other
-users, and so is the socket of the agent, which passes requests on to the notebook's kernel. It
-lasts as long as the ranks, so that a group can be made anew under another prefix:
+torch's process groups exchange addresses through a store. The default TCPStore accepts any
+connection. On one node, this is a FileStore on a file (0600) in a folder (0700) that other users
+cannot access. On several nodes, the node agent forwards requests from a Unix socket to the
+notebook's kernel. The store exists as long as the ranks, so a process group can be recreated
+under another prefix:
 
-    distributed.init_process_group("gloo", store=PrefixStore("again-1", store()), ...)
+    distributed.init_process_group("gloo", store=PrefixStore("again-1", get_store()), ...)
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ if TYPE_CHECKING:
 
 _NAME = "store"
 _MARGIN_S = 15.0
-"""The answer to a wait that has failed may come so much later."""
+"""Additional time for the reply to a wait that timed out."""
 _SHORT_S = 30.0
-"""For requests that wait for nobody."""
+"""Timeout of requests that do not wait for other ranks."""
 _opened: list[Store] = []
-"""Kept for the life of the rank: torch removes the file with the last FileStore on it."""
+"""Kept until the rank exits: torch deletes the file with the last FileStore on it."""
 
 
-def opened(launch: messages.Launch) -> Store:
-    """Open the store of this start of the ranks; `store()` gives it from then on."""
-    _opened[:] = [NodeStore(launch.store) if launch.store else _file(launch)]
-    return store()
+def open_store(launch: messages.LaunchRanks) -> Store:
+    """Open the store and return it; ``get_store()`` returns it from then on."""
+    _opened[:] = [NodeAgentStore(launch.store) if launch.store else _file(launch)]
+    return get_store()
 
 
-def store() -> Store:
-    """Give the store of this start of the ranks."""
+def get_store() -> Store:
+    """Return the store of these ranks."""
     return _opened[0]
 
 
-def _file(launch: messages.Launch) -> FileStore:
+def _file(launch: messages.LaunchRanks) -> FileStore:
     path = Path(launch.run_dir) / _NAME
     path.touch(mode=0o600)
     return FileStore(str(path), launch.world_size)
 
 
-class NodeStore(Store):
-    """Asks the agent of this node; the kernel answers. From any thread."""
+class NodeAgentStore(Store):
+    """Store that sends requests to the kernel through this node's agent; thread-safe."""
 
     def __init__(self, address: str) -> None:
-        """Connect when it is first asked."""
+        """Create the store; each thread connects at its first request."""
         super().__init__()
         self._address = address
         self._context = zmq.Context()
@@ -67,91 +68,93 @@ class NodeStore(Store):
         self._ask("set", [key], value)
 
     def get(self, key: str) -> bytes:
-        """A value, once it is there."""
+        """Wait for a key and return its value."""
         return self._ask("get", [key], seconds=self._limit_s)[1]
 
     def add(self, key: str, amount: int) -> int:
-        """Count; returns how far it is."""
+        """Increment a counter and return its new value."""
         return self._ask("add", [key], number=amount)[0]
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a value where it is as expected; returns what it is then."""
+        """Set a value if the current one is `expected`; return the resulting value."""
         return self._ask("compare_set", [key], expected, desired)[1]
 
     def append(self, key: str, value: bytes | str) -> None:
-        """Add to the end of a value."""
+        """Append to a value."""
         self._ask("append", [key], value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of them are there."""
+        """Return whether all keys exist."""
         return bool(self._ask("check", list(keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: dt.timedelta | None = None) -> None:
-        """Return once all of them are there.
+        """Wait until all keys exist.
 
         Raises:
-            DistStoreError: they did not come in time.
+            DistStoreError: the wait timed out.
         """
         seconds = self._limit_s if timeout is None else timeout.total_seconds()
         self._ask("wait", list(keys), seconds=seconds)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a value; whether there was one."""
+        """Delete a key; return whether it existed."""
         return bool(self._ask("delete", [key])[0])
 
     def num_keys(self) -> int:
-        """How many values there are."""
+        """Return the number of keys."""
         return self._ask("count", [])[0]
 
-    # torch 2.13 calls these two by their names in C++
+    # torch 2.13 calls these two by their C++ names
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
     @property
     def _limit_s(self) -> float:
-        """How long a wait without a limit of its own may take."""
-        limit: dt.timedelta = self.timeout  # type: ignore[attr-defined]
-        return limit.total_seconds()
+        """Return the default timeout in seconds."""
+        timeout: dt.timedelta = self.timeout  # type: ignore[attr-defined]
+        return timeout.total_seconds()
 
     def has_extended_api(self) -> bool:
-        """Not to be asked for several values at once."""
+        """Return False: multi-key requests are not supported."""
         return False
 
     def _ask(
         self, op: str, keys: list[str], *values: bytes | str, number: int = 0, seconds: float = 0.0
     ) -> tuple[int, bytes]:
-        """Ask and wait for the answer: a number and a value."""
-        request = protocol.Stored(op, keys, number=number, seconds=seconds)
-        frames = [one.encode() if isinstance(one, str) else bytes(one) for one in values]
+        """Send a request and return the reply: a number and a value."""
+        request = protocol.KeyValueRequest(op, keys, number=number, seconds=seconds)
+        frames = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
         try:
-            answer, given = self._exchange(protocol.pack(request, *frames), seconds)
-        except BaseException:  # Stop too: a later answer would be taken for the next one's
+            answer, payload = self._exchange(protocol.pack_message(request, *frames), seconds)
+        except BaseException:  # interrupts too: a late reply would match the next request
             self._own.socket.close(0)
             del self._own.socket
             raise
-        if not isinstance(answer, protocol.Stored) or answer.error:
-            why = answer.error if isinstance(answer, protocol.Stored) else "no answer"
-            message = f"{op} {', '.join(keys)}: {why}"
+        if not isinstance(answer, protocol.KeyValueRequest) or answer.error:
+            reason = (
+                answer.error if isinstance(answer, protocol.KeyValueRequest) else "invalid reply"
+            )
+            message = f"{op} {', '.join(keys)}: {reason}"
             raise DistStoreError(message)
-        return answer.number, given[0] if given else b""
+        return answer.number, payload[0] if payload else b""
 
     def _exchange(
         self, frames: list[bytes], seconds: float
     ) -> tuple[protocol.Message, list[bytes]]:
-        """Send a request and wait for what answers it."""
+        """Send a request and wait for the reply."""
         socket = self._socket()
         socket.send_multipart(frames)
-        patience_s = seconds + _MARGIN_S if seconds else _SHORT_S
-        if not socket.poll(int(1000 * patience_s)):
-            message = f"the store of the process groups was silent for {patience_s:.0f} s"
+        timeout_s = seconds + _MARGIN_S if seconds else _SHORT_S
+        if not socket.poll(int(1000 * timeout_s)):
+            message = f"the store of the process groups did not reply within {timeout_s:.0f} s"
             raise DistStoreError(message)
-        return protocol.unpack(socket.recv_multipart())
+        return protocol.unpack_message(socket.recv_multipart())
 
     def _socket(self) -> zmq.Socket[bytes]:
-        """This thread's own."""
-        known: zmq.Socket[bytes] | None = vars(self._own).get("socket")
-        if known is None:
-            known = self._own.socket = self._context.socket(zmq.REQ)
-            known.linger = 0
-            known.connect(self._address)
-        return known
+        """Return this thread's socket."""
+        socket: zmq.Socket[bytes] | None = vars(self._own).get("socket")
+        if socket is None:
+            socket = self._own.socket = self._context.socket(zmq.REQ)
+            socket.linger = 0
+            socket.connect(self._address)
+        return socket

@@ -1,9 +1,9 @@
-"""`report()`: a row of scalars on its way to the kernel, without waiting for anything.
+"""`report()`: sends rows of scalars to the notebook without blocking the training loop.
 
-Runs on every rank. The training loop appends rows; one daemon thread publishes them in
-batches and in order. A number is ready at once. A CUDA tensor is copied into pinned memory
-on the stream that computes it, and its row is ready when an event behind the copy has
-passed: no synchronisation, no collective.
+The training loop appends rows; one daemon thread publishes them in batches and in order. A
+number is ready at once. A CUDA tensor is copied to pinned memory on the current stream, and
+its row is ready when an event recorded after the copy has completed: no synchronization and
+no collective.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nbdist.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-INTERVAL_S = 0.2
+PUBLISH_INTERVAL_S = 0.2
 """Shortest time between two batches."""
 _BATCH_ROWS = 4096
 _SLOTS = 1024
@@ -36,38 +36,39 @@ _OWN_NAMES = frozenset({"step", "time"})
 _log = logging.getLogger(__name__)
 
 
-class Copies(Protocol):
-    """Values of one row that are on their way from a device."""
+class PendingCopies(Protocol):
+    """Asynchronous device-to-host copies of one row's values."""
 
-    def ready(self) -> bool:
-        """Whether all have arrived."""
+    def is_ready(self) -> bool:
+        """Return whether all copies have completed."""
 
     def values(self) -> dict[str, float]:
-        """Give the values by name; to be called once, when they are ready."""
+        """Return the values by name; call it once, when they are ready."""
 
 
 class Reporter:
-    """The user's `report`, and what publishes its rows.
+    """Implementation of the user's `report`, with the thread that publishes its rows.
 
-    A row holds "step", "time" (unix seconds of the call) and the scalars by name.
+    A row holds "step", "time" (Unix time of the call in seconds) and the scalars by name.
     """
 
     def __init__(
         self,
         publish: Callable[[list[dict[str, float]]], None],
         *,
-        copy: Callable[[Mapping[str, torch.Tensor]], Copies] | None = None,
+        copy: Callable[[Mapping[str, torch.Tensor]], PendingCopies] | None = None,
     ) -> None:
         """Start the thread that calls `publish` with batches of rows.
 
-        `publish` is called there or in `flush`, never twice at a time. `copy` begins to
-        copy device tensors; tests give their own.
+        Args:
+            publish: called on that thread or in `flush`, never concurrently.
+            copy: starts the copies of device tensors; a parameter for tests.
         """
         self._publish = publish
-        self._copy = copy or PinnedMemory().copy
+        self._copy = copy or PinnedSlots().copy_async
         self.next_step = 0
-        """Of a call that gives none."""
-        self._pending: deque[tuple[dict[str, float], Copies | None]] = deque()
+        """Step of the next call without an explicit one."""
+        self._pending: deque[tuple[dict[str, float], PendingCopies | None]] = deque()
         self._publishing = threading.Lock()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="nbdist-report", daemon=True)
@@ -76,16 +77,17 @@ class Reporter:
     def report(self, step: int | None = None, **scalars: Any) -> None:
         """Send scalars of a training step to the notebook.
 
-        `report(loss=loss)` arrives in `nbdist.session().metrics["loss"]`. Costs
-        microseconds, waits for no device and no other rank; each rank reports its own.
+        `report(loss=loss)` appears in `nbdist.session().metrics["loss"]`. A call takes
+        microseconds and does not synchronize with the device or other ranks; each rank
+        reports its own values.
 
         Args:
-            step: where none is given, calls are counted from 0, on through later cells
-                and on from a step that was given.
-            **scalars: numbers, or tensors of one element on any device.
+            step: by default, one more than in the previous call, starting at 0; the count
+                continues across cells.
+            **scalars: numbers, or tensors with one element on any device.
 
         Raises:
-            OptionError: a value that is no scalar; nothing of the call is reported.
+            OptionError: a value is not a scalar; nothing from the call is reported.
         """
         step = self.next_step if step is None else _checked_step(step)
         row: dict[str, float] = {"step": step, "time": time.time()}
@@ -97,7 +99,7 @@ class Reporter:
                 row[name] = value
             elif isinstance(value, torch.Tensor) and _is_distant(value):
                 distant[name] = _one_element(name, value)
-                row[name] = math.nan  # keeps its place among the names
+                row[name] = math.nan  # placeholder that keeps the order of the names
             else:
                 row[name] = _number(name, value)
         self._pending.append((row, self._copy(distant) if distant else None))
@@ -106,7 +108,7 @@ class Reporter:
             self._wake.set()
 
     def flush(self, timeout_s: float) -> bool:
-        """Publish what is pending, waiting at most `timeout_s` for copies; True if all is."""
+        """Publish pending rows, waiting at most `timeout_s` for copies; True if none is left."""
         deadline = time.monotonic() + timeout_s
         self._publish_ready()
         while self._pending and time.monotonic() < deadline:
@@ -115,7 +117,7 @@ class Reporter:
         return not self._pending
 
     def close(self) -> None:
-        """Publish what is ready and end the thread."""
+        """Publish the rows that are ready and stop the thread."""
         self._closed.set()
         self._wake.set()
         self._thread.join(timeout=1.0)
@@ -127,17 +129,17 @@ class Reporter:
             self._publish_ready()
             if not self._pending:
                 self._wake.clear()
-                if self._pending:  # a row came in between
+                if self._pending:  # a row was added in between
                     self._wake.set()
-            self._closed.wait(INTERVAL_S)
+            self._closed.wait(PUBLISH_INTERVAL_S)
 
     def _publish_ready(self) -> None:
-        """Publish the rows in front that are ready: rows never overtake one another."""
+        """Publish the rows up to the first one that is not ready, which keeps their order."""
         with self._publishing:
             while rows := self._take_ready():
                 try:
                     self._publish(rows)
-                except Exception:  # noqa: BLE001 - a lost socket must not end the thread
+                except Exception:  # noqa: BLE001 - a closed socket must not end the thread
                     _log.exception("%d rows of report() could not be published", len(rows))
 
     def _take_ready(self) -> list[dict[str, float]]:
@@ -145,7 +147,7 @@ class Reporter:
         while self._pending and len(rows) < _BATCH_ROWS:
             row, copies = self._pending[0]
             if copies is not None:
-                if not copies.ready():
+                if not copies.is_ready():
                     break
                 row.update(copies.values())
             self._pending.popleft()
@@ -156,19 +158,18 @@ class Reporter:
 # ---------------------------------------------------------------------------- devices
 
 
-class PinnedMemory:
-    """Slots of pinned memory for one number each, reused: pinning can stop the device."""
+class PinnedSlots:
+    """Pool of one-element pinned tensors, reused because pinning can synchronize the device."""
 
     def __init__(self) -> None:
-        """Pin nothing yet."""
         self._free: deque[torch.Tensor] = deque()
 
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
-        """Begin to copy; returns at once."""
+    def copy_async(self, tensors: Mapping[str, torch.Tensor]) -> PendingCopies:
+        """Start the copies and return immediately."""
         if torch.cuda.is_current_stream_capturing():
             message = (
-                "report() was called while a CUDA graph is captured, where values do not"
-                " exist yet; call it after the replay."
+                "report() was called during CUDA graph capture, where tensors have no values"
+                " yet. Call it after the replay."
             )
             raise OptionError(message)
         slots = {name: self._slot() for name in tensors}
@@ -179,7 +180,7 @@ class PinnedMemory:
 
     def _slot(self) -> torch.Tensor:
         if not self._free:
-            # In inference mode these would be tensors that nothing else may write into.
+            # Inference tensors could not be written to outside inference mode.
             with torch.inference_mode(mode=False):
                 chunk = torch.empty(_SLOTS, dtype=torch.float64, device="cpu", pin_memory=True)
             self._free.extend(chunk[i] for i in range(_SLOTS))
@@ -188,27 +189,27 @@ class PinnedMemory:
 
 @dataclass(slots=True)
 class _DeviceCopies:
-    """Copies of one row into pinned slots, and the events behind them."""
+    """Copies of one row into pinned slots, with the events recorded after them."""
 
     slots: dict[str, torch.Tensor]
     events: list[torch.cuda.Event]
     free: deque[torch.Tensor]
-    """Where the slots go back to."""
+    """Pool that the slots return to."""
     lost: bool = False
 
-    def ready(self) -> bool:
-        """Whether all events have passed."""
+    def is_ready(self) -> bool:
+        """Return whether all events have completed."""
         _allow_captures()
         try:
             return all(event.query() for event in self.events)
-        except RuntimeError as error:  # the device failed: nothing will arrive any more
+        except RuntimeError as error:  # the device failed: the copies will never complete
             _log.warning("values of report() were lost with their device: %s", error)
             self.lost = True
             return True
 
     def values(self) -> dict[str, float]:
-        """Read the slots and give them back; NaN where the device failed."""
-        if self.lost:  # never used again: a copy may still come
+        """Read the slots and return them to the pool; NaN if the device failed."""
+        if self.lost:  # do not reuse the slots: a copy may still write to them
             return dict.fromkeys(self.slots, math.nan)
         values = {name: slot.item() for name, slot in self.slots.items()}
         self.free.extend(self.slots.values())
@@ -216,27 +217,27 @@ class _DeviceCopies:
 
 
 def _allow_captures() -> None:
-    """Let this thread ask for events while the main thread captures a CUDA graph.
+    """Allow this thread to query events while the main thread captures a CUDA graph.
 
-    A capture in the default mode, "global", becomes invalid where another thread asks, unless
-    that one's own mode is thread-local; ProcessGroupNCCL's watchdog does the same. The driver is
-    asked, since the runtime could make a context on GPU 0.
+    An event query on another thread invalidates a capture in the default "global" mode unless
+    that thread's own capture mode is thread-local; ProcessGroupNCCL's watchdog does the same.
     """
     if _thread.allows or threading.current_thread() is threading.main_thread():
         return
     _thread.allows = True
     mode = ctypes.c_int(_THREAD_LOCAL)
     try:
+        # The driver API, because the runtime API could create a context on GPU 0.
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:  # another kind of GPU
-        _log.info("report() leaves the capture mode of its thread: %s", error)
+    except OSError as error:  # not an NVIDIA GPU
+        _log.info("report() does not change the capture mode of its thread: %s", error)
         return
     if status := driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
-        _log.warning("report() may break the capture of a CUDA graph: CUDA error %d", status)
+        _log.warning("report() may invalidate a CUDA graph capture: CUDA error %d", status)
 
 
 class _Thread(threading.local):
-    """What this thread has done."""
+    """Per-thread flag: `allows` is True once the capture mode is set."""
 
     allows = False
 
@@ -253,7 +254,7 @@ def _event_behind(device: torch.device) -> torch.cuda.Event:
 
 
 def _is_distant(tensor: torch.Tensor) -> bool:
-    """Whether reading the tensor would wait for a device."""
+    """Return whether reading the tensor would synchronize with a device."""
     return tensor.is_cuda
 
 
@@ -261,67 +262,69 @@ def _is_distant(tensor: torch.Tensor) -> bool:
 
 
 def _number(name: str, value: Any) -> float:
-    """The value as a float, where it is one number."""
+    """Convert a scalar to float."""
     if isinstance(value, torch.Tensor):
         value = _item(name, value)
     elif getattr(value, "size", None) == 1 and hasattr(value, "item"):  # NumPy
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise _no_scalar(name, f"is {_called(value)}")
+        raise _no_scalar(name, _called(value))
     try:
         return float(value)
     except OverflowError as error:
-        raise _no_scalar(name, "is too large for a float") from error
+        raise _no_scalar(name, "a number too large for a float") from error
 
 
 def _item(name: str, tensor: torch.Tensor) -> object:
-    """Read a tensor whose value is here; quick for the usual one."""
+    """Return the value of a host tensor, with a fast path for a plain tensor."""
     if type(tensor) is torch.Tensor:
         try:
             return tensor.item()
         except (RuntimeError, ValueError):
-            return _one_element(name, tensor).item()  # says what is wrong with it
+            return _one_element(name, tensor).item()  # raises a more precise error
     return _one_element(name, tensor).item()
 
 
 def _one_element(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "full_tensor"):
-        advice = "a DTensor; its value needs a collective, call .full_tensor() on all ranks first"
-        raise _no_scalar(name, f"is {advice}")
+        given = "a DTensor. Its value needs a collective: call .full_tensor() on all ranks first"
+        raise _no_scalar(name, given)
     if tensor.numel() != 1:
-        raise _no_scalar(name, f"has shape {tuple(tensor.shape)}, take its mean() or sum()")
+        given = f"a tensor of shape {tuple(tensor.shape)}. Take its mean() or sum()"
+        raise _no_scalar(name, given)
     if tensor.is_complex() or tensor.is_meta or tensor.layout != torch.strided:
-        raise _no_scalar(name, f"is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}")
+        raise _no_scalar(name, f"a {tensor.layout} {tensor.dtype} tensor on {tensor.device}")
     return tensor
 
 
 def _checked_step(step: Any) -> int:
-    try:  # a tensor could wait for a device here
+    try:  # not for a tensor: its __index__ could synchronize with a device
         number = -1 if isinstance(step, (bool, torch.Tensor)) else operator.index(step)
     except TypeError:
         number = -1
     if 0 <= number < _MAX_STEP:
         return number
     message = (
-        f"step {_called(step)} is not allowed in report(); use a whole number from 0 as step"
-        " and give scalars by name, as in report(loss=loss)."
+        f"step of report() must be an integer >= 0 and < 2**62, got {_called(step)}."
+        " Pass scalars by name, as in report(loss=loss)."
     )
     raise OptionError(message)
 
 
 def _refused_names(scalars: Mapping[str, object]) -> OptionError:
     if not scalars:
-        return OptionError("report() got no scalars; give them by name, as in report(loss=loss).")
-    return OptionError("report(time=...) is taken by the time of the row; use another name.")
+        return OptionError("report() got no scalars. Pass them by name, as in report(loss=loss).")
+    return OptionError("report(time=...) is reserved for the time of the row. Use another name.")
 
 
 def _no_scalar(name: str, given: str) -> OptionError:
     return OptionError(
-        f"report({name}=...) {given}; allowed are real numbers and tensors of one element."
+        f"report({name}=...) must be a real number or a tensor with one element, got {given}."
     )
 
 
 def _called(value: object) -> str:
+    """Return the type of a value for an error message, with a short value in parentheses."""
     text = repr(value)
     shown = f" ({text})" if isinstance(value, (str, int, float)) and len(text) <= 40 else ""  # noqa: PLR2004
-    return f"of type {type(value).__name__}{shown}"
+    return f"{type(value).__name__}{shown}"

@@ -1,6 +1,6 @@
-"""The Python stacks of all threads of this rank, as text.
+"""Formats the Python stacks of all threads of this rank.
 
-Called on the control thread; reads frames and nothing else.
+Called on the control thread; only reads frames.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _MOST_FRAMES = 60
-"""Of a thread; a recursion has thousands."""
+"""Maximum frames per thread; a recursion has thousands."""
 _OUTSIDE = PurePath("nbdist", "worker", "main.py").parts
-"""Frames outside of this file are torch elastic's and the launcher's."""
+"""Frames outside this file belong to torch elastic and the launcher."""
 _SERVANTS = re.compile(
     r"/(?:threading|selectors|asyncio/\w+|(?:ipykernel|zmq|tornado|nbdist)/.*)\.py$"
 )
-"""A thread with nothing else in its stack is ipykernel's or nbdist's own."""
+"""A thread with only these files in its stack belongs to ipykernel or nbdist."""
 
 
-def text(cell_of: Callable[[str], tuple[str, str] | None]) -> str:
-    """Every thread with its frames, the innermost first; the main thread first.
+def format_stacks(cell_of: Callable[[str], tuple[str, str] | None]) -> str:
+    """Return the stack of every thread, main thread first and innermost frames first.
 
     Args:
         cell_of: IPython's `compile.format_code_name`: file of a cell's code -> ("Cell", "In[3]").
     """
-    frames = sys._current_frames()  # noqa: SLF001 - threading has no other way
-    main, own = threading.main_thread(), threading.current_thread()
-    threads = [thread for thread in threading.enumerate() if thread is not own]
+    frames = sys._current_frames()  # noqa: SLF001 - there is no public API
+    main, current = threading.main_thread(), threading.current_thread()
+    threads = [thread for thread in threading.enumerate() if thread is not current]
     threads.sort(key=lambda thread: (thread is not main, thread.name))
     parts, servants = [], []
     for thread in threads:
@@ -50,13 +50,13 @@ def text(cell_of: Callable[[str], tuple[str, str] | None]) -> str:
 
 
 def _stack(frame: FrameType | None) -> list[traceback.FrameSummary]:
-    """Frames, the innermost first, without those around a rank's whole life."""
-    found: list[traceback.FrameSummary] = []
+    """Return the frames, innermost first, up to the rank's main function."""
+    stack: list[traceback.FrameSummary] = []
     for summary in reversed(traceback.extract_stack(frame, limit=-_MOST_FRAMES) if frame else ()):
-        found.append(summary)
+        stack.append(summary)
         if PurePath(summary.filename).parts[-len(_OUTSIDE) :] == _OUTSIDE:
             break
-    return found
+    return stack
 
 
 def _line(frame: traceback.FrameSummary, cell: tuple[str, str] | None) -> str:

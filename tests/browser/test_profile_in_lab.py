@@ -90,7 +90,7 @@ def test_the_button_profiles_the_cell_that_blocks(
     panel.button("Profile").click()
     expect(panel.root.locator(".nbd-line").first).to_contain_text(re.compile("profiling: step \\d"))
     expect(panel.button("Profile")).to_have_attribute("aria-disabled", "true")
-    expect(panel.button("Profile")).to_have_attribute("title", re.compile("under way"))
+    expect(panel.button("Profile")).to_have_attribute("title", re.compile("in progress"))
     expect(profile.locator(".nbd-verdict")).to_contain_text("input-bound")
     outputs = notebook.end(cell)
     assert "input-bound" in json.dumps(outputs)

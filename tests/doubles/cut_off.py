@@ -12,7 +12,7 @@ import psutil
 
 from nbdist import RankDied, Session
 from nbdist.cluster import agent_server, node_group
-from nbdist.cluster.remote import RemoteEngine
+from nbdist.cluster.remote import ClusterLauncherProvider
 from tests.two_nodes import Hosts, OnHosts
 
 LONG_S = 60.0
@@ -27,10 +27,10 @@ def listening(processes: list[psutil.Process]) -> list[str]:
 def main() -> None:
     """Do it."""
     hosts = Hosts(sys.argv[1])
-    node_group.LEASE_S, agent_server.CUT_OFF_S = float(sys.argv[2]), float(sys.argv[3])
+    node_group.LEASE_S, agent_server.NODE_TIMEOUT_S = float(sys.argv[2]), float(sys.argv[3])
     cluster = OnHosts(hosts)
     seen: dict[str, object] = {}
-    with Session(2, engine=RemoteEngine(cluster)) as session:
+    with Session(2, engine=ClusterLauncherProvider(cluster)) as session:
         code = "import torch.distributed as dist\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
         seen["sum"] = session.run(code, output="none").values[1]
         beta = cluster.processes("beta")

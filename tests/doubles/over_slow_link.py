@@ -13,8 +13,8 @@ import time
 import numpy as np
 
 from nbdist import CellInterrupted, Session
-from nbdist.cluster.agent_server import CUT_OFF_S
-from nbdist.cluster.remote import RemoteEngine
+from nbdist.cluster.agent_server import NODE_TIMEOUT_S
+from nbdist.cluster.remote import ClusterLauncherProvider
 from tests.two_nodes import Hosts, OnHosts
 
 TRAIN = """
@@ -43,7 +43,7 @@ def main() -> None:
     def done(what: str) -> None:
         seen[f"{what}_at_s"] = round(time.monotonic() - began, 1)
 
-    with Session(2, engine=RemoteEngine(OnHosts(Hosts(sys.argv[1])))) as session:
+    with Session(2, engine=ClusterLauncherProvider(OnHosts(Hosts(sys.argv[1])))) as session:
         done("started")
         session.run("pass")
         done("cell")
@@ -63,8 +63,8 @@ def main() -> None:
         except CellInterrupted:
             done("stopped")
         seen["after"] = list(session.run("rank").values.values())
-        session.run(f"import time; time.sleep({CUT_OFF_S + 2})")
-        seen["state"], seen["restarts"] = session.state, session.restarts
+        session.run(f"import time; time.sleep({NODE_TIMEOUT_S + 2})")
+        seen["state"], seen["restarts"] = session.state, session.num_restarts
         done("all")
     sys.stdout.write(json.dumps(seen))
 

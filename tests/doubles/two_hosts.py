@@ -9,31 +9,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import factory
-from nbdist.cluster.rank_distribution import Spread
+from nbdist.cluster.rank_distribution import RankDistribution
 from tests.two_nodes import Hosts, OnHosts
 
 if TYPE_CHECKING:
-    from nbdist.cluster.allocation import Kind
+    from nbdist.cluster.allocation import DeviceType
 
 
 class Stand(OnHosts):
     """Both hosts, one CPU rank on each, under Ray's name."""
 
     name = "ray"
-    chosen: Spread | None = None
+    distribution: RankDistribution | None = None
 
-    def spread(self, nproc: int | None, nodes: int | None, gpus_per_node: int | None) -> Spread:
+    def distribute_ranks(
+        self, nproc: int | None, nodes: int | None, gpus_per_node: int | None
+    ) -> RankDistribution:
         """What there is."""
         assert nproc in {None, 2}
         assert nodes in {None, 2}
         assert not gpus_per_node
-        return Spread("cpu", 2, 1)
+        return RankDistribution("cpu", 2, 1)
 
-    def left(self, kind: Kind, each: int, nodes: int) -> int:  # noqa: ARG002 - as Ray's
+    def num_available_nodes(self, kind: DeviceType, each: int, nodes: int) -> int:  # noqa: ARG002 - as Ray's
         """Both: only agents are killed here."""
         return nodes
 
-    leave = OnHosts.close
+    disconnect = OnHosts.close
 
 
 def stand_in(prefix: str) -> None:

@@ -22,10 +22,10 @@ def pretend(node: str) -> None:
     """Let this process take its machine for this node."""
     memory, cores, name, gib, capability = HAS[node]
     fake = FakeNvml([FakeGpu(uuid, name, gib * GIB, capability) for uuid in gpus(node)])
-    nbdist.hardware.discovery.pynvml = lambda: fake  # type: ignore[assignment, return-value]
-    nbdist.hardware.discovery.host_bytes = nbdist.hardware.discovery.host_free_bytes = lambda: (
-        memory * GIB
-    )
+    nbdist.hardware.discovery.import_pynvml = lambda: fake  # type: ignore[assignment, return-value]
+    nbdist.hardware.discovery.host_memory_bytes = (
+        nbdist.hardware.discovery.host_free_memory_bytes
+    ) = lambda: memory * GIB
     nbdist.hardware.discovery._num_cpus = lambda: cores
 
 

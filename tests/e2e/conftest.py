@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def one_launcher() -> Iterator[None]:
     """Sessions take over the launcher of those before; in tests/faults each starts its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_module, "LocalEngine", lambda: keeper)
+        patch.setattr(session_module, "LocalLauncherProvider", lambda: keeper)
         yield
 
 

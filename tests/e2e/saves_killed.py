@@ -40,12 +40,12 @@ def kill(session: Session, root: Path, *, kills: int, seed: int) -> list[list[st
                 f"    save('best', overwrite=True, folder={str(root)!r})\n"
                 f"    save(f'step-{{number}}', overwrite=True, keep=3, folder={str(root)!r})"
             )
-        found = checkpoint.entries(root)
+        found = checkpoint.list_checkpoints(root)
         for one in found:
-            checkpoint.verify(one.path)
+            checkpoint.verify_files(one.path)
         listed.append([one.name for one in found])
         assert "best" in listed[-1]
     session.restart(nproc=2)
-    checkpoint.tidy(root)
+    checkpoint.remove_abandoned(root)
     assert not [path for path in root.iterdir() if path.name.startswith((".tmp", ".old"))]
     return listed

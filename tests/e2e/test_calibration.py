@@ -13,14 +13,14 @@ from nbdist.errors import OptionError
 from nbdist.operations import calibrate
 from nbdist.planner import local_devices, measurement_store, measurements, step_time
 from nbdist.session import planner
-from nbdist.worker.benchmarks import communication
+from nbdist.worker.benchmarks import calibration
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from nbdist.operations.calibrate import Calibrated
+    from nbdist.operations.calibrate import CalibrationReport
 
 MIB = 1 << 20
 FACTOR = 4.0
@@ -77,7 +77,7 @@ def ranks() -> Iterator[Session]:
 
 
 @pytest.fixture(scope="module")
-def measured(ranks: Session, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+def measured(ranks: Session, tmp_path_factory: pytest.TempPathFactory) -> CalibrationReport:
     return ranks.calibrate(disk=tmp_path_factory.mktemp("disk"))
 
 
@@ -85,11 +85,13 @@ def value(session: Session, code: str) -> Any:
     return session.run(code).values[0]
 
 
-def test_each_collective_is_measured_at_four_sizes_and_its_latency(measured: Calibrated) -> None:
+def test_each_collective_is_measured_at_four_sizes_and_its_latency(
+    measured: CalibrationReport,
+) -> None:
     for figures in measured.figures.values():
         assert set(figures["curves"]) == set(measurements.COLLECTIVES)
         for curve in figures["curves"].values():
-            assert [size for size, _ in curve] == list(communication.SIZES)
+            assert [size for size, _ in curve] == list(calibration.MESSAGE_BYTES)
             assert all(seconds > 0 for _, seconds in curve)
             assert curve[-1][1] > curve[0][1], "64 MiB take longer than 4 KiB"
         assert set(figures["products"]) == {"fp32", "bf16"}
@@ -104,7 +106,7 @@ def test_each_collective_is_measured_at_four_sizes_and_its_latency(measured: Cal
 
 
 def test_a_plan_is_another_one_then_and_says_so(
-    ranks: Session, measured: Calibrated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ranks: Session, measured: CalibrationReport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     arguments = {"world_size": 2, "batch_size": 1, "seq_len": 64, "precision": "no"}
     after = nbdist.plan("124m", **arguments)
@@ -125,7 +127,9 @@ def test_a_collective_of_another_size_takes_about_as_long_as_planned(ranks: Sess
     for _ in range(2):  # others compute on this machine meanwhile
         ranks.calibrate()
         for size, found in ratios.items():
-            planned = step_time.collective_s("all_reduce", size, local_devices.found(2, kind="cpu"))
+            planned = step_time.collective_time_s(
+                "all_reduce", size, local_devices.detect_local_cluster(2, kind="cpu")
+            )
             found.append(value(ranks, f"fresh({size})") / planned)
     for found in ratios.values():
         assert 1 / FACTOR < statistics.geometric_mean(found) < FACTOR, ratios
@@ -164,7 +168,7 @@ def test_the_memory_is_given_back(ranks: Session) -> None:
 def test_a_folder_that_is_not_there_is_refused_before_the_ranks_measure(
     ranks: Session, tmp_path: Path
 ) -> None:
-    with pytest.raises(OptionError, match="nothing can be written there"):
+    with pytest.raises(OptionError, match="Cannot write to --disk"):
         ranks.calibrate(disk=tmp_path / "missing")
 
 
@@ -193,21 +197,21 @@ def test_a_running_cell_is_not_disturbed(ranks: Session) -> None:
 
 def test_a_profile_teaches_the_planner_this_loop(ranks: Session) -> None:
     ranks.run(LOOP)
-    before = planner.plan(ranks).row("ddp").cost
+    before = planner.plan_model(ranks).row("ddp").cost
     ranks.run("train(6)", profile={"steps": 3, "memory": False})
     eventually(lambda: ranks.profiles, within_s=60)
     profile = ranks.profiles[-1]
-    after = planner.plan(ranks).row("ddp").cost
+    after = planner.plan_model(ranks).row("ddp").cost
     assert before is not None
     assert after is not None
     computing = profile.parts["forward"] + profile.parts["backward"]
     # the planner learns from the median of the ranks
     assert after.compute_s == pytest.approx(computing, rel=0.3)
     assert after.uncertainty < before.uncertainty
-    pace = local_devices.found(2, kind="cpu").slowest.pace
+    pace = local_devices.detect_local_cluster(2, kind="cpu").slowest_device.compute_speed
     assert pace is not None
-    assert pace.loops["bf16"].runs == 1
-    assert "compute speed" in str(planner.plan(ranks)).partition("measured here")[0]
+    assert pace.loop_efficiency["bf16"].runs == 1
+    assert "compute speed" in str(planner.plan_model(ranks)).partition("measured here")[0]
 
 
 def test_one_rank_alone_has_no_link_to_measure() -> None:
@@ -216,5 +220,5 @@ def test_one_rank_alone_has_no_link_to_measure() -> None:
         assert figures["curves"] == {}
         assert figures["products"]["fp32"] > 0
         with pytest.raises(PlanError):
-            planner.plan(alone)
-    assert measurement_store.Known("nowhere").links("1 CPU rank") is None
+            planner.plan_model(alone)
+    assert measurement_store.MeasurementStore("nowhere").comm_speed("1 CPU rank") is None

@@ -102,8 +102,8 @@ def test_failed_cell_frees_its_tensors(session: Session) -> None:
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("exit()", "a rank cannot leave alone"),
-        ("quit()", "a rank cannot leave alone"),
+        ("exit()", "a rank cannot exit alone"),
+        ("quit()", "a rank cannot exit alone"),
         ("input('name? ')", "--push"),
         ("breakpoint()", "no keyboard"),
     ],
@@ -192,7 +192,7 @@ def test_stop_in_the_import_of_torch_cuts_nothing_in_two(
 
     session.run("ones = torch.ones(3)")
     monkeypatch.setattr("nbdist.protocol.serialization.reader.importlib.import_module", stopped)
-    with pytest.raises(CellInterrupted, match="the pull was stopped; all variables are as they"):
+    with pytest.raises(CellInterrupted, match="The pull was interrupted; no variable was changed"):
         session.pull("ones")
     assert [one.__name__ for one in whole] == ["torch"]
     monkeypatch.undo()
@@ -200,13 +200,13 @@ def test_stop_in_the_import_of_torch_cuts_nothing_in_two(
 
 
 def test_send_arrives_while_the_cell_runs(session: Session) -> None:
-    session.received.clear()
+    session.sent_values.clear()
     result = session.run(
         "if rank == 0: send('early', {'x': 1})\nimport time\nwhile True: time.sleep(0.01)",
         background=True,
     )
-    eventually(lambda: "early" in session.received, within_s=10)
-    assert session.received["early"] == {"x": 1}
+    eventually(lambda: "early" in session.sent_values, within_s=10)
+    assert session.sent_values["early"] == {"x": 1}
     assert not result.done
     session.interrupt()
     with pytest.raises(CellError):
@@ -298,7 +298,7 @@ def test_a_stopped_session_says_so() -> None:
 
 def test_send_without_room_in_shared_memory(session: Session) -> None:
     session.run("if rank == 0:\n    del send.__self__._folders[0]\n    send('spared', [1, 2])")
-    assert session.received["spared"] == [1, 2]
+    assert session.sent_values["spared"] == [1, 2]
 
 
 def test_threads_are_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,10 @@ ANY_RANKS = MODEL.replace("batch_size=2", "batch_size=4 // world_size").replace(
 STATE = textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as training
-    from nbdist.worker.training.model_state import Carried
+    from nbdist.worker.training.model_state import ModelState
     from nbdist.state import digest
     def fingerprint():
-        return digest.agreed(Carried(0, training.everything()[0]).share())
+        return digest.global_digests(ModelState(0, training.all_models()[0]).owned_shards())
     """
 )
 
@@ -117,10 +117,10 @@ def test_another_number_of_ranks(
     living.run(ANY_RANKS)
     living.run(START.format("seed=9"))
     report = living.load("ranks")
-    assert any("random generators stay" in note for note in report.notes)
+    assert any("random generators are unchanged" in note for note in report.notes)
     found = one(living, "train(70)")
     assert apart(found[:10], expected[:10]) <= 2e-6
-    shuffled_alone = any("next epochs are others" in note for note in report.notes)
+    shuffled_alone = any("next epochs are in another order" in note for note in report.notes)
     assert shuffled_alone == (before[0] == 1)
     if not shuffled_alone:
         assert apart(found, expected) <= 1e-4
@@ -155,7 +155,7 @@ def test_a_new_kernel_loads_before_the_first_step(trained: Session) -> None:
     trained.save("fresh", overwrite=True).wait(60)
     expected = one(trained, "train(3)")
     trained.restart()
-    with pytest.raises(CheckpointError, match="no model is prepared"):
+    with pytest.raises(CheckpointError, match="No model is prepared"):
         trained.load("fresh")
     trained.run(MODEL)
     trained.run("bare, model, optimizer, schedule, loader = build(lambda: gpt2(0.1), seed=9)")
@@ -194,7 +194,7 @@ def test_other_loaders_go_on(trained: Session, loader: str) -> None:
     trained.save("loaders", overwrite=True).wait(60)
     expected = trained.run("heads(4)").values
     report = trained.load("loaders")
-    assert "a loader at batch 3 of epoch 0" in report.loaded
+    assert "loader at batch 3 of epoch 0" in report.loaded
     assert trained.run("coming = iter(more); heads(4)").values == expected
     assert one(trained, "len(heads(57)), next(coming, None)") == (57, None)  # 64 in all
 
@@ -207,7 +207,7 @@ WAITING = textwrap.dedent(
     import threading
     from nbdist.worker.operations import save as inside
     go = threading.Event()
-    inside.before_step[:] = [lambda step: go.wait(60) if step == "write" else None]
+    inside.before_save_stage[:] = [lambda step: go.wait(60) if step == "write" else None]
     """
 )
 
@@ -244,7 +244,7 @@ def test_save_in_a_cell_and_a_second_one_waits(trained: Session) -> None:
 def test_micro_batches_that_wait_are_refused(trained: Session) -> None:
     trained.run(START.format(""))
     trained.run("accelerator.backward(model(input_ids=tokens[:2], labels=tokens[:2]).loss)")
-    with pytest.raises(CheckpointError, match="1 micro-batches wait"):
+    with pytest.raises(CheckpointError, match="1 micro-batches are waiting"):
         trained.save("waiting")
     trained.run("optimizer.zero_grad()")
 
@@ -254,7 +254,9 @@ def test_the_end_waits_for_a_save(folder: Path) -> None:
         session.run(MODEL)
         session.run(START.format(""))
         session.save("at-the-end", folder="others")
-    assert [entry.name for entry in checkpoint.entries(folder / "others")] == ["at-the-end"]
+    assert [entry.name for entry in checkpoint.list_checkpoints(folder / "others")] == [
+        "at-the-end"
+    ]
     assert hidden(folder / "others") == []
 
 
@@ -270,19 +272,19 @@ def test_overwrite_keep_and_what_is_not_ours(trained: Session, folder: Path) -> 
     for name in ("a", "b", "c"):
         save = trained.save(name, keep=2, wait=True, folder=root)
     assert save.removed == ("a",)
-    assert [entry.name for entry in checkpoint.entries(root)] == ["b", "c"]
-    with pytest.raises(CheckpointError, match="exists; save under another name"):
+    assert [entry.name for entry in checkpoint.list_checkpoints(root)] == ["b", "c"]
+    with pytest.raises(CheckpointError, match="exists\\. Save under another name"):
         trained.save("c", folder=root)
-    before = checkpoint.latest(root)
+    before = checkpoint.latest_checkpoint(root)
     trained.save("c", overwrite=True, wait=True, folder=root)
-    after = checkpoint.latest(root)
+    after = checkpoint.latest_checkpoint(root)
     assert before is not None
     assert after is not None
     assert after.created > before.created
-    with pytest.raises(CheckpointError, match="not replaced"):
+    with pytest.raises(CheckpointError, match="not overwritten"):
         trained.save("notes", overwrite=True, folder=root)
     for name in ("../outside", Path("notes")):
-        with pytest.raises(CheckpointError, match="no name for a checkpoint"):
+        with pytest.raises(CheckpointError, match="Invalid checkpoint name"):
             trained.save(name, folder=root)  # type: ignore[arg-type]
     assert (foreign / "readme.txt").read_text() == "mine"
     assert hidden(root) == []
@@ -342,7 +344,7 @@ def test_one_rank_that_cannot_write_stops_all(trained: Session, folder: Path) ->
     save = trained.save("limited")
     with pytest.raises(CheckpointError, match=r"rank 1 cannot write .*errno 27"):
         save.wait(60)
-    assert trained.checkpoints.failed[-1] is save
+    assert trained.checkpoints.failed_saves[-1] is save
     assert "limited" not in [entry.name for entry in trained.checkpoints]
     assert hidden(folder / "checkpoints") == []
     trained.run("resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1])) if rank == 1 else None")
@@ -358,14 +360,14 @@ def test_a_failure_in_a_cells_save_is_seen(trained: Session, capsys: Any) -> Non
         "from nbdist.worker.operations import save as inside\n"
         "def fail(step):\n"
         "    if step == 'commit': raise OSError(5, 'on purpose')\n"
-        "inside.before_step[:] = [fail]\n"
+        "inside.before_save_stage[:] = [fail]\n"
         "save('in-a-cell')"
     )
     eventually(
-        lambda: [save for save in trained.checkpoints.failed if save.name == "in-a-cell"],
+        lambda: [save for save in trained.checkpoints.failed_saves if save.name == "in-a-cell"],
         within_s=60,
     )
-    trained.run("inside.before_step.clear()")
+    trained.run("inside.before_save_stage.clear()")
     eventually(lambda: "on purpose" in "".join(capsys.readouterr()), within_s=20)
 
 
@@ -401,20 +403,24 @@ def refuse(session: Session, name: str, match: str, **options: Any) -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_read(trained: Session) -> None:
     trained.run(START.format(""))
     trained.save("fits", overwrite=True, wait=True)
-    refuse(trained, "nothing", "has no checkpoint nothing; there are")
+    refuse(trained, "nothing", r"No checkpoint nothing in .*Available: ")
     trained.run(START.format("llama"))
-    refuse(trained, "fits", r"another model: of \d+ tensors \d+ are missing: .*; 28 are unexpected")
+    refuse(
+        trained, "fits", r"prepared model: of \d+ tensors \d+ are missing: .*; 28 are unexpected"
+    )
     trained.run("SIZES['vocab_size'] = 223")
     trained.run(START.format(""))
     refuse(
-        trained, "fits", r"1 have another shape: model.transformer.wte.weight \(223, 45\) \(saved"
+        trained,
+        "fits",
+        r"1 have a different shape: model.transformer.wte.weight \(223, 45\) \(saved",
     )
     trained.run("SIZES['vocab_size'] = 211")
     trained.run(START.format("make=torch.optim.SGD"))
-    refuse(trained, "fits", "has the state of AdamW, and SGD is prepared; .*--weights-only")
+    refuse(trained, "fits", r"has the state of AdamW, but SGD is prepared\. .*--weights-only")
     report = trained.load("fits", weights_only=True)
     assert report.verified == 28
-    assert "weights alone" in str(report)
+    assert "weights only" in str(report)
     trained.run("train(1)")
 
 
@@ -426,7 +432,7 @@ def test_a_bit_that_changed_is_found(trained: Session, folder: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-9] ^= 1
     file.write_bytes(content)
-    refuse(trained, "damaged", f"{file.name}.* other bytes")
+    refuse(trained, "damaged", f"Checksum mismatch in .*{file.name}")
     del folder
 
 
@@ -511,4 +517,4 @@ def test_the_magics(notebook: LiveKernel) -> None:
     assert "(False, 28)" in brought.text or "(False, 29)" in brought.text
     wrong = notebook.run("%nbdist load nowhere")
     assert wrong.status == "error"
-    assert "has no checkpoint nowhere" in wrong.text
+    assert "No checkpoint nowhere in" in wrong.text

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist import CellInterrupted, CheckpointError, RankDied, Session, checkpoint
-from nbdist.checkpoint import Remote, Url
+from nbdist.checkpoint import Url, UrlStorage
 from tests.conftest import eventually
 from tests.e2e.test_checkpoints import ANY_RANKS, STATE, WAITING
 from tests.e2e.test_switch import MODEL, START, apart, one
@@ -94,12 +94,12 @@ def trained(living: Session) -> Session:
 
 def listed(url: str) -> list[str]:
     """Checkpoints as a process sees them that has just come."""
-    return [entry.name for entry in Remote(Url(url)).entries()]
+    return [entry.name for entry in UrlStorage(Url(url)).list_checkpoints()]
 
 
 def files(url: str) -> list[str]:
     """Everything that lies there, without what a session's start tries."""
-    system, path = Url(url).opened()
+    system, path = Url(url).open_filesystem()
     system.invalidate_cache()
     found = (one.removeprefix(path).lstrip("/") for one in system.find(path))
     return [one for one in found if not one.startswith("trial/")]
@@ -128,18 +128,20 @@ def test_another_number_of_ranks_and_another_engine(living: Session) -> None:
     living.run(START.format("seed=9"))
     living.load("ranks")
     assert apart(one(living, "train(10)"), expected) <= 2e-6
-    assert not list(Path(living._gang.fleet.staging[1]).rglob("load-*"))  # nothing stays here
+    assert not list(
+        Path(living._workers.launcher_group.staging_folders[1]).rglob("load-*")
+    )  # nothing stays here
 
 
 def test_save_in_a_cell_keeps_the_last_ones(trained: Session, url: str) -> None:
     trained.run("for n in range(4):\n    train(1)\n    save(f'step-{n}', keep=2)")
     eventually(lambda: not trained.saves_running(), within_s=60)
-    assert [one.name for one in trained.checkpoints.known] == ["step-2", "step-3"]
+    assert [one.name for one in trained.checkpoints.cached] == ["step-2", "step-3"]
     assert listed(url) == ["step-2", "step-3"]
     assert {one.split("/")[0] for one in files(url)} == {"step-2", "step-3"}
     trained.save("step-3", overwrite=True, wait=True)
     assert len({one.split("/")[1] for one in files(url)}) == 2
-    with pytest.raises(CheckpointError, match=r"step-3 exists; .*overwrite=True"):
+    with pytest.raises(CheckpointError, match=r"step-3 exists\. .*overwrite=True"):
         trained.save("step-3")
 
 
@@ -171,13 +173,13 @@ def test_a_save_that_is_killed_half_way_is_never_listed(
 def test_damage_is_found_and_nothing_has_changed(trained: Session, url: str) -> None:
     trained.save("damaged", wait=True, overwrite=True)
     trained.run("train(2)")
-    system, path = Url(url).opened()
+    system, path = Url(url).open_filesystem()
     (name,) = [one for one in files(url) if "damaged" in one and "optim-00001-0" in one]
     content = bytearray(system.cat_file(f"{path}/{name}"))
     content[-9] ^= 1
     system.pipe_file(f"{path}/{name}", bytes(content))
     before = one(trained, "fingerprint()")
-    with pytest.raises(CheckpointError, match=r"optim-00001-0.* has other bytes than were written"):
+    with pytest.raises(CheckpointError, match=r"Checksum mismatch in .*optim-00001-0"):
         trained.load("damaged")
     assert one(trained, "fingerprint()") == before
 
@@ -188,23 +190,24 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
     trained.run("train(1)")
     before = one(trained, "fingerprint()")
     trained.run(
-        "import threading\nfrom nbdist.checkpoint import Brought\nfetch = Brought._fetch\n"
-        "Brought._fetch = lambda self, file, told: ("
+        "import threading\nfrom nbdist.checkpoint import CheckpointDownload\n"
+        "fetch = CheckpointDownload._fetch\n"
+        "CheckpointDownload._fetch = lambda self, file, told: ("
         "threading.Event().wait() if 'optim' in file.name else fetch(self, file, told))"
     )
 
     def press() -> None:
-        eventually(lambda: "downloading" in str(trained.activity.now), within_s=60)
+        eventually(lambda: "downloading" in str(trained.operation.progress), within_s=60)
         trained.interrupt()
 
     stop = threading.Thread(target=press)
     stop.start()
-    with pytest.raises(CellInterrupted, match="the load was stopped while downloading"):
+    with pytest.raises(CellInterrupted, match="Load interrupted while downloading"):
         trained.load("slow")
     stop.join()
     assert one(trained, "fingerprint()") == before
-    assert not list(Path(trained._gang.fleet.staging[1]).rglob("load-*"))
-    trained.run("Brought._fetch = fetch")
+    assert not list(Path(trained._workers.launcher_group.staging_folders[1]).rglob("load-*"))
+    trained.run("CheckpointDownload._fetch = fetch")
     trained.load("slow")
     assert one(trained, "fingerprint()") != before
 
@@ -212,16 +215,16 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
 def test_what_cannot_be_is_one_sentence_and_touches_nothing(trained: Session, url: str) -> None:
     before = one(trained, "fingerprint()")
     for folder, said in (
-        ("nope://x", "no URL that fsspec knows"),
-        ("gs://bucket", "a package that is not installed here"),
-        ("file:///proc/nothing", "cannot take checkpoints"),
-        ("ftp://me:pass-word@127.0.0.1:9/x", "me:<redacted>@127.0.0.1:9/x cannot be reached"),
+        ("nope://x", "does not support the URL nope://x"),
+        ("gs://bucket", "a package that is not installed: "),
+        ("file:///proc/nothing", "Cannot write checkpoints to file:///proc/nothing"),
+        ("ftp://me:pass-word@127.0.0.1:9/x", "Cannot reach ftp://me:<redacted>@127.0.0.1:9/x"),
     ):
         with pytest.raises(CheckpointError, match=said) as told:
             trained.save("refused", folder=folder)
         assert "\n" not in str(told.value)
         assert "pass-word" not in str(told.value)
-    with pytest.raises(CheckpointError, match=rf"{url} has no checkpoint nothing; there are "):
+    with pytest.raises(CheckpointError, match=rf"No checkpoint nothing in {url}\. Available: "):
         trained.load("nothing")
     assert one(trained, "fingerprint()") == before
 
@@ -229,7 +232,7 @@ def test_what_cannot_be_is_one_sentence_and_touches_nothing(trained: Session, ur
 @pytest.mark.fault("S5")
 @pytest.mark.parametrize("url", ["s3"], indirect=True)
 def test_a_store_that_does_not_let_us_in(trained: Session, bucket: str, capsys: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"s3://none/x cannot take checkpoints") as told:
+    with pytest.raises(CheckpointError, match=r"Cannot write checkpoints to s3://none/x") as told:
         trained.save("refused", folder="s3://none/x")
     said = str(told.value) + "".join(capsys.readouterr()) + repr(trained.checkpoints)
     assert SECRET not in said
@@ -240,14 +243,14 @@ def test_a_url_of_the_session_is_tried_at_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="no URL that fsspec knows"):
+    with pytest.raises(CheckpointError, match="does not support the URL nope://x"):
         Session(nproc=1, checkpoints="nope://x")
     said: list[str] = []
     with Session(nproc=1, checkpoints="file:///proc/nothing") as session:
 
         def warned() -> bool:
             said.append(capsys.readouterr().err)
-            return "save() would fail now: file:///proc/nothing" in "".join(said)
+            return "Cannot write checkpoints to file:///proc/nothing" in "".join(said)
 
         eventually(warned, within_s=20)
         assert one(session, "1") == 1  # cells that save nothing run
@@ -265,7 +268,7 @@ def test_the_magics_take_a_url(notebook: LiveKernel, tmp_path: Path) -> None:
     notebook.run(f"%nbdist save best --wait --dir {other}")
     assert "best: step 4" in notebook.run(f"%nbdist checkpoints --dir {other}").text
     assert "best (step 4" in notebook.run(f"%nbdist load {other}/best").text
-    assert [one.name for one in checkpoint.place(Url(other)).entries()] == ["best"]
+    assert [one.name for one in checkpoint.storage_for(Url(other)).list_checkpoints()] == ["best"]
     assert not Path(os.fspath(tmp_path / "checkpoints")).exists()
 
 
@@ -276,16 +279,16 @@ def test_a_living_session_goes_to_another_place(notebook: LiveKernel, tmp_path: 
     notebook.run("%%distribute\n" + START.format(""))
     assert f"s to {first}; training" in notebook.run("%nbdist save one --wait").text
     moved = notebook.run(f"%config NbDist.checkpoints = {second!r}")
-    assert f"checkpoints of this session go to {second}" in moved.text
+    assert f"checkpoints are now saved to {second}" in moved.text
     assert f"{second}: 0 checkpoints" in notebook.run("%nbdist checkpoints").text
     assert f"s to {second}; training" in notebook.run("%nbdist save two --wait").text
     notebook.run("%%distribute\nsave('three')")
     notebook.run("%nbdist save four --wait")  # waits for the one before
-    there = checkpoint.place(Url(second)).entries()
+    there = checkpoint.storage_for(Url(second)).list_checkpoints()
     assert sorted(one.name for one in there) == ["four", "three", "two"]
     assert "two (step 4" in notebook.run("%nbdist load two").text
     refused = notebook.run("%config NbDist.checkpoints = 'file://'")
-    assert "names no folder" in refused.text
+    assert "does not name a folder" in refused.text
     notebook.run("%nbdist restart")
     assert f"{second}: 3 checkpoints" in notebook.run("%nbdist checkpoints").text
     notebook.run("%config NbDist.checkpoints = None")
@@ -295,7 +298,7 @@ def test_a_living_session_goes_to_another_place(notebook: LiveKernel, tmp_path: 
     beside = notebook.run("%nbdist checkpoints").text
     assert "/checkpoints: 2 checkpoints" in beside
     assert "five: step 4" in beside
-    assert "is for the next session" in notebook.run("%config NbDist.nproc = 3").text
+    assert "applies to the next session" in notebook.run("%config NbDist.nproc = 3").text
     notebook.run("%nbdist stop")
     notebook.run(f"%config NbDist.checkpoints = {second!r}")
     assert f"{second}: 3 checkpoints" in notebook.run("%nbdist checkpoints").text
@@ -303,5 +306,5 @@ def test_a_living_session_goes_to_another_place(notebook: LiveKernel, tmp_path: 
 
 @pytest.mark.parametrize("given", ["", " ", "file://", "s3://"])
 def test_no_place_is_refused(given: str) -> None:
-    with pytest.raises(CheckpointError, match="names no folder"):
+    with pytest.raises(CheckpointError, match="folder"):
         Session(nproc=1, checkpoints=given)

@@ -10,8 +10,8 @@ import pytest
 import nbdist
 from nbdist import CellError, Session
 from nbdist.doctor import training_checks
-from nbdist.doctor.evidence import Case
-from nbdist.profiler.measurements import Model, RankFigures, Traffic
+from nbdist.doctor.evidence import RunEvidence
+from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
 
 if TYPE_CHECKING:
     from tests.live_kernel import LiveKernel
@@ -35,9 +35,9 @@ START = textwrap.dedent(
 )
 
 
-def case(session: Session, *, units: int, traffic: list[Traffic]) -> Case:
+def case(session: Session, *, units: int, traffic: list[CollectiveStats]) -> RunEvidence:
     """The session with figures of a profile."""
-    model = Model(
+    model = ProfiledModel(
         backend=session.backend,
         params=87_120,
         units=units,
@@ -49,15 +49,17 @@ def case(session: Session, *, units: int, traffic: list[Traffic]) -> Case:
         seq_len=1,
         accumulate=1,
     )
-    figures = RankFigures(
+    figures = RankProfile(
         rank=0, kind="cpu", device="cpu", ends=[0.0, 1.0], parts={}, traffic=traffic, model=model
     )
-    return Case(figures=[figures], options=session.options, hardware=session.hardware)
+    return RunEvidence(rank_profiles=[figures], options=session.options, hardware=session.hardware)
 
 
-def gathers(count: int, each: int) -> Traffic:
+def gathers(count: int, each: int) -> CollectiveStats:
     """All gathers that take 300 ms of a step."""
-    return Traffic(name="all_gather", count=count, bytes=count * each, seconds=0.3, exposed_s=0.3)
+    return CollectiveStats(
+        name="all_gather", count=count, bytes=count * each, seconds=0.3, exposed_s=0.3
+    )
 
 
 def test_a_load_that_failed_is_recognised_by_its_error() -> None:
@@ -81,13 +83,13 @@ def test_the_lines_for_zero3_and_fsdp_can_be_pasted_while_a_model_lives(
     told = "import nbdist\nsession = nbdist.session()\nprint(session.options.fsdp_config)"
     assert "NO_WRAP" in notebook.run(told).text
     like = Session(nproc=2, backend="fsdp2", fsdp_config={"auto_wrap_policy": "NO_WRAP"})
-    (one,) = training_checks.recognised(case(like, units=1, traffic=[]))
+    (one,) = training_checks.match_symptoms(case(like, units=1, traffic=[]))
     assert notebook.run(one.do).status == "ok"
     counted = "f'units {sum(type(one).__name__.startswith(\"FSDP\") for one in model.modules())}'"
     units = f"%%distribute\ntrain()\n{counted}"
     assert "units 7" in notebook.run(units).text  # six layers and the model around them
     like = Session(nproc=2, backend="zero3")
-    (one,) = training_checks.recognised(case(like, units=1, traffic=[gathers(40, 1000)]))
+    (one,) = training_checks.match_symptoms(case(like, units=1, traffic=[gathers(40, 1000)]))
     assert notebook.run(one.do).status == "ok"
     assert notebook.run("%%distribute\ntrain()").status == "ok"
     kept = notebook.run("print(session.options.deepspeed_config)").text

@@ -170,7 +170,7 @@ def test_a_trainer_under_zero_trains_in_bf16(under_zero2: Session) -> None:
 def test_a_trainer_that_contradicts_the_session_says_so_in_one_sentence() -> None:
     with Session(nproc=2, clip=0.5) as session:
         session.run(MODEL)
-        said = r"TrainingArguments has max_grad_norm=0\.3 and the session has --clip 0\.5; keep one"
+        said = r"TrainingArguments has max_grad_norm=0\.3 but the session has --clip 0\.5\. Remove"
         with pytest.raises(CellError, match=said):
             session.run(TRAINER.format(steps=2, arguments="max_grad_norm=0.3"))
         taken = session.run(TRAINER.format(steps=2, arguments=""))

@@ -12,7 +12,7 @@ import pytest
 from nbdist import CellError, OptionError, Session
 from nbdist.cluster.local import Launcher
 from nbdist.hardware import discovery
-from nbdist.hardware.discovery import Node
+from nbdist.hardware.discovery import SessionNode
 from nbdist.panel import plan_view
 from nbdist.session import placement as session_placement
 from nbdist.session import planner
@@ -35,13 +35,13 @@ LOOK = textwrap.dedent(
     from nbdist.state import digest, layouts
 
     def looked():
-        layout = layouts.of(model, [optimizer.optimizer])
+        layout = layouts.layout_for(model, [optimizer.optimizer])
         first = next(iter(model.parameters()))
         owned = layout.weights(owned=True)
         given = layout.weights(owned=False)
         moments = {
             f"{name}.{kind}": shard
-            for name, kinds in layout.states(owned=False).items()
+            for name, kinds in layout.optimizer_state(owned=False).items()
             for kind, shard in kinds.items()
         }
         return {
@@ -50,7 +50,7 @@ LOOK = textwrap.dedent(
             "local": sum(p.to_local().numel() for p in model.parameters()),
             "owned": sum(v.stop - v.start for one in owned.values() for v in one.pieces),
             "given": sum(v.stop - v.start for one in given.values() for v in one.pieces),
-            "mine": [digest.digests(given), digest.digests(moments)],
+            "mine": [digest.local_digests(given), digest.local_digests(moments)],
             "all": sum(p.numel() for p in model.parameters()),
         }
     """
@@ -60,19 +60,19 @@ LOOK = textwrap.dedent(
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Session]:
     """Four ranks on this machine; each of two is told that it shares a node with the next."""
-    found = session_placement.hardware
+    found = session_placement.hardware_for_placement
 
-    def hardware(placement: Placement, machine: Machine, nodes: Sequence[Node]) -> Hardware:
+    def hardware(placement: Placement, machine: Machine, nodes: Sequence[SessionNode]) -> Hardware:
         return replace(found(placement, machine, nodes), nodes=2)
 
-    def nodes(_: Launcher, world_size: int) -> list[Node]:
-        here, half = discovery.found(), world_size // 2
+    def nodes(_: Launcher, world_size: int) -> list[SessionNode]:
+        here, half = discovery.discover_machine(), world_size // 2
         places = (range(half), range(half, world_size))
-        return [Node(f"node {i}", tuple(mine), here) for i, mine in enumerate(places)]
+        return [SessionNode(f"node {i}", tuple(mine), here) for i, mine in enumerate(places)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_placement, "hardware", hardware)
-        patch.setattr(Launcher, "nodes", nodes)
+        patch.setattr(session_placement, "hardware_for_placement", hardware)
+        patch.setattr(Launcher, "nodes_for", nodes)
         with Session(nproc=4) as session:
             session.run(MODEL + LOOK)
             yield session
@@ -99,19 +99,19 @@ def test_it_trains_as_fsdp_does_and_replicas_are_equal(two_nodes: Session) -> No
     everything = found[0]["all"]
     assert sum(seen["local"] for seen in found.values()) == 2 * everything
     assert sum(seen["owned"] for seen in found.values()) == everything
-    lines = {line.part: line for line in planner.check(two_nodes).lines}
+    lines = {line.part: line for line in planner.compare_with_measured(two_nodes).lines}
     for part in ("parameters", "optimizer"):
-        assert lines[part].error == pytest.approx(0, abs=0.02), part
+        assert lines[part].relative_error == pytest.approx(0, abs=0.02), part
 
 
 def test_a_session_on_nodes_is_planned_with_replicas(two_nodes: Session) -> None:
     two_nodes.switch("fsdp", replicate_across="nodes")
     two_nodes.run(START.format(""))
-    plan = planner.plan(two_nodes)
+    plan = planner.plan_model(two_nodes)
     assert plan.question.cluster.describe() == "4 CPU ranks on 2 nodes"
     row = plan.row("fsdp2", replicate_across="nodes")
     assert row.memory["optimizer"] > 1.8 * plan.row("fsdp2").memory["optimizer"]
-    shown = plan_view.of_plan(plan, two_nodes.options).strategies["rows"]
+    shown = plan_view.view_from_plan(plan, two_nodes.options).strategies["rows"]
     (current,) = [one for one in shown if one["current"]]
     assert current["words"] == "fsdp2, replicate across nodes"
     other = next(one for one in shown if one["backend"] == "zero3")
@@ -153,7 +153,7 @@ def test_a_checkpoint_is_the_same_under_it(two_nodes: Session, tmp_path: Path) -
 
 
 def test_a_backend_without_replicas_says_so(two_nodes: Session) -> None:
-    with pytest.raises(OptionError, match="zero3 cannot replicate across nodes; fsdp2 can"):
+    with pytest.raises(OptionError, match=r"zero3 cannot replicate across nodes\. Use fsdp2"):
         two_nodes.switch("zero3", replicate_across="nodes")
 
 

@@ -107,8 +107,8 @@ PRELUDE = textwrap.dedent(
         '''A model under an engine, in this process.'''
 
         def __init__(self, backend, kind="adamw", seed=0, **options):
-            hardware = accelerators.current().hardware
-            accelerators.adopt(Options(backend=backend, **options).checked(hardware))
+            hardware = accelerators.current_config().hardware
+            accelerators.set_options(Options(backend=backend, **options).validate(hardware))
             # the weight without a gradient: DDP wants to know
             handlers = [DistributedDataParallelKwargs(find_unused_parameters=kind == "adapters")]
             self.accelerator = Accelerator(kwargs_handlers=handlers)
@@ -131,7 +131,7 @@ PRELUDE = textwrap.dedent(
 
         @property
         def layout(self):
-            return layouts.of(self.model, [self.optimizer])
+            return layouts.layout_for(self.model, [self.optimizer])
 
         def state(self, owned):
             return named(self.layout, owned)
@@ -142,7 +142,7 @@ PRELUDE = textwrap.dedent(
 
     def named(layout, owned):
         found = {f"model.{name}": one for name, one in layout.weights(owned=owned).items()}
-        for name, states in layout.states(owned=owned).items():
+        for name, states in layout.optimizer_state(owned=owned).items():
             found |= {f"optim.state.{name}.{state}": one for state, one in states.items()}
         return found
 
@@ -150,21 +150,21 @@ PRELUDE = textwrap.dedent(
         '''What a switch takes with it.'''
 
         def __init__(self, training):
-            self.shards = shards.snapshot(training.state(owned=True))
-            self.counts = training.layout.counts()
+            self.shards = shards.copy_to_host(training.state(owned=True))
+            self.counts = training.layout.scalar_state()
             self.buffers = [one.clone() for one in training.buffers()]
-            self.digests = digest.agreed(self.shards)
+            self.digests = digest.global_digests(self.shards)
             self.names = {}
-            for key, (shape, dtype) in moving.catalogue(self.shards).items():
+            for key, (shape, dtype) in moving.gather_keys(self.shards).items():
                 if key.startswith("optim.state."):
                     name, _, state = key.removeprefix("optim.state.").rpartition(".")
                     self.names.setdefault(name, {})[state] = dtype
 
         def into(self, training):
             layout = training.layout
-            layout.allocate(self.names)
-            sent = moving.move(self.shards, named(layout, owned=False))
-            layout.settle(self.counts)
+            layout.allocate_optimizer_state(self.names)
+            sent = moving.reshard(self.shards, named(layout, owned=False))
+            layout.finalize_state(self.counts)
             for one, old in zip(training.buffers(), self.buffers, strict=True):
                 one.copy_(old)
             return sent
@@ -176,7 +176,8 @@ PRELUDE = textwrap.dedent(
         '''Keys whose values are not the kept ones, in the types that the engine keeps.'''
         state = training.state(owned=True)
         types = {key: one.dtype for key, one in state.items()}
-        return differing(digest.agreed(state), digest.agreed(kept.shards, dtypes=types))
+        mine = digest.global_digests(state)
+        return differing(mine, digest.global_digests(kept.shards, dtypes=types))
 
     def farthest(one, two):
         return max(abs(a - b) for a, b in zip(one, two, strict=True))
@@ -201,7 +202,7 @@ MATRIX = textwrap.dedent(
     kept, losses, problems, fractions, worst = {{}}, {{}}, [], {{}}, 0.0
     for source in sources:
         training = Training(source, kind, **options)
-        layouts.check(training.model)
+        layouts.check_layout(training.model)
         training.train(0, trained)
         kept[source] = Kept(training)
         if not covered(training.state(owned=True)):
@@ -211,12 +212,12 @@ MATRIX = textwrap.dedent(
     for source in sources:
         for target in targets:
             training = Training(target, kind, seed=999, **options)
-            total = shards.bytes_of(kept[source].shards)
+            total = shards.total_bytes(kept[source].shards)
             fractions[source, target] = kept[source].into(training) / total
             wrong = apart(training, kept[source])
             if wrong:
                 problems.append((source, target, len(wrong), wrong[:4]))
-            counts = training.layout.counts()
+            counts = training.layout.scalar_state()
             if any(counts.get(n) != c for n, c in kept[source].counts.items()):
                 problems.append((source, target, "counts"))
             expected = losses.get(target, losses[source])
@@ -294,7 +295,7 @@ def test_deepspeeds_other_optimizer_for_bfloat16(ranks: Session) -> None:
     config = {"data_types": {"grad_accum_dtype": "fp32"}}
     training = Training("zero1", precision="bf16", deepspeed_config=config)
     training.train(0, 3)
-    layouts.check(training.model)
+    layouts.check_layout(training.model)
     kept, complete = Kept(training), covered(training.state(owned=True))
     expected = training.train(3, 6)
     other = Training("zero1", seed=9, precision="bf16", deepspeed_config=config)
@@ -327,7 +328,7 @@ def test_deepspeeds_own_options(ranks: Session, engine: str, zero: dict[str, Any
     kept = Kept(training)
     training = Training({engine!r}, deepspeed_config=config)
     training.train(0, 3)
-    layouts.check(training.model)
+    layouts.check_layout(training.model)
     same, complete = apart(training, kept), covered(training.state(owned=True))
     expected = training.train(3, 6)
     other = Training({engine!r}, seed=9, deepspeed_config=config)
@@ -343,7 +344,7 @@ def test_one_flat_tensor_has_one_count(ranks: Session) -> None:
     layout = training.layout
     names = list(layout.weights(owned=True))
     try:
-        layout.settle({name: {"step": float(number)} for number, name in enumerate(names)})
+        layout.finalize_state({name: {"step": float(number)} for number, name in enumerate(names)})
     except SwitchError as error:
         found = str(error)
     del training, layout
@@ -355,20 +356,20 @@ def test_one_flat_tensor_has_one_count(ranks: Session) -> None:
 
 def test_a_model_under_zero3_without_an_optimizer(ranks: Session) -> None:
     cell = """
-    hardware = accelerators.current().hardware
-    accelerators.adopt(Options(backend="zero3").checked(hardware))
+    hardware = accelerators.current_config().hardware
+    accelerators.set_options(Options(backend="zero3").validate(hardware))
     accelerator, models, losses = Accelerator(), [], []
     for seed in (0, 4):
         torch.manual_seed(seed)
         models.append(accelerator.prepare(build("adamw")))
-        layouts.check(models[-1])
-    first, second = (layouts.of(model) for model in models)
+        layouts.check_layout(models[-1])
+    first, second = (layouts.layout_for(model) for model in models)
     complete = covered(named(first, True))
-    moving.move(shards.snapshot(named(first, True)), named(second, False))
-    second.settle({})
+    moving.reshard(shards.copy_to_host(named(first, True)), named(second, False))
+    second.finalize_state({})
     losses = [model(input_ids=tokens[:4], labels=tokens[:4]).item() for model in models]
     for model in models:
-        layouts.free(model)
+        layouts.free_model(model)
     del model, models, first, second
     complete, losses[0] == losses[1]
     """
@@ -400,10 +401,11 @@ def test_names_are_those_of_the_bare_model(ranks: Session, engine: str) -> None:
     training = Training({engine!r}, "checkpointed")
     training.train(0, 1)
     compiled = torch.compile(training.model, backend="eager")
-    layouts.check(compiled)
-    layout = layouts.of(compiled, [training.optimizer])
+    layouts.check_layout(compiled)
+    layout = layouts.layout_for(compiled, [training.optimizer])
     wrapped = any("_checkpoint" in name for name, _ in training.model.named_parameters())
-    found = wrapped, sorted(layout.weights(owned=True)) == names, sorted(layout.counts()) == names
+    same = [sorted(layout.weights(owned=True)) == names, sorted(layout.scalar_state()) == names]
+    found = wrapped, *same
     del training, compiled, layout
     found
     """
@@ -450,7 +452,7 @@ def test_another_memory_order_is_kept_or_refused(ranks: Session) -> None:
     weight = next(other.model.parameters())
     found += [not weight.is_contiguous()]
     try:
-        layouts.check(Training("fsdp1").model)
+        layouts.check_layout(Training("fsdp1").model)
     except SwitchError as error:
         found += [str(error)]
     found
@@ -458,7 +460,7 @@ def test_another_memory_order_is_kept_or_refused(ranks: Session) -> None:
     wrong, far, same_order, refusal = ranks.run(textwrap.dedent(cell)).values[0]
     ranks.run(PRELUDE)
     assert (wrong, far, same_order) == ([], 0.0, True)
-    assert "0.weight is in another memory order than row by row" in refusal
+    assert "0.weight is not in row-major memory order" in refusal
 
 
 FREED = textwrap.dedent(
@@ -481,7 +483,7 @@ FREED = textwrap.dedent(
         held += [model, training.accelerator.unwrap_model(model), optimizer]
         held += list(model.parameters())
         full.append(reachable())
-        layouts.free(model, [optimizer])
+        layouts.free_model(model, [optimizer])
         levels.append(reachable())
     del training, model, optimizer
     held.clear()

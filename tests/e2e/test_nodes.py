@@ -23,15 +23,15 @@ import zmq
 
 from nbdist import CellError, CellInterrupted, CheckpointError, RankDied, Session, StartError
 from nbdist.cluster import factory
-from nbdist.cluster.allocation import Place
-from nbdist.cluster.node_group import Nodes
-from nbdist.cluster.protocol import AHEAD
-from nbdist.cluster.rank_distribution import Spread
-from nbdist.cluster.remote import RemoteEngine
+from nbdist.cluster.allocation import AllocatedNode
+from nbdist.cluster.node_group import NodeGroup
+from nbdist.cluster.protocol import MAX_UNREAD_BATCHES
+from nbdist.cluster.rank_distribution import RankDistribution
+from nbdist.cluster.remote import ClusterLauncherProvider
 from nbdist.hardware import discovery
 from nbdist.output.status_line import StatusLine
-from nbdist.panel.controller import View
-from nbdist.session import planner, status, transfer_progress
+from nbdist.panel.controller import PanelData
+from nbdist.session import file_transfer_status, planner, status
 from tests.conftest import eventually
 from tests.doubles import unlike_nodes
 from tests.two_nodes import Here, Hosts
@@ -83,7 +83,7 @@ def cluster() -> Here:
 
 @pytest.fixture(scope="module")
 def one_session(cluster: Here, folder: Path) -> Iterator[Session]:  # noqa: ARG001 - runs there
-    with Session(3, engine=RemoteEngine(cluster)) as running:
+    with Session(3, engine=ClusterLauncherProvider(cluster)) as running:
         yield running
 
 
@@ -134,7 +134,9 @@ def stopped(session: Session, code: str, *, when: Callable[[], object]) -> tuple
 
 def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
     """Whether a cell has been running for so long."""
-    return lambda: session.running is not None and time.time() - session.running.began > seconds
+    return lambda: (
+        session.running is not None and time.time() - session.running.started_at > seconds
+    )
 
 
 # ---------------------------------------------------------------------------------------- cells
@@ -168,7 +170,7 @@ def test_collectives_go_from_node_to_node(session: Session) -> None:
 def test_report_and_send_arrive(session: Session) -> None:
     session.run("for n in range(3): report(step=n, loss=float(rank + n))\nsend('weights', [rank])")
     eventually(lambda: session.metrics.last_step == 2, within_s=5)
-    assert session.received["weights"] in ([0], [1], [2])
+    assert session.sent_values["weights"] in ([0], [1], [2])
 
 
 PRINTING = """
@@ -184,12 +186,12 @@ Path(f"printed{rank}").touch()
 def test_what_is_said_waits_for_a_kernel_that_does_not_read(
     session: Session, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[tuple[Nodes, int]] = []
-    taken = Nodes.taken
-    monkeypatch.setattr(Nodes, "taken", lambda *bundle: read.append(bundle))
+    read: list[tuple[NodeGroup, int]] = []
+    taken = NodeGroup.acknowledge_batch
+    monkeypatch.setattr(NodeGroup, "acknowledge_batch", lambda *bundle: read.append(bundle))
     result = session.run(PRINTING, background=True)
     eventually(lambda: len(list(folder.glob("printed*"))) == 3, within_s=30)
-    assert len(read) <= 2 * AHEAD
+    assert len(read) <= 2 * MAX_UNREAD_BATCHES
     assert not result.done
     monkeypatch.undo()
     for nodes, index in read:
@@ -214,7 +216,7 @@ def test_a_slow_push_and_pull_say_how_far_they_are(
     session.push(given=given)
     session.pull("given", rank=2)
     assert "nbdist: pu" not in capsys.readouterr().out  # over before anybody wondered
-    monkeypatch.setattr(transfer_progress, "PATIENCE_S", 0)
+    monkeypatch.setattr(file_transfer_status, "SHOW_AFTER_S", 0)
     session.push(given=given)  # to two nodes
     session.pull("given", rank=2)
     lines = capsys.readouterr().out.splitlines()
@@ -233,7 +235,7 @@ def test_stop_ends_a_push_or_pull_and_leaves_no_file(
 ) -> None:
     given = np.ones(10_000_000)
     session.push(given=given)
-    monkeypatch.setattr(transfer_progress, "PATIENCE_S", 0)
+    monkeypatch.setattr(file_transfer_status, "SHOW_AFTER_S", 0)
     pressed: list[str] = []
 
     class Pressed(StatusLine):
@@ -242,14 +244,14 @@ def test_stop_ends_a_push_or_pull_and_leaves_no_file(
             if len(pressed) == 1:
                 os.kill(os.getpid(), signal.SIGINT)  # while chunks are on their way
 
-    monkeypatch.setattr(transfer_progress, "StatusLine", Pressed)
+    monkeypatch.setattr(file_transfer_status, "StatusLine", Pressed)
     ways = {
         "push": lambda: session.push(given=given * 2),
         "pull": lambda: session.pull("given", rank=2),
     }
-    with pytest.raises(CellInterrupted, match=rf"the {doing} was stopped after .* of .* MiB"):
+    with pytest.raises(CellInterrupted, match=rf"The {doing} was interrupted after .* of .* MiB"):
         ways[doing]()
-    assert pressed[-1].startswith(f"nbdist: {doing}: stopped after")
+    assert pressed[-1].startswith(f"nbdist: {doing}: interrupted after")
     assert session.run("given[0]").values == dict.fromkeys(range(3), 1.0)
     eventually(lambda: not payloads(session, cluster), within_s=5)
     session.run("del given")
@@ -257,8 +259,12 @@ def test_stop_ends_a_push_or_pull_and_leaves_no_file(
 
 def payloads(session: Session, cluster: Here) -> list[Path]:
     """Files with values in the private folders of the notebook and of the agents."""
-    folders = {folder for rank in range(3) for folder in session._gang.fleet.folders(rank)}
-    folders |= {str(folder) for folder in session._gang.fleet.staging}
+    folders = {
+        folder
+        for rank in range(3)
+        for folder in session._workers.launcher_group.payload_folders(rank)
+    }
+    folders |= {str(folder) for folder in session._workers.launcher_group.staging_folders}
     assert len(folders) == 2 * (len(cluster.names) + 1)
     return [file for folder in folders for file in Path(folder).glob("*.payload")]
 
@@ -266,7 +272,7 @@ def payloads(session: Session, cluster: Here) -> list[Path]:
 def test_status_names_the_nodes(session: Session) -> None:
     status = session.status()
     assert [one["node"] for one in status["ranks"]] == ["alpha", "alpha", "beta"]
-    drawn = View(session).draw()["ranks"]
+    drawn = PanelData(session).snapshot()["ranks"]
     assert [(one["node"], one["device"]) for one in drawn] == [
         ("alpha", "cpu"),
         ("alpha", "cpu"),
@@ -283,48 +289,48 @@ def test_the_panel_shows_memory_by_node_and_asks_each_once(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    fleet: Any = session._gang.fleet
-    send = fleet.hub.send
+    fleet: Any = session._workers.launcher_group
+    send = fleet.agent_server.send
 
     def counted(index: int, *what: Any) -> None:
         asked.append(index)
         send(index, *what)
 
-    monkeypatch.setattr(fleet.hub, "send", counted)
-    view = View(session)
-    moment = view.devices.look()
+    monkeypatch.setattr(fleet.agent_server, "send", counted)
+    view = PanelData(session)
+    moment = view.devices.sample_once()
     assert sorted(asked) == [0, 1]
-    assert [seat.node for seat in view.devices.seats] == ["alpha", "alpha", "beta"]
+    assert [seat.node for seat in view.devices.device_slots] == ["alpha", "alpha", "beta"]
     used = [one.used_bytes or 0 for one in moment.readings]
     expected = [psutil.Process(pid).memory_info().rss for pid in pids(session)]
     assert used == pytest.approx(expected, rel=0.2)
     assert {name: node["host_bytes"] for name, node in by_name(view).items()} == dict.fromkeys(
-        ("alpha", "beta"), discovery.host_bytes()
+        ("alpha", "beta"), discovery.host_memory_bytes()
     )
     assert all(node["host_used_bytes"] for node in by_name(view).values())
 
 
-def by_name(view: View) -> dict[str, Any]:
+def by_name(view: PanelData) -> dict[str, Any]:
     """Nodes as the panel shows them."""
-    return {node["name"]: node for node in view.draw()["nodes"]}
+    return {node["name"]: node for node in view.snapshot()["nodes"]}
 
 
 def test_an_open_panel_asks_every_second_and_a_closed_one_does_not(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
-    fleet: Any = session._gang.fleet
-    now = fleet.now
+    fleet: Any = session._workers.launcher_group
+    now = fleet.node_usage
 
     def counted(within_s: float) -> Any:
         asked.append(time.monotonic())
         return now(within_s)
 
-    monkeypatch.setattr(fleet, "now", counted)
-    view = View(session)
-    view.devices.open()
+    monkeypatch.setattr(fleet, "node_usage", counted)
+    view = PanelData(session)
+    view.devices.start()
     eventually(lambda: len(view.devices.history) >= 3, within_s=15)
-    view.devices.close()
+    view.devices.stop()
     count = len(asked)
     assert count <= 4
     assert all(later - sooner > 0.5 for sooner, later in itertools.pairwise(asked))
@@ -333,8 +339,8 @@ def test_an_open_panel_asks_every_second_and_a_closed_one_does_not(
 
 
 def test_status_says_what_each_node_and_rank_holds(session: Session) -> None:
-    _, alpha, rank0, rank1, beta, rank2 = status.lines(session)
-    cores = discovery.found().num_cpus
+    _, alpha, rank0, rank1, beta, rank2 = status.status_lines(session)
+    cores = discovery.discover_machine().num_cpus
     assert re.fullmatch(
         rf"  node alpha: 2 CPU ranks, {cores} cores, host memory [\d.]+ of [\d.]+ GiB", alpha
     )
@@ -345,18 +351,18 @@ def test_status_says_what_each_node_and_rank_holds(session: Session) -> None:
 
 def test_what_a_silent_node_holds_is_unknown(cluster: Here, session: Session) -> None:
     agent = cluster.processes("beta")[0]
-    view = View(session)
+    view = PanelData(session)
     agent.suspend()
     try:
         began = time.monotonic()
-        moment = view.devices.look()
+        moment = view.devices.sample_once()
         taken = time.monotonic() - began
-        lines = list(status.lines(session))
+        lines = list(status.status_lines(session))
     finally:
         agent.resume()
     assert [one.used_bytes is None for one in moment.readings] == [False, False, True]
     assert taken < 5
-    assert any(line.startswith("  node beta") and line.endswith("not answer") for line in lines)
+    assert any(line.startswith("  node beta") and line.endswith("not responding") for line in lines)
     eventually(lambda: "beta" in session.nodes_now(), within_s=10)
 
 
@@ -388,7 +394,7 @@ def test_a_restart_keeps_the_nodes(session: Session, cluster: Here) -> None:
 def test_stop_ends_python_code_on_all_nodes(session: Session) -> None:
     session.run("kept = 'mine'")
     said, seconds = stopped(session, SPIN, when=runs_for(session, 0.3))
-    assert "every variable is kept" in said
+    assert "all variables are kept" in said
     assert seconds < 5
     assert session.run("kept").values == dict.fromkeys(range(3), "mine")
 
@@ -452,7 +458,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     if subprocess.run(alone, check=False, capture_output=True).returncode:
         pytest.skip("no mount namespaces here")
     monkeypatch.chdir(tmp_path)
-    with Session(2, engine=RemoteEngine(Apart(tmp_path))) as running:
+    with Session(2, engine=ClusterLauncherProvider(Apart(tmp_path))) as running:
         yield running
 
 
@@ -467,13 +473,13 @@ def test_a_folder_that_is_not_shared_is_told_early_and_at_save(
         return "save() would fail" in "".join(said)
 
     eventually(warned, within_s=20)  # before anything is trained
-    assert f"node beta (127.0.0.1): {tmp_path} is another folder there" in "".join(said)
+    assert f"node beta (127.0.0.1): {tmp_path} is not the same folder there" in "".join(said)
     apart.run(TRAIN)
     apart.run("train(1)")
-    with pytest.raises(CellError, match=rf"rank 1: {tmp_path}/checkpoints is another folder on"):
+    with pytest.raises(CellError, match=rf"rank 1: {tmp_path}/checkpoints on .* is missing or not"):
         apart.run("save('base')")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".lock"]
-    with pytest.raises(CheckpointError, match=r"node beta .* All nodes have to see the folder"):
+    with pytest.raises(CheckpointError, match=r"node beta .* All nodes must see the folder"):
         apart.save("base")
     assert len(apart.run("train(1)[0]").values) == 2  # the training goes on
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]  # no trial is left
@@ -594,7 +600,7 @@ def test_a_node_that_is_silent_is_cut_off(session: Session, cluster: Here) -> No
     everything = [one.pid for name in cluster.names for one in cluster.processes(name)]
     session.run(SPIN, background=True)
     os.kill(cluster.agents["beta"].pid, signal.SIGSTOP)
-    with pytest.raises(RankDied, match=r"node beta .*was cut off: nothing was heard of it for"):
+    with pytest.raises(RankDied, match=r"node beta .*was cut off: no message for"):
         session.wait(CUT_S)
     eventually(lambda: gone(everything), within_s=CUT_S)
 
@@ -610,10 +616,10 @@ def test_what_the_cluster_says_of_a_node_is_told(session: Session, cluster: Here
 KILLED = """
 import sys
 from nbdist import Session
-from nbdist.cluster.remote import RemoteEngine
+from nbdist.cluster.remote import ClusterLauncherProvider
 from tests.two_nodes import Here
 cluster = Here("alpha", "beta")
-with Session(2, engine=RemoteEngine(cluster)) as session:
+with Session(2, engine=ClusterLauncherProvider(cluster)) as session:
     session.run("1", output="none")
     print(*[one.pid for name in cluster.names for one in cluster.processes(name)])
     sys.stdout.flush()
@@ -647,7 +653,7 @@ def test_a_host_that_is_cut_off_ends_itself() -> None:
         seen = json.loads(shown.stdout.splitlines()[-1])
     assert seen["sum"] == 2.0
     assert set(seen["listening"]) <= {"10.213.0.1", "10.213.0.2", "127.0.0.1"}
-    assert seen["told"].startswith("node beta (10.213.0.2) was cut off: nothing was heard of it")
+    assert seen["told"].startswith("node beta (10.213.0.2) was cut off: no message for")
     assert seen["after_s"] < SILENT_S + 10
     assert seen["left"] == 0
     assert seen["ended_s"] < LEASE_S + 20
@@ -679,14 +685,14 @@ def test_a_link_that_is_slow_and_loses_packets_is_no_death() -> None:
 
 
 def test_more_ranks_than_the_cluster_gives(folder: Path) -> None:  # noqa: ARG001 - runs there
-    with pytest.raises(StartError, match="5 ranks were asked for and double gives 2"):
-        Session(5, engine=RemoteEngine(Here("alpha", "beta"))).start()
+    with pytest.raises(StartError, match="Requested 5 ranks, but double provides 2"):
+        Session(5, engine=ClusterLauncherProvider(Here("alpha", "beta"))).start()
 
 
 @pytest.mark.fault("N6")
 def test_an_agent_that_ends_at_once_is_told(folder: Path) -> None:  # noqa: ARG001 - runs there
     class Broken(Here):
-        def lost(self) -> dict[int, str]:
+        def lost_nodes(self) -> dict[int, str]:
             ended = {n: a.poll() for n, a in enumerate(self.agents.values())}
             return {n: f"ended with exit code {code}" for n, code in ended.items() if code}
 
@@ -694,7 +700,7 @@ def test_an_agent_that_ends_at_once_is_told(folder: Path) -> None:  # noqa: ARG0
             return ["false"] if name == "beta" else []
 
     with pytest.raises(StartError, match=r"node beta .* ended with exit code 1"):
-        Session(2, engine=RemoteEngine(Broken("alpha", "beta"))).start()
+        Session(2, engine=ClusterLauncherProvider(Broken("alpha", "beta"))).start()
 
 
 # --------------------------------------------------------------------------- nodes that differ
@@ -705,20 +711,29 @@ class Unlike(Here):
 
     name = "ray"
     module = "tests.doubles.unlike_nodes"
-    chosen: Spread | None = None
+    distribution: RankDistribution | None = None
 
-    def spread(self, nproc: int | None, nodes: int | None, gpus_per_node: int | None) -> Spread:
+    def distribute_ranks(
+        self, nproc: int | None, nodes: int | None, gpus_per_node: int | None
+    ) -> RankDistribution:
         """As it was asked for."""
         assert nodes == 2
-        return Spread("cuda" if gpus_per_node else "cpu", 2, gpus_per_node or (nproc or 2) // 2)
+        return RankDistribution(
+            "cuda" if gpus_per_node else "cpu", 2, gpus_per_node or (nproc or 2) // 2
+        )
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> AllocatedNode:
         """Make one node."""
-        assert self.chosen is not None
-        gpus = unlike_nodes.gpus(name) if self.chosen.kind == "cuda" else ()
-        return Place(name=name, address=self.reach, ranks=self.chosen.each, gpus=gpus)
+        assert self.distribution is not None
+        gpus = unlike_nodes.gpus(name) if self.distribution.kind == "cuda" else ()
+        return AllocatedNode(
+            name=name,
+            address=self.kernel_address,
+            ranks=self.distribution.ranks_per_node,
+            gpus=gpus,
+        )
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """End what was started."""
         self.close()
 
@@ -733,18 +748,21 @@ def unlike(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Unlike:  # noqa: AR
 
 def test_cpu_ranks_are_planned_with_the_least_that_a_node_has(unlike: Unlike) -> None:
     with Session(2, on="ray", nodes=2) as session:
-        assert unlike.chosen == Spread("cpu", 2, 1)
+        assert unlike.distribution == RankDistribution("cpu", 2, 1)
         assert [node.machine.num_cpus for node in session.nodes] == [32, 4]
-        planned = planner.machine(session)
-        assert (planned.nodes, planned.world_size, planned.num_cpus) == (2, 2, 4)
-        assert planned.smallest.free_bytes == planned.host_memory_bytes == 12 << 30
-        assert "beta has the least host memory free, 12.0 GiB to 64.0 GiB" in planned.notes[0]
+        planned = planner.cluster_spec(session)
+        assert (planned.num_nodes, planned.world_size, planned.num_cpus) == (2, 2, 4)
+        assert planned.smallest_device.free_bytes == planned.host_memory_bytes == 12 << 30
+        assert "beta has the least free host memory, 12.0 GiB against 64.0 GiB" in planned.notes[0]
         # as --auto plans on rank 0, with what each rank has found free
         session.run(
             "from nbdist.worker.engines import accelerator as a, auto_strategy as choose\n"
-            "there = choose.cluster([5 << 30, 3 << 30], a.current().hardware, a.current().nodes)"
+            "config = a.current_config()\n"
+            "there = choose.build_cluster_spec([5 << 30, 3 << 30], config.hardware, config.nodes)"
         )
-        told = session.run("(there.nodes, there.num_cpus, there.smallest.free_bytes)").values
+        told = session.run(
+            "(there.num_nodes, there.num_cpus, there.smallest_device.free_bytes)"
+        ).values
         assert told == dict.fromkeys(range(2), (2, 4, 3 << 30))
 
 

@@ -29,7 +29,7 @@ STATE = "application/vnd.jupyter.widget-state+json"
 
 pytestmark = [
     pytest.mark.fault("G3"),
-    pytest.mark.skipif(not assets.present(), reason="the front end is not built"),
+    pytest.mark.skipif(not assets.has_built_assets(), reason="the front end is not built"),
 ]
 
 

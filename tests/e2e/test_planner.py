@@ -13,7 +13,7 @@ import pytest
 
 import nbdist
 from nbdist import CellError, CellInterrupted, OptionError, PlanError, Session
-from nbdist.planner.validation import BESIDE, REST, TOLD_APART
+from nbdist.planner.validation import DISTINCT_PARTS, OTHER_MODELS_PART, REMAINING_PART
 from nbdist.session import planner
 from nbdist.strategies import STRATEGIES
 from tests import engines
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nbdist.session.cell import CellResult
 
 BAR = 0.10
-"""Largest relative error of a prediction here; tests/bench holds the model of memory to less."""
+"""Largest relative error of a prediction here; benchmarks holds the model of memory to less."""
 
 MODEL = textwrap.dedent(
     """
@@ -97,8 +97,8 @@ def displays(result: CellResult) -> list[dict[str, Any]]:
 
 
 def test_ranks_measure_themselves_in_the_third_step_as_predicted(ranks: Session) -> None:
-    with pytest.raises(PlanError, match="nothing was measured"):
-        planner.check(ranks)
+    with pytest.raises(PlanError, match="No measurement yet"):
+        planner.compare_with_measured(ranks)
     ranks.run(PREPARE + "train(model, optimizer, 2)")
     assert ranks.measured() == {0: None, 1: None}
     ranks.run("train(model, optimizer, 1)")
@@ -106,23 +106,23 @@ def test_ranks_measure_themselves_in_the_third_step_as_predicted(ranks: Session)
         assert found is not None
         assert (found.step, found.batch_size, found.seq_len) == (3, 4, 64)
         assert sum(found.parts.values()) == found.allocated_bytes
-        assert found.told_apart().keys() <= {*TOLD_APART, REST}
+        assert found.distinct_parts().keys() <= {*DISTINCT_PARTS, REMAINING_PART}
         assert found.rss_bytes > found.rss_before_bytes > 0
-    check = planner.check(ranks)
-    assert check.error == pytest.approx(0, abs=BAR)
+    check = planner.compare_with_measured(ranks)
+    assert check.relative_error == pytest.approx(0, abs=BAR)
     for line in check.lines:
         if line.part in {"parameters", "master", "optimizer", "buffers"}:
-            assert line.error == pytest.approx(0, abs=0.02), line
+            assert line.relative_error == pytest.approx(0, abs=0.02), line
     assert "predicted" in str(check)
     assert check._repr_html_().startswith("<div>")
 
 
 def test_another_model_on_the_ranks_is_counted_beside_the_checked_one(ranks: Session) -> None:
     ranks.run("teacher = torch.nn.Linear(1024, 1024)\n" + PREPARE + "train(model, optimizer, 3)")
-    check = planner.check(ranks)
-    others = next(line for line in check.lines if line.part == BESIDE)
-    assert others.measured == pytest.approx(4 * 1024 * 1025, rel=0.01)
-    assert check.error == pytest.approx(0, abs=BAR)
+    check = planner.compare_with_measured(ranks)
+    others = next(line for line in check.lines if line.part == OTHER_MODELS_PART)
+    assert others.measured_bytes == pytest.approx(4 * 1024 * 1025, rel=0.01)
+    assert check.relative_error == pytest.approx(0, abs=BAR)
     assert "held by other models on this rank" in str(check)
     ranks.run("del teacher")
 
@@ -142,7 +142,7 @@ def test_a_new_prepare_measures_anew(ranks: Session) -> None:
 
 def test_training_is_the_same_with_and_without_the_measured_step(ranks: Session) -> None:
     measured = value(ranks, PREPARE + "train(model, optimizer, 5)")
-    later = "from nbdist.worker.memory import memory_probe as measure; measure.STEPS_BEFORE = {}\n"
+    later = "from nbdist.worker.memory import memory_probe as measure; measure.WARMUP_STEPS = {}\n"
     unmeasured = value(ranks, later.format(99) + PREPARE + "train(model, optimizer, 5)")
     assert ranks.measured() == {0: None, 1: None}
     ranks.run(later.format(2))
@@ -172,21 +172,23 @@ def test_a_cell_that_fails_in_the_measured_step_leaves_no_trace(ranks: Session) 
 @pytest.mark.parametrize("ranks", ["ddp"], indirect=True)
 def test_models_of_the_ranks_are_planned_by_name(ranks: Session) -> None:
     ranks.run("bare = build(); number = 7")
-    plan = planner.plan(ranks, "bare", batch_size=2, seq_len=32)
+    plan = planner.plan_model(ranks, "bare", batch_size=2, seq_len=32)
     assert plan.question.world_size == 2
     assert len({row.backend for row in plan.rows}) == len(STRATEGIES)
     for name, why in (("number", "is a int"), ("missing", "not a variable")):
         with pytest.raises(PlanError, match=why):
-            planner.plan(ranks, name)
+            planner.plan_model(ranks, name)
 
 
 def test_accumulation_is_measured_over_all_micro_batches() -> None:
     with Session(nproc=2, backend="fsdp", accumulate=2) as session:
         session.run(MODEL + PREPARE + "train(model, optimizer, 3)")
-        check = planner.check(session)
-        assert check.error == pytest.approx(0, abs=BAR)
+        check = planner.compare_with_measured(session)
+        assert check.relative_error == pytest.approx(0, abs=BAR)
         whole = next(line for line in check.lines if line.part == "gradients")
-        assert whole.measured == 4 * value(session, "sum(p.numel() for p in model.parameters())")
+        assert whole.measured_bytes == 4 * value(
+            session, "sum(p.numel() for p in model.parameters())"
+        )
 
 
 # ---------------------------------------------------------------------------- auto
@@ -199,7 +201,7 @@ def test_auto_decides_the_same_on_all_ranks_and_explains_once() -> None:
         session.run(MODEL)
         with pytest.raises(CellError, match="--auto decides at the first"):
             session.run("accelerator.distributed_type")
-        with pytest.raises(CellError, match="use that instead of a new Accelerator"):
+        with pytest.raises(CellError, match="cannot decide for a new Accelerator"):
             session.run("from accelerate import Accelerator; Accelerator()")
         shown = session.run(PREPARE_ALL)
         assert shown.values[0] == shown.values[1]
@@ -218,7 +220,7 @@ def test_auto_decides_the_same_on_all_ranks_and_explains_once() -> None:
         assert session.differing(backend=session.backend) == {}
         assert "backend" in session.differing(backend="zero1")
         session.run("train(model, optimizer, 3)")
-        assert planner.check(session).error == pytest.approx(0, abs=BAR)
+        assert planner.compare_with_measured(session).relative_error == pytest.approx(0, abs=BAR)
 
 
 def test_auto_searches_within_what_is_given() -> None:
@@ -249,7 +251,7 @@ def test_auto_goes_with_trainer(arguments: str) -> None:
     """
     with Session(nproc=2, auto=True) as session:
         session.run(MODEL)
-        with pytest.raises(CellError, match="decides by the model"):
+        with pytest.raises(CellError, match="needs the model"):
             session.run("import nbdist; nbdist.trainer_arguments()")
         result = session.run(textwrap.dedent(trainer))
         assert len(displays(result)) == 1
@@ -283,22 +285,22 @@ def test_looking_at_the_loader_changes_nothing() -> None:
         def __len__(self): return 4
         def __getitem__(self, i): import threading; threading.Event().wait()
 
-    choose.LOOK_S = 1.0
+    choose.FIRST_BATCH_TIMEOUT_S = 1.0
     model = build()
     rows = Rows()
     random = torch.random.get_rng_state()
     shuffled = torch.utils.data.DataLoader(ids, batch_size=2, shuffle=True)
-    seen = choose.looked_at(shuffled, model)
-    stream = choose.looked_at(torch.utils.data.DataLoader(rows, batch_size=3), model)
-    slow = choose.looked_at(torch.utils.data.DataLoader(Slow(), batch_size=2), model)
+    seen = choose.inspect_loader(shuffled, model)
+    stream = choose.inspect_loader(torch.utils.data.DataLoader(rows, batch_size=3), model)
+    slow = choose.inspect_loader(torch.utils.data.DataLoader(Slow(), batch_size=2), model)
     assert torch.equal(random, torch.random.get_rng_state())
     (seen.batch_size, seen.seq_len, stream.batch_size, stream.seq_len, rows.taken,
-     slow.batch_size, slow.seq_len, slow.guess)
+     slow.batch_size, slow.seq_len, slow.assumption)
     """
     with Session(nproc=1) as session:
         found = value(session, MODEL + textwrap.dedent(code))
         assert found[:7] == (2, 64, 3, 64, 0, 2, None)
-        assert "could not be looked at" in found[7]
+        assert "could not be read" in found[7]
 
 
 # ---------------------------------------------------------------------------- out of memory
@@ -316,9 +318,9 @@ def small() -> Iterator[Session]:
 @pytest.mark.parametrize(
     ("code", "cause"),
     [
-        ("torch.empty(10**15)", "the cell asked for 3638.0 TiB at once"),
-        ("torch.empty(10**15)", "3638.0 TiB are more than there is: ask for less at once"),
-        ("bytearray(10**15)", "something else takes memory"),
+        ("torch.empty(10**15)", "The failed allocation requested 3638.0 TiB."),
+        ("torch.empty(10**15)", "the requested 3638.0 TiB exceed the device memory."),
+        ("bytearray(10**15)", "something else uses the memory."),
     ],
 )
 def test_memory_that_cannot_be_had_is_explained_once(
@@ -353,12 +355,12 @@ def test_training_that_does_not_fit_gets_lines_to_paste(small: Session) -> None:
     room = own.vms + 5 * size
     resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
     from nbdist.worker.engines import auto_strategy as choose
-    choose.free_bytes = lambda model=None: {free}
+    choose.available_bytes = lambda model=None: {free}
     train(model, optimizer, 2)
     """
     need = max(
         row.device_bytes
-        for row in planner.plan(small, batch_size=4, seq_len=64).rows
+        for row in planner.plan_model(small, batch_size=4, seq_len=64).rows
         if row.backend == "ddp" and row.options.offload == "none"
     )
     with pytest.raises(CellError) as caught:

@@ -224,7 +224,7 @@ def test_a_trainer_may_evaluate_before_it_trains(ranks: Session) -> None:
 
 @pytest.mark.parametrize("ranks", ["fsdp1", "zero3"], indirect=True)
 def test_a_trainer_that_cannot_train_after_evaluating_says_so(ranks: Session) -> None:
-    with pytest.raises(CellError, match=r"make a new model and Trainer|with a new model"):
+    with pytest.raises(CellError, match=r"create a new model and Trainer|with a new model"):
         ranks.run(TRAINER.format(before="trainer.evaluate()"))
 
 

@@ -50,13 +50,17 @@ def losses(session: Session, first: int, count: int) -> list[float]:
 
 def release(session: Session, name: str) -> dict[int, Any]:
     """Abort the process groups of all ranks, as Stop does where ranks are stuck."""
-    request = messages.ReleaseRequest(pids=[one.pid for one in session._gang.members], id=name)
-    return session._gang.ask(range(2), messages.RELEASE, request, channel="control")
+    request = messages.AbortCollectivesRequest(
+        pids=[one.pid for one in session._workers.rank_processes], id=name
+    )
+    return session._workers.request_all(
+        range(2), messages.ABORT_COLLECTIVES, request, channel="control"
+    )
 
 
 def renew(session: Session) -> str:
     """Make the groups and engines again, as the end of such a cell does."""
-    return recovery.renew(session._gang, world_size=2, groups=True)
+    return recovery.rebuild_models(session._workers, world_size=2, groups=True)
 
 
 @pytest.fixture(scope="module", params=EACH_ENGINE)
@@ -114,7 +118,7 @@ def test_a_save_that_runs_during_a_release_ends(
         from torch.distributed import distributed_c10d
         from nbdist.worker.operations import save as saving
         go_on = threading.Event()
-        saving.before_step.append(lambda step: step == "write" and go_on.wait(60))
+        saving.before_save_stage.append(lambda step: step == "write" and go_on.wait(60))
     """)
     try:
         running = trained.save("kept", folder=tmp_path, wait=False)
@@ -124,13 +128,13 @@ def test_a_save_that_runs_during_a_release_ends(
             distributed_c10d._update_default_pg(None)  # as for a moment in a renewal
             try:
                 go_on.set()
-                assert save.__self__.join(60)
+                assert save.__self__.wait(60)
             finally:
                 distributed_c10d._update_default_pg(world)
         """)
         assert running.wait(60).step == 3
     finally:
-        trained.run("go_on.set(); saving.before_step.clear()")
+        trained.run("go_on.set(); saving.before_save_stage.clear()")
         assert renew(trained) == ""
     trained.load("kept", folder=tmp_path)
     assert losses(trained, 3, 6) == undisturbed[3:]
@@ -214,9 +218,9 @@ def test_a_group_of_a_cell_is_freed_with_its_threads(session: Session) -> None:
 
 def test_another_default_group_is_refused(session: Session) -> None:
     session.run("torch.distributed.init_process_group(world_size=2, rank=rank)")
-    with pytest.raises(CellError, match=r"rank 0 of 2\) .* asks for world_size=4; leave it out"):
+    with pytest.raises(CellError, match=r"rank 0 of 2\), but .* got world_size=4\. Remove"):
         session.run("torch.distributed.init_process_group(world_size=4, rank=rank)", ranks=[0])
-    with pytest.raises(CellError, match="asks for backend='nccl'"):
+    with pytest.raises(CellError, match="got backend='nccl'"):
         session.run("torch.distributed.init_process_group('nccl')")
 
 
@@ -230,15 +234,15 @@ def test_the_old_groups_are_aborted_before_a_new_one_is_used(session: Session) -
     session.run("""
         from nbdist.worker import process_group as group
         from nbdist.worker.interrupt import abort_collectives as release
-        order, abort, prove = [], release._abort_groups, group.prove
+        order, abort, prove = [], release._abort_groups, group.verify_group
         release._abort_groups = lambda: (order.append("abort"), abort())
-        group.prove = lambda **how: (order.append("prove"), prove(**how))
+        group.verify_group = lambda **how: (order.append("prove"), prove(**how))
     """)
     try:
         assert renew(session) == ""
         assert session.run("order").values == {rank: ["abort", "abort", "prove"] for rank in (0, 1)}
     finally:
-        session.run("release._abort_groups, group.prove = abort, prove")
+        session.run("release._abort_groups, group.verify_group = abort, prove")
 
 
 @pytest.mark.fault("C16")
@@ -328,23 +332,23 @@ def test_a_rank_that_lacks_memory_in_a_switch_takes_all_back(session: Session) -
     session.switch("fsdp2")
     found = losses(session, 0, 3)
     session.run("""
-        from nbdist.worker.collective_check import Meeting
+        from nbdist.worker.collective_check import CollectiveBarrier
         from nbdist.state import reshard as moving
-        meet, Meeting.__call__ = Meeting.__call__, lambda *_, **__: None
-        packed = moving._Plan._packed
+        meet, CollectiveBarrier.__call__ = CollectiveBarrier.__call__, lambda *_, **__: None
+        packed = moving._ReshardPlan._packed
 
         def lacking(*_):
-            moving._Plan._packed = packed
+            moving._ReshardPlan._packed = packed
             raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
 
         if rank == 1:
-            moving._Plan._packed = lacking
+            moving._ReshardPlan._packed = lacking
     """)
     try:
         with pytest.raises(SwitchError, match=r"while loading, on rank 1: .*out of memory"):
             session.switch("ddp")
     finally:
-        session.run("Meeting.__call__ = meet")
+        session.run("CollectiveBarrier.__call__ = meet")
     found += losses(session, 3, 3)
     session.run(ANEW)
     assert found == losses(session, 0, 6)

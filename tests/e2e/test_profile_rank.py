@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist import CellError, Session
-from nbdist.profiler.measurements import RankFigures
+from nbdist.profiler.measurements import RankProfile
 from nbdist.protocol import messages
-from nbdist.session.worker_group import Gang
+from nbdist.session.worker_group import WorkerGroup
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -67,10 +67,11 @@ PATCHED = textwrap.dedent(
     def patched():
         found = [torch.autograd.backward, torch.nn.utils.clip_grad_norm_, Work.wait]
         found += [torch.autograd.profiler.profile._prepare_trace]
-        found += [accelerate.data_loader.send_to_device, collectives._call]
+        found += [accelerate.data_loader.send_to_device, collectives._describe_call]
         found += [torch._dynamo.eval_frame.OptimizedModule.__call__]
-        found += [collectives.Meeting.__call__, dataloader._BaseDataLoaderIter.__next__]
-        for owner in (Accelerator, AcceleratedOptimizer, zero.StepsItself, type(accelerator)):
+        found += [collectives.CollectiveBarrier.__call__, dataloader._BaseDataLoaderIter.__next__]
+        wrapper = zero.SteppingOptimizerWrapper
+        for owner in (Accelerator, AcceleratedOptimizer, wrapper, type(accelerator)):
             found += [vars(owner).get(name) for name in ("backward", "step", "zero_grad")]
         hooks = [len(model._forward_hooks), len(model._forward_pre_hooks)]
         threads = sorted(one.name for one in threading.enumerate() if "profile" in one.name)
@@ -95,7 +96,9 @@ class Profiler:
         replies: dict[int, Any] = {}
         for rank in (0, 1):
             ours = {**asked, "cell": (cells or {}).get(rank, "")}
-            replies |= self.session._gang.ask([rank], messages.PROFILE, ours, channel="control")
+            replies |= self.session._workers.request_all(
+                [rank], messages.PROFILE, ours, channel="control"
+            )
         return name, replies
 
     def told(self, name: str) -> Mapping[int, Any]:
@@ -103,14 +106,14 @@ class Profiler:
         eventually(lambda: len(self._heard.get(name, {})) == 2, within_s=20)
         return self._heard[name]
 
-    def run(self, code: str, **asked: Any) -> list[RankFigures]:
+    def run(self, code: str, **asked: Any) -> list[RankProfile]:
         """Profile a cell; figures by rank."""
         name, replies = self.ask(**asked)
         assert {one["status"] for one in replies.values()} == {"ok"}, replies
         self.session.run(code)
         told = self.told(name)
         assert "error" not in told[0], told[0]
-        return [RankFigures.from_json(told[rank]["figures"]) for rank in (0, 1)]
+        return [RankProfile.from_json(told[rank]["figures"]) for rank in (0, 1)]
 
     def fail(self, code: str, **asked: Any) -> str:
         """Profile a cell that gives no figures; the sentence."""
@@ -126,15 +129,15 @@ class Profiler:
 def profiler(request: pytest.FixtureRequest) -> Iterator[Profiler]:
     """Two ranks with a model, under three engines."""
     heard: dict[str, dict[int, Any]] = {}
-    usual = Gang.receive
+    usual = WorkerGroup.on_message
 
-    def receive(gang: Gang, ranks: Any, channel: Any, message: Any) -> None:
-        if message["header"]["msg_type"] == messages.PROFILED:
+    def receive(workers: WorkerGroup, ranks: Any, channel: Any, message: Any) -> None:
+        if message["header"]["msg_type"] == messages.PROFILE_RESULT:
             heard.setdefault(message["content"]["id"], {})[ranks[0]] = message["content"]
-        usual(gang, ranks, channel, message)
+        usual(workers, ranks, channel, message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gang, "receive", receive)
+        patch.setattr(WorkerGroup, "on_message", receive)
         with Session(nproc=2, backend=request.param) as session:
             session.run(PREPARE)
             session.run(PATCHED)
@@ -333,7 +336,7 @@ def test_lines_are_of_whole_steps(profiler: Profiler) -> None:
     name, _ = profiler.ask(steps=10)
     with pytest.raises(CellError, match="mine"):
         profiler.session.run(textwrap.dedent(code))
-    one = RankFigures.from_json(profiler.told(name)[0]["figures"])
+    one = RankProfile.from_json(profiler.told(name)[0]["figures"])
     assert sum(line.seconds for line in one.lines) < 1.1 * one.step_s
     assert one.loaders[0].batches == 1
 
@@ -368,7 +371,7 @@ def test_the_peak_is_told_by_category_and_by_line(profiler: Profiler) -> None:
 def test_memory_without_a_further_step_is_said_in_a_note(profiler: Profiler) -> None:
     one, _ = profiler.run("train(7)", memory=True, steps=5)
     assert one.memory is None
-    assert one.notes == ["no whole step followed the window, so its memory was not counted."]
+    assert one.notes == ["No complete step followed the window, so the memory was not measured."]
 
 
 def test_traces_are_written_for_each_rank(profiler: Profiler, tmp_path: Path) -> None:
@@ -402,7 +405,7 @@ def test_an_exception_in_the_window_harms_nothing(profiler: Profiler) -> None:
     name, _ = profiler.ask(steps=10)
     with pytest.raises(CellError, match="mine"):
         profiler.session.run(code)
-    assert len(RankFigures.from_json(profiler.told(name)[0]["figures"]).steps) == 3
+    assert len(RankProfile.from_json(profiler.told(name)[0]["figures"]).steps) == 3
     assert values(profiler.session.run("patched()")) == before
     assert profiler.run("train(9)")[0].ended == "steps"
 
@@ -416,14 +419,14 @@ def test_two_profiles_at_once_are_refused_and_a_running_loop_can_be_profiled(
     name, replies = profiler.ask(cells=cells)
     assert {one["status"] for one in replies.values()} == {"ok"}
     _, second = profiler.ask(cells=cells)
-    assert "under way" in second[0]["error"]
+    assert "already running" in second[0]["error"]
     ends = [profiler.told(name)[rank]["figures"]["ends"] for rank in (0, 1)]
     assert [len(one) for one in ends] == [6, 6]
     profiler.session.interrupt()
     with pytest.raises(CellError, match="KeyboardInterrupt"):
         profiler.session.wait()
     _, late = profiler.ask(cells=cells)
-    assert "over" in late[0]["error"]
+    assert "already finished" in late[0]["error"]
 
 
 OWN = """
@@ -436,7 +439,7 @@ def rows(other):
 def test_a_profiler_of_the_cell_wins(profiler: Profiler) -> None:
     profiler.session.run(OWN)
     own = "with profile() as other:\n    train(12)\nother_rows = rows(other)"
-    assert "a profiler of its own" in profiler.fail(own)
+    assert "its own torch profiler" in profiler.fail(own)
     assert values(profiler.session.run("other_rows"))[0] > 0
 
 
@@ -456,7 +459,9 @@ def test_a_profiler_that_starts_within_the_window_ends_it(profiler: Profiler) ->
     for one in profiler.run(textwrap.dedent(code), steps=10):
         assert 1 <= len(one.steps) <= 4
         assert sum(one.parts.values()) == pytest.approx(one.step_s, rel=0.03)
-        assert one.notes == ["the window ended where the cell started a profiler of its own."]
+        assert one.notes == [
+            "Recording ended early because the cell started its own torch profiler."
+        ]
     assert values(profiler.session.run("rows(other)"))[0] > 0
     assert values(profiler.session.run("patched()")) == before
 
@@ -479,6 +484,6 @@ def test_a_profiler_with_a_schedule_gets_its_steps(profiler: Profiler, wait: int
 def test_a_profiler_that_is_prepared_by_a_schedule_wins(profiler: Profiler) -> None:
     profiler.session.run(OWN)
     told = profiler.fail(SCHEDULED.format(wait=0, warmup=12), steps=6)
-    assert "a profiler of its own" in told
+    assert "its own torch profiler" in told
     assert values(profiler.session.run("other_rows"))[0] > 0
     profiler.run("train(9)")  # one that is over is none

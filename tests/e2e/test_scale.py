@@ -10,7 +10,7 @@ from pathlib import Path
 
 def test_the_kernel_gets_as_many_messages_as_there_are_nodes() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.scale", "2", "8"],
+        [sys.executable, "-m", "benchmarks.simulated_nodes", "2", "8"],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -171,7 +171,7 @@ def test_variables_go_on_and_stale_references_say_so(trained: Session) -> None:
     assert one(trained, "mine == {'a': [1, 2]} and same is accelerator")
     assert one(trained, "head is model.lm_head and weight is model.lm_head.weight")
     with pytest.raises(
-        CellError, match="prepared under ddp, and the session has switched to fsdp2"
+        CellError, match="prepared with ddp, but the session has since switched to fsdp2"
     ):
         trained.run("hidden[0](input_ids=tokens[:2])")
     trained.run("train(1)")
@@ -235,7 +235,7 @@ def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Sessio
         START.format("")
         + "; accelerator.backward(model(input_ids=tokens[:2], labels=tokens[:2]).loss)"
     )
-    with pytest.raises(SwitchError, match="1 micro-batches wait"):
+    with pytest.raises(SwitchError, match="1 micro-batches are waiting"):
         trained.switch("ddp")
     trained.run("optimizer.zero_grad()")
     trained.switch("ddp")
@@ -284,14 +284,14 @@ WATCHED = textwrap.dedent(
     """
     import weakref
     from nbdist.state import shards
-    genuine, copies, left = (shards.snapshot, shards.give_back), [], []
+    genuine, copies, left = (shards.copy_to_host, shards.give_back), [], []
 
     def watched(live, **options):
         made = genuine[0](live, **options)
         copies.extend(weakref.ref(piece.view) for one in made.values() for piece in one.pieces)
         return made
 
-    shards.snapshot = watched
+    shards.copy_to_host = watched
     shards.give_back = lambda: left.append(sum(copy() is not None for copy in copies))
     """
 )
@@ -311,6 +311,6 @@ def test_page_locked_memory_is_given_back_when_no_copy_of_the_state_lives(
     ):
         trained.run("copies.clear(); left.clear()")
         take()
-        trained.run("save.__self__.join()")
+        trained.run("save.__self__.wait()")
         assert one(trained, "len(copies) > 0 and left[-1] == 0"), take
-    trained.run("shards.snapshot, shards.give_back = genuine")
+    trained.run("shards.copy_to_host, shards.give_back = genuine")

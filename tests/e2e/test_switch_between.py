@@ -84,10 +84,10 @@ def test_layers_that_were_unfrozen_are_trained_on(ranks: Session, backend: str) 
         "train(1, model, optimizer)"
     )
     ranks.switch("fsdp1" if backend == "ddp" else "ddp")
-    ranks.run("from nbdist.worker.memory.memory_probe import state")
-    assert one(ranks, "[list(shape) for shape, _ in state.watch.call.values()]") == [
-        [4, 8]
-    ]  # plans go on with the batches that were seen
+    ranks.run("from nbdist.worker.memory.memory_probe import probe_state")
+    assert one(
+        ranks, "[list(shape) for shape, _ in probe_state.probe.forward_inputs.values()]"
+    ) == [[4, 8]]  # plans go on with the batches that were seen
     assert one(ranks, "[len(g['params']) for g in optimizer.param_groups]") == [4, 2]
     assert one(ranks, "[p.requires_grad for p in model.parameters()]") == [True] * 5 + [False]
 
@@ -95,7 +95,9 @@ def test_layers_that_were_unfrozen_are_trained_on(ranks: Session, backend: str) 
 def test_parameters_of_another_model_are_refused(ranks: Session) -> None:
     begin(ranks, "ddp")
     ranks.run("optimizer.add_param_group({'params': list(nn.Linear(2, 2).parameters())})")
-    with pytest.raises(SwitchError, match="2 parameters of the Counting are of no prepared model"):
+    with pytest.raises(
+        SwitchError, match="2 parameters of the Counting belong to no prepared model"
+    ):
         ranks.switch("fsdp2")
 
 
@@ -113,7 +115,7 @@ def test_tensors_kept_aside_say_that_they_are_old(
     assert one(ranks, "torch.equal(mean, before)")
     use = "try:\n    kept[{}].sum()\nexcept Exception as error:\n    said = str(error)\nsaid"
     for place in (0, -1):
-        assert f"this was prepared under {backend}" in one(ranks, use.format(place))
+        assert f"This object was prepared with {backend}" in one(ranks, use.format(place))
     ranks.run("train(3, model, optimizer)")  # measures itself, and trips over nothing
     captured = capsys.readouterr()
     assert "measurement" not in captured.out + captured.err

@@ -19,19 +19,19 @@ pytestmark = pytest.mark.timeout(900)
 PRELUDE = textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as training
-    from nbdist.worker.training.model_state import Carried
+    from nbdist.worker.training.model_state import ModelState
     from nbdist.state import digest, layouts
 
     def digests():
         "Of all state; the same on all ranks."
-        (trained,) = training.everything()
-        found = Carried(0, trained)
-        return digest.agreed(found.share()), found.counts()
+        (trained,) = training.all_models()
+        found = ModelState(0, trained)
+        return digest.global_digests(found.owned_shards()), found.scalar_state()
 
     def types():
         "Of the weights that are stepped."
-        (trained,) = training.everything()
-        found = layouts.of(trained.model).weights(owned=False)
+        (trained,) = training.all_models()
+        found = layouts.layout_for(trained.model).weights(owned=False)
         return sorted({str(one.dtype) for one in found.values()})
     """
 )
@@ -115,7 +115,7 @@ def test_an_offload_comes_and_goes(trained: Session) -> None:
         ("fsdp2", "cpu"),
         ("ddp", "none"),
     ]
-    inner = "type(training.everything()[0].living[0].raw).__name__"
+    inner = "type(training.all_models()[0].live_optimizers[0].inner_optimizer).__name__"
     options = [(backend, {"offload": offload}) for backend, offload in walk]
     steppers = goes_on(trained, "", options, seen=inner)
     assert steppers == ["AdamW", "DeepSpeedCPUAdam", "AdamW", "DeepSpeedCPUAdam", *["AdamW"] * 3]
@@ -284,7 +284,9 @@ def test_several_optimizers_of_one_model(trained: Session) -> None:
     trained.run("start()")
     found: list[float] = []
     for backend in walk:
-        with pytest.raises(SwitchError, match="has 2 optimizers and DeepSpeed takes a model with"):
+        with pytest.raises(
+            SwitchError, match="has 2 optimizers, but DeepSpeed supports exactly one"
+        ):
             trained.switch("zero2")
         report = trained.switch(backend)
         assert {"bare", "model", "fast", "slow", "schedule"} & {*report.bound} >= {"fast", "slow"}
@@ -326,10 +328,10 @@ REFUSED = textwrap.dedent(
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        ("torch.optim.Adafactor", "Adafactor is not known to treat each element"),
-        ("muon", "Muon is not known to treat each element"),
-        ("Adam8bit", "Adam8bit is not known to treat each element"),
-        ("Blockwise", "keeps 'scale' of .* not as one number for each weight"),
+        ("torch.optim.Adafactor", "Adafactor is not known to update parameters element-wise"),
+        ("muon", "Muon is not known to update parameters element-wise"),
+        ("Adam8bit", "Adam8bit is not known to update parameters element-wise"),
+        ("Blockwise", "state 'scale' of .* not element-wise"),
     ],
     ids=["adafactor", "muon", "unknown", "blockwise"],
 )
@@ -341,7 +343,7 @@ def test_state_that_cannot_be_cut_is_refused(trained: Session, make: str, why: s
         with pytest.raises(SwitchError, match=why):
             trained.switch(backend)
     if make == "muon":
-        with pytest.raises(SwitchError, match="Muon cannot step what zero2 cuts"):
+        with pytest.raises(SwitchError, match="Muon cannot step parameters that zero2 shards"):
             trained.switch("zero2", reset_optimizer=True)
     assert one(trained, "known == (bare, model, optimizer)")
     assert len(one(trained, "train(1)")) == 1

@@ -28,17 +28,18 @@ LOSSES = textwrap.dedent(
     from nbdist.state import layouts
 
     def layout():
-        (trained,) = training.everything()
-        return layouts.of(trained.model, [owned.raw for owned in trained.living])
+        (trained,) = training.all_models()
+        optimizers = [owned.inner_optimizer for owned in trained.live_optimizers]
+        return layouts.layout_for(trained.model, optimizers)
 
     def lose_state(*names):
-        for tensors in layout().states(owned=False).values():
+        for tensors in layout().optimizer_state(owned=False).values():
             for piece in (piece for name in names for piece in tensors[name].pieces):
                 piece.view.zero_()
 
     def lose_steps():
         found = layout()
-        found.settle({name: {"step": 0.0} for name in found.counts()})
+        found.finalize_state({name: {"step": 0.0} for name in found.scalar_state()})
 
     def lose_schedule():
         "A new scheduler, as if none had been carried."
@@ -104,10 +105,10 @@ FLIP = textwrap.dedent(
     """
 )
 CHANGED = {
-    "weight": r"1 of \d+ tensors differ, model\.",
-    "exp_avg": r"1 of \d+ tensors differ, optim\.state\..*\.exp_avg among",
-    "exp_avg_sq": r"1 of \d+ tensors differ, optim\.state\..*\.exp_avg_sq among",
-    "step": r"has the counts \{'step': \d+\.0\}, and had \{'step': \d+\.0\}",
+    "weight": r"1 of \d+ tensors differ, for example model\.",
+    "exp_avg": r"1 of \d+ tensors differ, for example optim\.state\..*\.exp_avg(\.|;|$)",
+    "exp_avg_sq": r"1 of \d+ tensors differ, for example optim\.state\..*\.exp_avg_sq",
+    "step": r"is \{'step': \d+\.0\}, expected \{'step': \d+\.0\}",
 }
 
 

@@ -240,7 +240,7 @@ def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) ->
             "import nbdist.worker.operations.transaction as inside; inside.before_phase.clear()"
         )
         if phase != "checking":
-            assert "goes on under 2 CPU ranks" in str(caught.value)
+            assert "Rolled back to 2 CPU ranks" in str(caught.value)
             trained.run("batches = iter(loader)")
         assert trained.world_size == 2
         assert trained.backend == "ddp"
@@ -248,7 +248,7 @@ def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) ->
         assert folders() == before
         found += one(trained, "train(1)")
     trained.run("bomb.phase = 'death'")
-    with pytest.raises(SwitchError, match=r"(?s)ended.*goes on under 2 CPU ranks"):
+    with pytest.raises(SwitchError, match=r"(?s)ended.*Rolled back to 2 CPU ranks"):
         trained.switch("fsdp2", nproc=4)
     assert folders() == before
     found += one(trained, "batches = iter(loader); train(1)")
@@ -261,27 +261,27 @@ def test_ranks_that_do_not_start(trained: Session, monkeypatch: pytest.MonkeyPat
 
     def failing(choice: Any, progress: Any) -> Any:
         if fails.pop():
-            trained._gang.close()
-            message = "The ranks did not start."
+            trained._workers.close()
+            message = "The ranks failed to start."
             raise StartError(message)
         return start(choice, progress)
 
     monkeypatch.setattr(trained, "_start_ranks", failing)
     fails[:] = [False, True]
-    with pytest.raises(SwitchError, match=r"did not start. Everything goes on under 2 CPU ranks"):
+    with pytest.raises(SwitchError, match=r"failed to start. Rolled back to 2 CPU ranks"):
         trained.switch(nproc=1)
     trained.run("batches = iter(loader)")
     assert len(one(trained, "train(1)")) == 1
     fails[:] = [True, True]
-    with pytest.raises(SwitchError, match="could not be made again either") as caught:
+    with pytest.raises(SwitchError, match="could not be restored either") as caught:
         trained.switch(nproc=1)
     found = re.search(r"kept in (\S+),", str(caught.value))
     assert found is not None
     folder = Path(found[1])
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert "transformer.wte.weight" in shard_io.state_dict(folder / "state")
+    assert "transformer.wte.weight" in shard_io.read_state_dict(folder / "state")
     shutil.rmtree(folder)
-    with pytest.raises(RankDied, match="could not be made again"):
+    with pytest.raises(RankDied, match="could not be restored"):
         trained.run("1")
     monkeypatch.undo()
     trained.restart()

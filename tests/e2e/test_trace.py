@@ -8,11 +8,11 @@ import transformers
 from torch import nn
 
 from nbdist.errors import PlanError
-from nbdist.planner.model_spec import Workload, params, walk
+from nbdist.planner.model_spec import Workload, num_params, walk_micro_batch
 from nbdist.planner.models import traced
 from nbdist.planner.tracing import fsdp_groups as module_groups
 from nbdist.planner.tracing import trace_module as modules
-from nbdist.planner.tracing.memory_tracker import Footprint
+from nbdist.planner.tracing.memory_tracker import MemoryTracker
 
 
 class Net(nn.Module):
@@ -46,33 +46,35 @@ def silent(_: str) -> None:
 
 def really_held(module: nn.Module, x: torch.Tensor) -> int:
     """Peak bytes of a real forward and backward."""
-    footprint = Footprint()
-    footprint.know("parameters", [*module.parameters(), x])
+    footprint = MemoryTracker()
+    footprint.track_tensors("parameters", [*module.parameters(), x])
     with footprint:
         module(x).mean().backward()
     return footprint.peak
 
 
-def predicted(model: traced.Traced, batch_size: int) -> int:
+def predicted(model: traced.TracedModel, batch_size: int) -> int:
     """Peak bytes of the same, by the trace."""
-    run = model.micro_batch(Workload(batch_size=batch_size, compute="full", kind="cpu"))
+    run = model.micro_batch_activations(Workload(batch_size=batch_size, compute="full", kind="cpu"))
     made = [0] * len(model.groups)
     total = 0
-    for step, activations, logits in zip(*walk(model, run), strict=True):
+    for step, activations, logits in zip(*walk_micro_batch(model, run), strict=True):
         if step.phase != "backward":
             total = max(total, activations)
             continue
-        own = model.groups[step.group]
-        later = sum(g.count * g.trainable for g in model.groups[step.group + 1 :])
-        made[step.group] = later + (own.count - 1 - step.nth) * own.trainable + step.grads
-        total = max(total, activations + logits + 4 * made[step.group])
-    return total + 4 * params(model)
+        own = model.groups[step.group_index]
+        later = sum(g.count * g.trainable for g in model.groups[step.group_index + 1 :])
+        made[step.group_index] = (
+            later + (own.count - 1 - step.block_index) * own.trainable + step.num_grads
+        )
+        total = max(total, activations + logits + 4 * made[step.group_index])
+    return total + 4 * num_params(model)
 
 
 @pytest.mark.parametrize("batch_size", [3, 24])
 def test_a_trace_holds_what_a_real_step_holds(batch_size: int) -> None:
     module = Net()
-    model = traced.of_module(
+    model = traced.spec_from_module(
         module,
         batch_size=3,
         seq_len=None,
@@ -89,7 +91,7 @@ def test_tracing_leaves_the_module_and_its_random_state_alone() -> None:
     before = {name: one.data_ptr() for name, one in module.named_parameters()}
     loader = iter(torch.utils.data.DataLoader([torch.zeros(128)] * 8, batch_size=2, shuffle=True))
     state = torch.random.get_rng_state()
-    modules.of_module(module, batch_size=2, batches=loader, kinds=["cpu"])
+    modules.trace_in_child(module, batch_size=2, batches=loader, kinds=["cpu"])
     assert {name: one.data_ptr() for name, one in module.named_parameters()} == before
     assert len(module.blocks) == 7
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -106,10 +108,10 @@ def test_a_known_transformers_model_has_its_closed_form() -> None:
     )
     model = transformers.LlamaForCausalLM(config)
     asked = {"batch_size": 1, "seq_len": 16, "progress": silent}
-    assert traced.of_module(model, **asked).depth == "closed form"
+    assert traced.spec_from_module(model, **asked).depth == "closed form"
     for parameter in model.model.layers[0].parameters():
         parameter.requires_grad_(requires_grad=False)
-    half_frozen = traced.of_module(model, kinds=["cpu"], **asked)
+    half_frozen = traced.spec_from_module(model, kinds=["cpu"], **asked)
     assert half_frozen.depth == "traced"
     assert sum(g.count * g.frozen for g in half_frozen.groups) > 0
 
@@ -125,15 +127,15 @@ class ByValue(nn.Linear):
 @pytest.mark.parametrize(
     ("module", "inputs", "said"),
     [
-        (ByValue(4, 4), torch.zeros(2, 4), "depend on the values"),
+        (ByValue(4, 4), torch.zeros(2, 4), "depend on tensor values"),
         (nn.Linear(4, 4), None, "with example inputs"),
         (nn.Linear(4, 4), torch.zeros(2, 5), "RuntimeError"),
-        (nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4), "no parameter of this model"),  # noqa: FBT003
+        (nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4), "no trainable parameter"),  # noqa: FBT003
     ],
 )
 def test_what_cannot_be_traced_is_said(module: nn.Module, inputs: object, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        modules.of_module(module, batch_size=2, inputs=inputs)
+        modules.trace_in_child(module, batch_size=2, inputs=inputs)
 
 
 @pytest.mark.parametrize(
@@ -146,4 +148,4 @@ def test_what_cannot_be_traced_is_said(module: nn.Module, inputs: object, said: 
     ],
 )
 def test_which_blocks_stand_for_the_others(kinds: str, kept: list[int]) -> None:
-    assert module_groups.kept(list(kinds)) == kept
+    assert module_groups.representative_blocks(list(kinds)) == kept

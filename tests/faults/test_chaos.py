@@ -94,7 +94,7 @@ class Chaos:
 
     def load(self) -> None:
         """Go on from the last checkpoint."""
-        last = checkpoint.entries(self.root)[-1]
+        last = checkpoint.list_checkpoints(self.root)[-1]
         self.session.load(last.name, folder=self.root)
         _, step, tag = last.name.split("-")
         self.done, self.tag = int(step), tag if tag == self.session.backend else "mixed"
@@ -169,8 +169,8 @@ class Chaos:
 
     def check(self) -> None:
         """What must be true whatever has happened."""
-        for one in checkpoint.entries(self.root):
-            checkpoint.verify(one.path)
+        for one in checkpoint.list_checkpoints(self.root):
+            checkpoint.verify_files(one.path)
         # a rank that died a moment ago may not be known of yet
         eventually(self.truthful, within_s=5)
         eventually(lambda: not self.orphans(), within_s=GONE_S)
@@ -183,8 +183,8 @@ class Chaos:
 
     def orphans(self) -> set[psutil.Process]:
         """Processes of ranks and launchers that should be gone."""
-        launcher = self.session._gang.fleet
-        own = {psutil.Process(launcher.process.pid)} if launcher and launcher.alive else set()
+        launcher = self.session._workers.launcher_group
+        own = {psutil.Process(launcher.process.pid)} if launcher and launcher.is_alive else set()
         if self.session.state in {"ready", "running"}:
             own |= {child for one in own for child in one.children(recursive=True)}
         self.started |= own

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from nbdist import CellError, RankDied, Session
-from nbdist.cluster.local import LocalEngine
-from nbdist.session.oom_killer import events_file
+from nbdist.cluster.local import LocalLauncherProvider
+from nbdist.session.oom_killer import find_memory_events_file
 from tests.conftest import eventually
 from tests.doubles.unkillable import Unkillable
 from tests.live_kernel import ANSI
@@ -45,7 +45,7 @@ def memory_events(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_session(memory_events: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("notebook"))
-        engine = LocalEngine(memory_events)
+        engine = LocalLauncherProvider(memory_events)
         with Session(nproc=2, engine=engine) as running:
             yield running
         engine.close()
@@ -56,7 +56,7 @@ def session(one_session: Session) -> Session:
     """Two living ranks."""
     if one_session.state != "ready":
         one_session.restart()
-    one_session._gang._engine.warm_up("cpu")  # for the test that ends the launcher
+    one_session._workers._launcher_provider.warm_up("cpu")  # for the test that ends the launcher
     return one_session
 
 
@@ -100,8 +100,8 @@ def ends_in_time(session: Session) -> str:
     ("number", "cause"),
     [
         (signal.SIGKILL, "signal 9 (SIGKILL): maybe the OOM killer: see dmesg"),
-        (signal.SIGTERM, "signal 15 (SIGTERM): somebody asked it to end"),
-        (signal.SIGHUP, "signal 1 (SIGHUP): its login ended"),
+        (signal.SIGTERM, "signal 15 (SIGTERM): terminated by kill"),
+        (signal.SIGHUP, "signal 1 (SIGHUP): its login session ended"),
         (signal.SIGSEGV, "signal 11 (SIGSEGV)"),
     ],
 )
@@ -204,7 +204,7 @@ def test_the_oom_killer_is_named_with_the_limit(session: Session, memory_events:
 @pytest.fixture
 def small_cgroup(memory_events: Path) -> Iterator[Path]:
     """A cgroup of 2.5 GiB inside our own."""
-    own = events_file(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    own = find_memory_events_file(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     assert own != memory_events
     if own is None or not os.access(own.parent, os.W_OK):
         pytest.skip("no cgroup of memory can be made here")
@@ -281,8 +281,8 @@ model, optimizer = accelerator.prepare(model, optimizer)
     weight = session.pull("model", as_numpy=True)["weight"]
     os.kill(pids(session)[0], signal.SIGKILL)
     offer = (
-        "The last checkpoint is 'base' of step 3: %nbdist restart, run the preparing cell,"
-        " %nbdist load base."
+        "The last checkpoint is 'base' at step 3: use %nbdist restart, run the cell that calls"
+        " prepare(), then %nbdist load base."
     )
     assert offer in told(session)
     session.restart()
@@ -311,7 +311,7 @@ def test_children_of_a_killed_rank_end_too(session: Session) -> None:
 @pytest.mark.fault("B3", "B14")
 def test_a_killed_launcher_is_told_and_all_of_it_ends(session: Session) -> None:
     children = [pid for own in session.run(CHILDREN).values.values() for pid in own]
-    ranks, folder = pids(session), session._gang.fleet.run_dir
+    ranks, folder = pids(session), session._workers.launcher_group.run_dir
     os.kill(launcher(session), signal.SIGKILL)
     eventually(lambda: gone(ranks), within_s=TOLD_S)
     assert told(session).startswith("the launcher ended with signal 9 (SIGKILL)")
@@ -319,7 +319,7 @@ def test_a_killed_launcher_is_told_and_all_of_it_ends(session: Session) -> None:
     eventually(lambda: gone(children), within_s=FREED_S)
     session.restart()
     assert not folder.path.exists()
-    assert not folder.bulk.exists()
+    assert not folder.payload_dir.exists()
 
 
 @pytest.mark.fault("B4")
@@ -340,7 +340,7 @@ def test_a_stopped_rank_is_unresponsive_and_not_dead(session: Session) -> None:
     os.kill(stopped, signal.SIGSTOP)
     eventually(lambda: session.status()["ranks"][1]["unresponsive"], within_s=6)
     assert session.status()["ranks"][1]["unresponsive"] == "unresponsive (stopped, state T)"
-    assert session.stacks()[1].endswith(f"kill -CONT {stopped} lets it go on")
+    assert session.stacks()[1].endswith(f"resume it with kill -CONT {stopped}")
     assert session.death is None
     os.kill(stopped, signal.SIGCONT)
     assert session.wait(30)
@@ -353,7 +353,7 @@ def test_a_stopped_rank_does_not_hold_up_a_restart(session: Session) -> None:
     ranks = pids(session)
     os.kill(ranks[1], signal.SIGSTOP)
     began = time.monotonic()
-    session._gang.halt()
+    session._workers.stop_ranks()
     assert time.monotonic() - began < 5
     assert gone(ranks)
     session.restart()
@@ -374,11 +374,11 @@ def test_a_stopped_launcher_is_told_and_does_not_hold_up_a_restart(session: Sess
 
 @pytest.mark.fault("B11")
 def test_a_stop_is_bounded_by_what_cannot_be_killed(session: Session) -> None:
-    held = session._gang.fleet
+    held = session._workers.launcher_group
     real, held.process = held.process, Unkillable(held.process)
     began = time.monotonic()
     with pytest.warns(RuntimeWarning, match=f"cannot be killed: {real.pid}"):
-        session._gang.close()
+        session._workers.close()
     assert time.monotonic() - began < 10
     real.wait(5)  # the double only hid it
     session.restart()

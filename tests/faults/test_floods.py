@@ -210,7 +210,7 @@ def test_ranks_that_finished_are_listed_beside_those_that_failed(session: Sessio
     assert set(raised.value.errors) == {1}
     assert "rank 0 finished" in "\n".join(raised.value._render_traceback_())
     assert session.last is not None
-    assert session.last.states[0].value == 0
+    assert session.last.rank_states[0].value == 0
 
 
 @pytest.mark.fault("D10")

@@ -69,7 +69,7 @@ class Running:
         pids = [self.kernel.pid, *(one.pid for one in self.family)]
         return [
             path
-            for root in run_dir.roots()
+            for root in run_dir.private_folder_roots()
             for pid in pids
             for path in [*root.glob(f"nbdist-{pid}-*"), *root.glob(f"torch_{pid}_*")]
         ]
@@ -111,7 +111,7 @@ def test_whoever_is_killed_first_nothing_is_left_by_the_next_start(
     for who in order:
         running.kill(who)
     running.kernel.wait()
-    orphan_cleanup.sweep(grace_s=0.2)
+    orphan_cleanup.remove_orphans(grace_s=0.2)
     eventually(lambda: not running.living(), within_s=5)
     assert not running.files()
 
@@ -126,7 +126,7 @@ def test_a_launcher_that_was_stopped_is_ended_by_the_next_start(running: Running
     try:
         eventually(lambda: not running.living(), within_s=10)
         eventually(lambda: not running.files(), within_s=5)
-        assert launcher.alive
+        assert launcher.is_alive
         assert launcher.run_dir.path.exists()
     finally:
         launcher.close()
@@ -134,7 +134,7 @@ def test_a_launcher_that_was_stopped_is_ended_by_the_next_start(running: Running
 
 def test_a_session_that_lives_is_left_alone(running: Running) -> None:
     before = set(running.files())
-    orphan_cleanup.sweep(grace_s=0)
+    orphan_cleanup.remove_orphans(grace_s=0)
     assert set(running.living()) >= set(running.ranks)
     assert {path for path in before if path.is_dir()} <= set(running.files())
 

@@ -171,8 +171,8 @@ def test_long_temp_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 @pytest.mark.fault("S2")
 def test_private_folder() -> None:
     with nbdist.Session(nproc=1) as session:
-        folder = session._gang.fleet.run_dir
-        for path in (folder.path, folder.bulk):
+        folder = session._workers.launcher_group.run_dir
+        for path in (folder.path, folder.payload_dir):
             assert path.stat().st_mode & 0o777 == 0o700
     assert not folder.path.exists()
-    assert not folder.bulk.exists()
+    assert not folder.payload_dir.exists()

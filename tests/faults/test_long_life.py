@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from nbdist import CellError, Session
-from nbdist.launcher.__main__ import THEN
+from nbdist.launcher.__main__ import WARM_UP_IMPORTS
 from tests.conftest import eventually
 from tests.faults import training
 
@@ -54,11 +54,11 @@ def everything(session: Session) -> Everything:
     ranks = [psutil.Process(rank["pid"]) for rank in session.status()["ranks"]]
     held = {"kernel": of(psutil.Process().pid), "launcher": of(ranks[0].ppid())}
     held |= {f"rank {rank}": of(process.pid) for rank, process in enumerate(ranks)}
-    folder = session._gang.fleet.run_dir
+    folder = session._workers.launcher_group.run_dir
     files = Counter(
         # numbers and random parts of names do not count
         re.sub(r"(?<=_)\w{8}(?=/|$)|\d+", "*", str(path.relative_to(top)))
-        for top in (folder.path, folder.bulk)
+        for top in (folder.path, folder.payload_dir)
         for path in top.rglob("*")
     )
     return Everything(held, files)
@@ -131,10 +131,12 @@ def warmed_up(session: Session) -> None:
     imported = False
     while not imported:
         launcher = psutil.Process(psutil.Process(session.status()["ranks"][0]["pid"]).ppid())
-        session._gang.halt()
+        session._workers.stop_ranks()
         eventually(lambda: launcher.cpu_percent(0.5) == 0, within_s=120)  # noqa: B023
         session.restart()
-        imported = bool(session.run(f"import sys; {THEN[-1]!r} in sys.modules").values[0])
+        imported = bool(
+            session.run(f"import sys; {WARM_UP_IMPORTS[-1]!r} in sys.modules").values[0]
+        )
 
 
 UNKNOWN = {"launcher", "rank 0", "rank 1"}

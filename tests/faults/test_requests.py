@@ -143,7 +143,7 @@ def test_stop_ends_what_does_not_get_on_and_the_models_train_on(
 
     def press() -> None:
         def noticed() -> bool:  # between two requests of one command there is none
-            joint = session._gang.joint
+            joint = session._workers.collective_request
             return joint is not None and bool(joint.notice)
 
         eventually(noticed, within_s=120)
@@ -153,7 +153,7 @@ def test_stop_ends_what_does_not_get_on_and_the_models_train_on(
     thread = threading.Thread(target=press)
     thread.start()
     try:
-        with pytest.raises(CellInterrupted, match="was stopped") as told:
+        with pytest.raises(CellInterrupted, match="interrupted") as told:
             works(tmp_path)[work](session)
     finally:
         thread.join()

@@ -1,4 +1,4 @@
-"""Every fault has a test or a reason, and the page says so."""
+"""Every fault has a test or a reason, and docs/faults.md is up to date."""
 
 from __future__ import annotations
 

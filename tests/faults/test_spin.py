@@ -91,7 +91,7 @@ def soon() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RETURN_AFTER_S", "END_AFTER_S", "SILENT_S", "SECOND_AFTER_S", "GRACE_S"):
             patch.setattr(interrupt, name, 1.0)
-        patch.setattr(hang_detection, "WAITED_S", 1.0)
+        patch.setattr(hang_detection, "HANG_AFTER_S", 1.0)
         yield
 
 
@@ -128,10 +128,10 @@ def prepare(session: Session, library: Path, mark: Path) -> None:
     session.run(f"LIBRARY, MARK = {str(library)!r}, {str(mark)!r}\n{PREPARE}")
 
 
-def watched(session: Session) -> interrupt.Ladder | None:
+def watched(session: Session) -> interrupt.InterruptEscalation | None:
     """What counts the Stops."""
-    joint = session._gang.joint
-    return joint.ladder if joint is not None else session._cells.ladder
+    joint = session._workers.collective_request
+    return joint.escalation if joint is not None else session._cells.escalation
 
 
 def stops(session: Session) -> int:
@@ -178,7 +178,7 @@ def test_two_stops_return_the_prompt_and_a_third_ends_the_ranks(
     thread = threading.Thread(target=press_twice)
     thread.start()
     try:
-        with pytest.raises(CellInterrupted, match=r"did not stop yet|goes on: .*rank 1"):
+        with pytest.raises(CellInterrupted, match=r"did not stop yet|is still running: .*rank 1"):
             works[work]()
     finally:
         thread.join()
@@ -207,7 +207,7 @@ def test_three_stops_at_once_end_the_ranks_too(
     thread = threading.Thread(target=press_thrice)
     thread.start()
     try:
-        with pytest.raises(CellInterrupted, match="new ones started"):
+        with pytest.raises(CellInterrupted, match="new ranks started"):
             session.run("if rank == 1: trap = 'spins'; fall()")
     finally:
         thread.join()
@@ -223,7 +223,7 @@ def test_a_rank_that_spins_when_another_has_failed_is_told_and_aborted_without_a
     session.run(code, background=True)
     says = "rank 0 raised ValueError at line 1; rank 1 has been in ctypes.CDLL"
     eventually(lambda: says in session.standstill, within_s=20)
-    eventually(lambda: "process groups are aborted" in session.standstill, within_s=20)
+    eventually(lambda: "aborting the process groups" in session.standstill, within_s=20)
     assert stops(session) == 0
     eventually(lambda: "rank 1 spins" in session.standstill, within_s=20)
     for _ in range(3):
@@ -250,7 +250,7 @@ def test_a_request_that_fails_on_one_rank_while_another_spins_is_freed_without_a
     told: list[str] = []
 
     def press_on() -> None:
-        eventually(lambda: "process groups are aborted" in session.standstill, within_s=60)
+        eventually(lambda: "aborting the process groups" in session.standstill, within_s=60)
         told.append(session.standstill)
         assert stops(session) == 0
         for _ in range(3):
@@ -259,7 +259,7 @@ def test_a_request_that_fails_on_one_rank_while_another_spins_is_freed_without_a
     thread = threading.Thread(target=press_on)
     thread.start()
     try:
-        with pytest.raises(CellInterrupted, match="new ones started"):
+        with pytest.raises(CellInterrupted, match="new ranks started"):
             session.switch("fsdp2")
     finally:
         thread.join()
@@ -286,7 +286,7 @@ def test_a_rank_that_computes_in_c_keeps_its_process_group_when_it_is_stopped(
     thread = threading.Thread(target=press_once)
     thread.start()
     try:
-        with pytest.raises(CellInterrupted, match="every variable is kept"):
+        with pytest.raises(CellInterrupted, match="all variables are kept"):
             session.run(f"{timer}\ntrap = 'spins'\nfall()")
     finally:
         thread.join()

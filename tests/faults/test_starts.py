@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from nbdist import Session, StartError
-from nbdist.cluster.local import LocalEngine
+from nbdist.cluster.local import LocalLauncherProvider
 from nbdist.session import startup
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
@@ -79,7 +79,7 @@ def test_a_rank_that_crashes_on_start_is_told_with_its_exit_code(
     monkeypatch.setenv("PYTHONSTARTUP", str(DOUBLES / "crash_on_start.py"))
     monkeypatch.setenv("NBDIST_TEST_EXIT", code)
     text = why_it_failed(Session(nproc=2))
-    assert "The ranks did not start: rank " in text
+    assert "The ranks failed to start: rank " in text
     assert f"ended with exit code {code}" in text
     assert "this is the last line of the crash" in text
 
@@ -90,10 +90,10 @@ def test_a_slow_start_says_who_is_missing_and_is_not_dead(
 ) -> None:
     monkeypatch.setenv("PYTHONSTARTUP", str(DOUBLES / "slow_start.py"))
     monkeypatch.setenv("NBDIST_TEST_SLOW_S", "4")
-    monkeypatch.setattr(startup, "STILL_S", 1.0)
+    monkeypatch.setattr(startup, "PROGRESS_INTERVAL_S", 1.0)
     with Session(nproc=2) as session:
         assert session.run("rank").values == {0: 0, 1: 1}
-    assert "starting the ranks; nothing heard of ranks 0-1 for 1 s" in capsys.readouterr().out
+    assert "starting the ranks; no message from ranks 0-1 for 1 s" in capsys.readouterr().out
 
 
 @pytest.mark.fault("A3")
@@ -101,13 +101,13 @@ def test_a_slow_start_says_who_is_missing_and_is_not_dead(
 def test_a_start_that_never_ends_shows_where_all_processes_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = LocalEngine()
+    engine = LocalLauncherProvider()
     engine.warm_up("cpu")
-    eventually(lambda: engine._warm is not None and engine._warm.warm, within_s=TOLD_S)
+    eventually(lambda: engine._warm is not None and engine._warm.is_warm, within_s=TOLD_S)
     monkeypatch.setenv("PYTHONSTARTUP", str(DOUBLES / "slow_start.py"))
-    monkeypatch.setattr(startup, "START_S", 6.0)
+    monkeypatch.setattr(startup, "START_TIMEOUT_S", 6.0)
     text = why_it_failed(Session(nproc=2, engine=engine))
-    assert "The ranks gave no sign for 6 s" in text
+    assert "No message from the ranks for 6 s" in text
     assert "-- launcher --" in text
     assert "fork.py" in text
     assert "-- rank0 --" in text

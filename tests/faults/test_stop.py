@@ -105,7 +105,9 @@ def stopped(
 
 def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
     """Whether a cell has been running for so long."""
-    return lambda: session.running is not None and time.time() - session.running.began > seconds
+    return lambda: (
+        session.running is not None and time.time() - session.running.started_at > seconds
+    )
 
 
 def can_add(session: Session) -> bool:
@@ -124,7 +126,7 @@ def trains_on(session: Session) -> bool:
 @pytest.mark.fault("C2")
 def test_stop_in_python_ends_all_ranks_and_keeps_everything(plain: Session) -> None:
     said, seconds = stopped(plain, "while True: pass", when=runs_for(plain, 0.5))
-    assert "every variable is kept" in said
+    assert "all variables are kept" in said
     assert seconds < 5  # 1 s on a machine of our own
     assert plain.run("kept").values == {0: "mine", 1: "mine"}
     assert can_add(plain)
@@ -138,7 +140,7 @@ def test_stop_reaches_ranks_that_began_with_signals_blocked() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with session:
         said, seconds = stopped(session, "while True: pass", when=runs_for(session, 0.2))
-    assert "every variable is kept" in said
+    assert "all variables are kept" in said
     assert seconds < 5
 
 
@@ -178,7 +180,7 @@ def test_a_rank_that_is_stuck_in_a_step_is_freed_and_its_model_trains_on(session
     before = session.run("made").values
     said, seconds = stopped_with(session, IN_STEP, says="rank 0 has waited")
     assert seconds < 30  # with the models made ready again
-    assert "every variable is kept" in said
+    assert "all variables are kept" in said
     assert session.run("made").values == before
     assert trains_on(session)
 
@@ -205,7 +207,7 @@ def test_a_rank_that_never_comes_to_the_step_of_the_others_is_stopped_too(plain:
     plain.run(PREPARE)
     code = "step()\nif rank == 0: optimizer.step()\nwhile True: pass"
     said, seconds = stopped(plain, code, when=runs_for(plain, 1.0))
-    assert "stopped on all ranks" in said
+    assert "Interrupted on all ranks" in said
     assert seconds < 8
 
 
@@ -241,7 +243,7 @@ def test_what_was_prepared_before_says_so(session: Session) -> None:
         "except Exception as error:\n    said = str(error)\n(before is now, said)"
     ).values[0]
     assert isinstance(said, tuple)
-    assert said[0] or "made ready again" in str(said[1])
+    assert said[0] or "was prepared before" in str(said[1])
     assert trains_on(session)
 
 
@@ -346,19 +348,21 @@ def test_groups_are_aborted_on_all_ranks_before_new_ones_are_made(
     plain: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, int]] = []
-    post = plain._gang.post
+    post = plain._workers.queue_request
 
     def noted(ranks: range, channel: Channel, kind: str, *args: object, **kwargs: object) -> str:
         sent.append((kind, len(ranks)))
         return post(ranks, channel, kind, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(plain._gang, "post", noted)
+    monkeypatch.setattr(plain._workers, "queue_request", noted)
     code = "if rank == 0:\n    dist.all_reduce(torch.ones(1), async_op=True)\n    raise ValueError"
     with pytest.raises(CellError, match="ValueError"):
         plain.run(code)  # one collective has begun on rank 0 alone
     assert can_add(plain)
-    made_anew = [one for one in sent if one[0] in {messages.RELEASE, messages.RENEW}]
-    assert made_anew == [(messages.RELEASE, 2), (messages.RENEW, 2)]
+    made_anew = [
+        one for one in sent if one[0] in {messages.ABORT_COLLECTIVES, messages.REBUILD_MODELS}
+    ]
+    assert made_anew == [(messages.ABORT_COLLECTIVES, 2), (messages.REBUILD_MODELS, 2)]
 
 
 @pytest.mark.fault("C3")
@@ -366,7 +370,7 @@ def test_a_rank_that_makes_a_group_alone_is_freed(plain: Session) -> None:
     code = "if rank == 0: dist.new_group([0, 1])\nelse:\n    while True: time.sleep(0.05)"
     said, seconds = stopped(plain, code, when=runs_for(plain, 2.0))
     assert seconds < 20
-    assert "every variable is kept" in said
+    assert "all variables are kept" in said
     assert can_add(plain)
 
 
@@ -391,10 +395,10 @@ def test_a_slow_rank_is_told_and_never_stopped(plain: Session) -> None:
 @pytest.mark.fault("C12")
 def test_a_second_stop_aborts_the_groups_and_keeps_the_model(session: Session) -> None:
     def asked() -> bool:
-        return session._cells.ladder is not None and session._cells.ladder.stops == 1
+        return session._cells.escalation is not None and session._cells.escalation.stops == 1
 
     said, _ = stopped(session, IN_STEP, when=runs_for(session, 2.5), more=asked)
-    assert "every variable is kept" in said
+    assert "all variables are kept" in said
     assert trains_on(session)
 
 
@@ -433,11 +437,11 @@ def test_ranks_that_nothing_stops_are_ended_by_a_further_stop() -> None:
                 press()
 
         def stops() -> int:
-            return session._cells.ladder.stops if session._cells.ladder is not None else 0
+            return session._cells.escalation.stops if session._cells.escalation is not None else 0
 
         thread = threading.Thread(target=press_on)
         thread.start()
-        with pytest.raises(CellInterrupted, match="new ones started"):
+        with pytest.raises(CellInterrupted, match="new ranks started"):
             session.run(f"if rank == 0: step()\nelse:\n    exec({held!r})")
         thread.join()
         assert session.run("rank").values == {0: 0, 1: 1}

@@ -60,7 +60,7 @@ def main() -> int:
         for check in chosen:
             print(f"{check.name:28}{check.gpus} GPU{'s'[: check.gpus - 1]:4}{check.bar}")
         return 0
-    gpus = asked.ranks if asked.rehearse else len(discovery.found().gpus)
+    gpus = asked.ranks if asked.rehearse else len(discovery.discover_machine().gpus)
     if not gpus:
         print("no GPU is visible here; --rehearse runs the checks on CPU ranks", file=sys.stderr)
         return 2
@@ -105,7 +105,7 @@ class Run:
         self.head = {
             "rehearsal": rehearse,
             "minutes": minutes,
-            "machine": f"{gpus} CPU ranks" if rehearse else discovery.found().describe(),
+            "machine": f"{gpus} CPU ranks" if rehearse else discovery.discover_machine().describe(),
             "driver": "" if rehearse else driver(),
             "python": sys.version.split()[0],
             **{name: importlib.metadata.version(name) for name in PACKAGES},
@@ -201,8 +201,8 @@ def written(path: Path, text: str) -> None:
 
 def driver() -> str:
     """Version of NVIDIA's driver."""
-    nvml: Any = discovery.pynvml()
-    with discovery.opened(nvml):
+    nvml: Any = discovery.import_pynvml()
+    with discovery.open_nvml(nvml):
         return str(nvml.nvmlSystemGetDriverVersion())
 
 

@@ -27,7 +27,7 @@ import psutil
 from nbdist import CellError, CellInterrupted, RankDied
 from nbdist.errors import StartError, SwitchError
 from nbdist.hardware import discovery
-from nbdist.planner.search import MARGIN
+from nbdist.planner.search import FREE_MEMORY_MARGIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -153,7 +153,9 @@ def stopped(session: Session, code: str, when: Callable[[], object]) -> tuple[fl
 
 def after(session: Session, seconds: float) -> Callable[[], bool]:
     """Whether the cell has been running for so long."""
-    return lambda: session.running is not None and time.time() - session.running.began > seconds
+    return lambda: (
+        session.running is not None and time.time() - session.running.started_at > seconds
+    )
 
 
 def usable(session: Session, loss: float | None = None) -> Findings:
@@ -201,7 +203,7 @@ def start(lab: Lab) -> Findings:
     yield not any(one["bad_fork"] for one in ranks.values()), "no bad fork"
     threads, cores = sum(one["threads"] for one in ranks.values()), len(os.sched_getaffinity(0))
     yield threads <= max(cores, len(ranks)), f"{threads} threads on {cores} cores"
-    gpus = discovery.found().gpus
+    gpus = discovery.discover_machine().gpus
     if any(gpu.uuid.startswith("MIG-") for gpu in gpus):
         yield None, "MIG: CUDA tells no UUID to compare"
     elif not lab.rehearse:
@@ -213,11 +215,11 @@ def start(lab: Lab) -> Findings:
 
 def of_each_gpu(ask: Callable[[Any, Any], Any]) -> list[Any]:
     """What `ask(nvml, handle)` says of each visible GPU."""
-    gpus = discovery.found().gpus
-    nvml: Any = discovery.pynvml()
+    gpus = discovery.discover_machine().gpus
+    nvml: Any = discovery.import_pynvml()
     if not gpus:
         return []
-    with discovery.opened(nvml):
+    with discovery.open_nvml(nvml):
         return [ask(nvml, nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)) for gpu in gpus]
 
 
@@ -236,7 +238,9 @@ def holders() -> set[int]:
 def device_before(lab: Lab) -> Findings:
     """What was used before a rank's context, within 64 MiB of NVML."""
     session = lab.session()
-    code = "from nbdist.worker.memory import memory_probe as measure\nmeasure.state.device_before"
+    code = (
+        "from nbdist.worker.memory.memory_probe import probe_state\nprobe_state.device_before_bytes"
+    )
     found = values(session, code)
     for rank, before in found.items():
         idle = 0 if lab.rehearse else lab.idle_bytes[rank]
@@ -289,8 +293,8 @@ def planned(lab: Lab, *, backend: str) -> Findings:
 
     session = prepared(lab, lab.sizes, backend=backend, precision="bf16")
     figures = session.measured()[0]
-    checked = planner.check(session)
-    predicted = checked.allocated.predicted
+    checked = planner.compare_with_measured(session)
+    predicted = checked.allocated.predicted_bytes
     if figures is None or not figures.allocated_bytes or predicted is None:
         yield False, f"nothing was measured: {figures}"
         return
@@ -301,10 +305,13 @@ def planned(lab: Lab, *, backend: str) -> Findings:
         return
     same = peak >= figures.allocated_bytes
     yield same, f"torch's own peak {mib(peak)}, reserved {mib(figures.reserved_bytes or 0)}"
-    device = memory_calibration.default("cuda", session.world_size).device_bytes(predicted)
+    device = memory_calibration.default_overhead("cuda", session.world_size).device_bytes(predicted)
     off = (device - figures.device_bytes) / figures.device_bytes
     yield abs(off) <= 0.08, f"device {mib(figures.device_bytes)}, plan {off:+.1%}"
-    yield figures.device_bytes <= device * (1 + MARGIN), f"within the margin of {MARGIN:.0%}"
+    yield (
+        figures.device_bytes <= device * (1 + FREE_MEMORY_MARGIN),
+        f"within the margin of {FREE_MEMORY_MARGIN:.0%}",
+    )
 
 
 def add_planned(backend: str) -> None:
@@ -577,7 +584,7 @@ def offloaded(lab: Lab, *, backend: str, to: str) -> Findings:
         yield from trains(lab, backend=backend, precision="bf16", offload=offload)
     except StartError as error:
         lab.changed()
-        words = str(error).partition(" The log ends:")[0]  # the log may name anything
+        words = str(error).partition(" End of the log:")[0]  # the log may name anything
         if "nvcc" in words or "CUDA_HOME" in words:
             toolkit = shutil.which("nvcc") or os.environ.get("CUDA_HOME")
             yield not toolkit, f"no CUDA toolkit; refused with: {words[:200]}"
@@ -712,8 +719,8 @@ def fp8(lab: Lab) -> Findings:
     engines = [n for n in ("torchao", "transformer_engine") if importlib.util.find_spec(n)]
     if lab.rehearse or not engines:
         raise Skip("no fp8 on CPU ranks" if lab.rehearse else "neither torchao nor TE is installed")
-    if discovery.found().gpus[0].capability < (8, 9):
-        raise Skip(f"fp8 needs compute capability 8.9: {discovery.found().describe()}")
+    if discovery.discover_machine().gpus[0].capability < (8, 9):
+        raise Skip(f"fp8 needs compute capability 8.9: {discovery.discover_machine().describe()}")
     yield from trains(lab, backend="ddp", precision="fp8")
     yield None, f"with {engines}"
 
@@ -726,7 +733,7 @@ def own_memory(lab: Lab) -> Findings:
     session = lab.session(fresh=True)
     size = MIB if lab.rehearse else 4 << 30
     session.run(f"held = torch.zeros({size}, dtype=torch.uint8, device=device)", output="none")
-    for rank, device in enumerate(planner.machine(session).devices):
+    for rank, device in enumerate(planner.cluster_spec(session).devices):
         idle = 0 if lab.rehearse else lab.idle_bytes[rank]
         short = device.memory_bytes - idle - device.free_bytes
         yield lab.judged(short <= size // 2), f"rank {rank}: {mib(short)} are not counted as free"
@@ -781,11 +788,11 @@ def calibrate(lab: Lab) -> Findings:
     from nbdist.session import planner
 
     session = lab.session()
-    before = planner.machine(session)
-    device, figures = before.slowest, session.calibrate().figures[0]
+    before = planner.cluster_spec(session)
+    device, figures = before.slowest_device, session.calibrate().figures[0]
     for kind, speed in figures["products"].items():
-        share = speed / device.peak("no" if kind == "fp32" else kind)
-        expected = speed / device.reached("no" if kind == "fp32" else kind)
+        share = speed / device.peak_flops("no" if kind == "fp32" else kind)
+        expected = speed / device.sustained_flops("no" if kind == "fp32" else kind)
         good = share <= 1 and expected >= 0.5
         yield lab.judged(good), f"{kind} {share:.2f} of the peak, {expected:.2f} of the catalogue"
     share = figures["memory"] / device.memory_bandwidth
@@ -795,7 +802,7 @@ def calibrate(lab: Lab) -> Findings:
         yield lab.judged(share <= 1.05), f"page-locked copies {share:.2f} of PCIe"
     for name, curve in figures["curves"].items():
         size, seconds = curve[-1]
-        ratio = seconds / step_time.collective_s(name, size, before)
+        ratio = seconds / step_time.collective_time_s(name, size, before)
         yield lab.judged(ratio <= 3), f"{name} {ratio:.2f} of the catalogue's time"
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.unit import saved
-from tests.unit import test_foreign_files as foreign
+from tests.unit import test_importers as foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ def _entry(**given: Any) -> bytes:
 
 
 def from_tests(write: Callable[[Path, Any], None]) -> Writer:
-    """One of tests/unit/test_foreign_files.py."""
+    """One of tests/unit/test_importers.py."""
     return lambda folder, marker: write(folder, foreign.Bomb(marker))
 
 

@@ -15,11 +15,11 @@ import nbdist
 from nbdist import checkpoint, strategies
 from nbdist.errors import CheckpointError, NbdistError, OptionError, PlanError
 from nbdist.planner import memory_calibration
-from nbdist.planner.measurement_store import Known
+from nbdist.planner.measurement_store import MeasurementStore
 from nbdist.state import importers
 from tests.hostile import corpus
 from tests.unit import saved
-from tests.unit.test_foreign_files import read
+from tests.unit.test_importers import read
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +54,7 @@ def test_a_foreign_checkpoint_runs_nothing_and_ends_in_a_sentence(
 ) -> None:
     corpus.FOREIGN[name](folder, marker)
     with pytest.raises(CheckpointError) as caught:
-        read(importers.opened(folder, groups=[["w"]]))
+        read(importers.open_checkpoint(folder, groups=[["w"]]))
     assert len(str(caught.value)) < 1000
     assert "\n" not in str(caught.value)
     assert not marker.exists()
@@ -64,7 +64,7 @@ def test_a_foreign_checkpoint_runs_nothing_and_ends_in_a_sentence(
 @pytest.mark.fault("E9")
 def test_pickles_of_accelerate_beside_a_model_are_not_looked_at(folder: Path, marker: Path) -> None:
     corpus.custom_checkpoint(folder, marker)
-    assert read(importers.opened(folder, groups=[["w"]]))["model.w"].tolist() == [1, 1]
+    assert read(importers.open_checkpoint(folder, groups=[["w"]]))["model.w"].tolist() == [1, 1]
     assert not marker.exists()
 
 
@@ -91,9 +91,9 @@ def test_ranks_refuse_them_too_and_go_on(session: Session, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", corpus.PATHS, ids=ascii)
 def test_a_manifest_names_no_file_outside_of_its_folder(name: str, tmp_path: Path) -> None:
     path = corpus.checkpoint(tmp_path / "root", name)
-    assert checkpoint.entries(tmp_path / "root") == []
+    assert checkpoint.list_checkpoints(tmp_path / "root") == []
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.verify(path)
+        checkpoint.verify_files(path)
     assert str(caught.value).isascii()
     assert len(str(caught.value)) < 1000
 
@@ -106,7 +106,7 @@ def test_a_file_of_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> Non
     data.rename(tmp_path / "elsewhere")
     data.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError):
-        checkpoint.verify(path)
+        checkpoint.verify_files(path)
 
 
 @pytest.mark.fault("S7")
@@ -126,8 +126,8 @@ def test_a_config_of_a_billion_laughs_costs_nothing(folder: Path) -> None:
     file = folder / "config.yaml"
     file.write_text(corpus.LAUGHS)
     content = strategies.load_config(file)  # shared, not copied
-    with pytest.raises(OptionError, match="unknown keys"):
-        strategies.Options(backend="fsdp2", fsdp_config=content).checked(
+    with pytest.raises(OptionError, match="Unknown keys"):
+        strategies.Options(backend="fsdp2", fsdp_config=content).validate(
             strategies.Hardware(kind="cpu", bf16=False, fp8=False, world_size=2, deepspeed=True)
         )
 
@@ -137,10 +137,16 @@ def test_a_config_of_a_billion_laughs_costs_nothing(folder: Path) -> None:
 def test_a_cache_of_calibrations_is_only_json(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "learned.json"
     file.write_bytes(content)
-    found = memory_calibration.Learned(file).known("A", "ddp", "none", kind="cuda", world_size=2)
+    found = memory_calibration.MemoryCalibration(file).overhead_for(
+        "A", "ddp", "none", kind="cuda", world_size=2
+    )
     assert found.runs == 0
-    speeds = Known("host", file)
-    assert (speeds.links("2 CPU ranks"), speeds.pace("CPU rank"), speeds.disk()) == (None,) * 3
+    speeds = MeasurementStore("host", file)
+    assert (
+        speeds.comm_speed("2 CPU ranks"),
+        speeds.compute_speed("CPU rank"),
+        speeds.disk_speed(),
+    ) == (None,) * 3
 
 
 NO_NETWORK = """
@@ -228,4 +234,4 @@ def test_a_notebook_of_a_stranger_is_only_outputs(folder: Path) -> None:
     with pytest.raises(PlanError):
         nbdist.plan(str(file), devices="2x24GB")
     with pytest.raises(CheckpointError):
-        importers.opened(file)
+        importers.open_checkpoint(file)

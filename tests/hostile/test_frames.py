@@ -11,9 +11,9 @@ import zmq
 from jupyter_client.session import DELIM
 from jupyter_client.session import Session as Signer
 
-from nbdist.cluster.rank_channels import Sockets, write_connections
+from nbdist.cluster.rank_channels import LocalRankChannels, write_connections
 from nbdist.errors import StartError
-from nbdist.protocol.signing import Signer as Ours
+from nbdist.protocol.signing import MessageSigner as Ours
 from nbdist.worker.kernel import RankApp
 from tests.conftest import eventually
 
@@ -38,7 +38,7 @@ class Door(NamedTuple):
 
 def opened(session: Session, rank: int, channel: str) -> Iterator[Door]:
     """Connect to a rank as a process of the same user could; others cannot."""
-    folder = session._gang.fleet.run_dir.path / str(session._gang.generation)
+    folder = session._workers.launcher_group.run_dir.path / str(session._workers.generation)
     file = json.loads((folder / f"rank{rank}.json").read_text())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -147,10 +147,10 @@ def test_a_recorded_message_runs_once(door: Door, session: Session) -> None:
 def test_a_recorded_message_is_not_taken_again_behind_a_flood_of_forged_ones() -> None:
     signer = Ours(key=KEY.encode(), digest_history_size=64)
     recorded = frames(KEY)
-    assert signer.opened(recorded) is not None
+    assert signer.verify_message(recorded) is not None
     for _ in range(1000):
-        assert signer.opened([DELIM, os.urandom(32), b"{}", b"{}", b"{}", b"{}"]) is None
-    assert signer.opened(recorded) is None
+        assert signer.verify_message([DELIM, os.urandom(32), b"{}", b"{}", b"{}", b"{}"]) is None
+    assert signer.verify_message(recorded) is None
 
 
 @pytest.mark.fault("S20")
@@ -159,7 +159,7 @@ def test_a_flood_of_junk_does_not_fill_the_log(door: Door, session: Session) -> 
     for _ in range(FLOOD):
         door.socket.send_multipart([DELIM, os.urandom(32), b"{}", b"{}", b"{}", b"{}"])
     assert session.run("rank").values == {0: 0, 1: 1}
-    launcher = session._gang.fleet
+    launcher = session._workers.launcher_group
     assert launcher is not None
     assert len(launcher.log.tail()) < 50_000
     assert len(session.logs[1].text()) < 50_000
@@ -197,12 +197,12 @@ class Seen:
         self.messages: list[tuple[int, str, Any]] = []
         self.looks = 0
 
-    def receive(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
+    def on_message(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
         if message["content"].get("fail"):
             raise KeyError(message["msg_id"])
         self.messages += [(rank, channel, message["content"]) for rank in ranks]
 
-    def idle(self) -> bool:
+    def on_idle(self) -> bool:
         self.looks += 1
         raise KeyError("something that nobody expects")
 
@@ -219,7 +219,7 @@ def test_the_kernel_reads_on_behind_frames_of_a_stranger(
     rank.linger = 0
     rank.bind(connections[0].address(channel))
     seen = Seen()
-    channels = Sockets(connections, seen)
+    channels = LocalRankChannels(connections, seen)
     genuine = Ours(key=KEY.encode())
 
     def arrives(number: int) -> bool:
@@ -237,9 +237,9 @@ def test_the_kernel_reads_on_behind_frames_of_a_stranger(
     looks = seen.looks
     eventually(lambda: seen.looks > looks, within_s=10)
     told = [record.message for record in caplog.records]
-    assert sum("could not be looked at" in words for words in told) == 1
+    assert sum("periodic work of the session failed" in words for words in told) == 1
     assert sum("not signed" in words for words in told) == 1
-    assert sum("nobody can read" in words for words in told) == 1
+    assert sum("cannot process a message" in words for words in told) == 1
     channels.close()
     rank.close()
     context.term()
@@ -247,7 +247,7 @@ def test_the_kernel_reads_on_behind_frames_of_a_stranger(
 
 @pytest.mark.fault("S4")
 def test_every_channel_is_a_unix_socket(session: Session) -> None:
-    folder = session._gang.fleet.run_dir.path / str(session._gang.generation)
+    folder = session._workers.launcher_group.run_dir.path / str(session._workers.generation)
     for rank in range(2):
         file = json.loads((folder / f"rank{rank}.json").read_text())
         assert file["transport"] == "ipc"
@@ -269,5 +269,5 @@ def test_a_rank_refuses_to_listen_on_tcp_or_without_a_key(
     path = tmp_path / "rank0.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     app = RankApp(connection_file=str(path))
-    with pytest.raises(StartError, match="it has to name ipc and a key"):
+    with pytest.raises(StartError, match="expected ipc transport and a signing key"):
         app.load_connection_file()

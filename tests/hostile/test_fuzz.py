@@ -17,20 +17,27 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
 from nbdist import rank_sets, strategies
-from nbdist.checkpoint import FilePart, names
+from nbdist.checkpoint import CheckpointFile, names
 from nbdist.checkpoint.manifest import Manifest
 from nbdist.display import panel_profile_html, panel_text
 from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, magics, plan
 from nbdist.panel import commands
-from nbdist.panel.profile_view import Profiled
+from nbdist.panel.profile_view import ProfileViewCache
 from nbdist.planner import cache, device_parser, memory_calibration
-from nbdist.planner.measurement_store import Known
-from nbdist.planner.measurements import Disk, Links, Pace
+from nbdist.planner.measurement_store import MeasurementStore
+from nbdist.planner.measurements import CommSpeed, ComputeSpeed, DiskSpeed
 from nbdist.planner.models import analytic, transformers_registry
-from nbdist.profiler.measurements import Line, Loader, Memory, RankFigures, Traffic
-from nbdist.profiler.report import Profile, Setting
+from nbdist.profiler.measurements import (
+    CollectiveStats,
+    DataLoaderStats,
+    LineProfile,
+    PeakMemory,
+    RankProfile,
+)
+from nbdist.profiler.profile_data import ProfiledConfig
+from nbdist.profiler.report import Profile
 from nbdist.protocol import messages
 from nbdist.session import config as session_config
 from nbdist.session import placement
@@ -44,7 +51,9 @@ if TYPE_CHECKING:
 
 MAX_SENTENCE = 2000
 MANIFEST = json.loads(
-    saved.manifest((FilePart(name="model-00000-0.safetensors", size_bytes=10, crc32=1),)).to_json()
+    saved.manifest(
+        (CheckpointFile(name="model-00000-0.safetensors", size_bytes=10, crc32=1),)
+    ).to_json()
 )
 
 
@@ -64,7 +73,7 @@ rank_texts = st.one_of(texts, st.text(alphabet="0123456789,- ", max_size=30))
 def test_sets_of_ranks(examples: int) -> None:
     def check(text: str) -> None:
         try:
-            found = rank_sets.chosen(text, 8)
+            found = rank_sets.resolve_ranks(text, 8)
         except OptionError as error:
             short(error)
         else:
@@ -80,7 +89,7 @@ def test_sets_of_ranks(examples: int) -> None:
 def test_ranks_that_are_no_text(examples: int) -> None:
     def check(given: Any) -> None:
         with contextlib.suppress(OptionError):
-            assert set(rank_sets.chosen(given, 8)) <= set(range(8))
+            assert set(rank_sets.resolve_ranks(given, 8)) <= set(range(8))
 
     hold(check, st.one_of(st.lists(plain, max_size=5), st.integers(), st.booleans()), examples)
 
@@ -119,27 +128,27 @@ def quietly(call: Any) -> Any:
 def test_the_line_of_a_distribute_cell(examples: int) -> None:
     def check(line: str) -> None:
         def read() -> None:
-            given = magics.asked_of(line)
-            magics.refuse_contradictions(given)
+            given = magics.parse_distribute_line(line)
+            magics.check_contradictory_options(given)
             options = magics.session_options(given)
-            quietly(lambda: rank_sets.chosen(given.ranks, 4))
-            quietly(lambda: magics.name_list(given.push or ""))
-            session_config.Choice.of({"nproc": 2, **options})
+            quietly(lambda: rank_sets.resolve_ranks(given.ranks, 4))
+            quietly(lambda: magics.parse_names(given.push or ""))
+            session_config.SessionConfig.from_options({"nproc": 2, **options})
 
         quietly(read)
 
-    hold(check, lines(arguments.flags(magics.NbDist.distribute.parser)), examples)
+    hold(check, lines(arguments.option_flags(magics.NbDist.distribute.parser)), examples)
 
 
 PARSERS = {
     "switch": magics.switch_parser,
-    "export": arguments.export,
-    "save": arguments.save,
-    "load": arguments.load,
-    "checkpoints": arguments.checkpoints,
-    "panel": arguments.panel,
-    "profile": arguments.profile,
-    "doctor": arguments.doctor,
+    "export": arguments.export_parser,
+    "save": arguments.save_parser,
+    "load": arguments.load_parser,
+    "checkpoints": arguments.checkpoints_parser,
+    "panel": arguments.panel_parser,
+    "profile": arguments.profile_parser,
+    "doctor": arguments.doctor_parser,
 }
 
 
@@ -149,16 +158,16 @@ def test_the_line_of_a_command(command: str, examples: int) -> None:
     parser = PARSERS[command]()
 
     def check(line: str) -> None:
-        quietly(lambda: parser.parse_args(arguments.words(line, command)))
+        quietly(lambda: parser.parse_args(arguments.split_line(line, command)))
 
-    hold(check, lines(arguments.flags(parser)), examples)
+    hold(check, lines(arguments.option_flags(parser)), examples)
 
 
 @often
 @pytest.mark.fault("F6")
 def test_the_line_of_plan(examples: int) -> None:
     def check(line: str) -> None:
-        quietly(lambda: plan.run(line, {}, None))
+        quietly(lambda: plan.run_plan_command(line, {}, None))
 
     # sizes and nonsense alone: a plan of a good model takes a while
     hold(check, lines(["--devices", "--batch-size", "--seq-len", "--check"]), examples)
@@ -169,8 +178,8 @@ def test_the_line_of_plan(examples: int) -> None:
 def test_lists_of_gpus_and_numbers_of_ranks(examples: int) -> None:
     def check(given: Any) -> None:
         quietly(lambda: placement.parse_nproc(given))
-        quietly(lambda: placement.placement(2, given, discovery.found()))
-        quietly(lambda: placement.placement(given, "none", discovery.found()))
+        quietly(lambda: placement.choose_placement(2, given, discovery.discover_machine()))
+        quietly(lambda: placement.choose_placement(given, "none", discovery.discover_machine()))
 
     hold(check, st.one_of(rank_texts, plain, st.lists(plain, max_size=4)), examples)
 
@@ -184,7 +193,7 @@ def test_lists_of_gpus_and_numbers_of_ranks(examples: int) -> None:
 def test_names_of_checkpoints_stay_in_their_folder(examples: int, tmp_path: Path) -> None:
     def check(name: Any) -> None:
         try:
-            path = names.path_of(tmp_path, name)
+            path = names.checkpoint_path(tmp_path, name)
         except NbdistError as error:
             short(error)
         else:
@@ -202,7 +211,7 @@ def test_manifests(examples: int) -> None:
         text = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
         found = quietly(lambda: Manifest.from_json(text))
         for part in found.files if found else ():
-            assert names.is_name(part.name.split(".")[0])
+            assert names.is_checkpoint_name(part.name.split(".")[0])
             assert "/" not in part.name
 
     anything = st.one_of(mutated(MANIFEST), trees, st.binary(max_size=200))
@@ -231,8 +240,8 @@ CONFIG = {
 def test_configs_of_models(examples: int) -> None:
     def check(config: Any) -> None:
         def read() -> None:
-            transformers_registry.check(config)
-            analytic.from_config(config)
+            transformers_registry.check_model_type(config)
+            analytic.spec_from_config(config)
 
         with contextlib.suppress(PlanError):
             read()
@@ -247,7 +256,7 @@ def test_devices_in_words(examples: int) -> None:
     words = st.one_of(texts, st.lists(parts, max_size=5).map("".join))
 
     def check(text: str) -> None:
-        quietly(lambda: device_parser.parse(text))
+        quietly(lambda: device_parser.parse_devices(text))
 
     hold(check, words, examples)
 
@@ -285,7 +294,9 @@ def test_config_files_of_engines(
 
         def read() -> None:
             content = strategies.load_config(file)
-            session_config.Choice.of({"nproc": 2, "backend": backend, name: content})
+            session_config.SessionConfig.from_options(
+                {"nproc": 2, "backend": backend, name: content}
+            )
 
         quietly(read)
 
@@ -299,7 +310,7 @@ def test_what_was_learned_of_devices(examples: int, tmp_path: Path) -> None:
 
     def check(tree: Any) -> None:
         file.write_text(json.dumps(tree))
-        found = memory_calibration.Learned(file).known(
+        found = memory_calibration.MemoryCalibration(file).overhead_for(
             "A", "ddp", "none", kind="cuda", world_size=2
         )
         assert found.factor > 0
@@ -311,23 +322,25 @@ def test_what_was_learned_of_devices(examples: int, tmp_path: Path) -> None:
 @often
 def test_what_was_measured_of_a_machine(examples: int, tmp_path: Path) -> None:
     file = tmp_path / "speeds.json"
-    Known("host", file).save()
-    known = Known("host", file)
+    MeasurementStore("host", file).save()
+    known = MeasurementStore("host", file)
     day = cache.today()
     curves = MappingProxyType({"all_reduce": ((4096, 1e-3), (1 << 26, 0.1))})
-    known.keep_links("A", Links(curves=curves, day=day))
-    known.keep_pace("A", Pace(products={"fp32": 1e10}, memory=1e9, day=day, runs=1))
-    known.keep_disk(Disk(read=1e9, write=1e9, filesystem="ext4 on /dev/vda", day=day))
+    known.store_comm_speed("A", CommSpeed(curves=curves, day=day))
+    known.store_compute_speed(
+        "A", ComputeSpeed(matmul_flops={"fp32": 1e10}, memory_bandwidth=1e9, day=day, runs=1)
+    )
+    known.store_disk_speed(DiskSpeed(read=1e9, write=1e9, filesystem="ext4 on /dev/vda", day=day))
     known.save()
     good = json.loads(file.read_text())
 
     def check(tree: Any) -> None:
         file.write_text(json.dumps(tree))
-        found = Known("host", file)
-        links, pace, disk = found.links("A"), found.pace("A"), found.disk()
-        assert links is None or (links.seconds("all_reduce", 1 << 20) or 1.0) > 0
-        assert pace is None or (pace.flops("fp32") or 1.0) > 0
-        assert disk is None or disk.both > 0
+        found = MeasurementStore("host", file)
+        links, pace, disk = found.comm_speed("A"), found.compute_speed("A"), found.disk_speed()
+        assert links is None or (links.collective_time_s("all_reduce", 1 << 20) or 1.0) > 0
+        assert pace is None or (pace.flops_for("fp32") or 1.0) > 0
+        assert disk is None or disk.mixed_bandwidth > 0
 
     hold(check, st.one_of(mutated(good), trees), examples)
 
@@ -339,10 +352,10 @@ def test_json_that_is_too_deep_or_odd_is_refused_everywhere(text: str, tmp_path:
     quietly(lambda: strategies.load_config(file))
     quietly(lambda: strategies.load_config("{" + text))
     quietly(lambda: Manifest.from_json(text.encode()))
-    quietly(lambda: plan.run(f"{tmp_path}", {}, None))
-    memory_calibration.Learned(file)
-    with pytest.raises(ValueError, match="message of the link"):
-        messages.from_line(text.encode())
+    quietly(lambda: plan.run_plan_command(f"{tmp_path}", {}, None))
+    memory_calibration.MemoryCalibration(file)
+    with pytest.raises(ValueError, match="is not a launcher message"):
+        messages.decode_line(text.encode())
 
 
 # --------------------------------------------------------------------------- what others send
@@ -351,12 +364,12 @@ def test_json_that_is_too_deep_or_odd_is_refused_everywhere(text: str, tmp_path:
 @often
 @pytest.mark.fault("S6")
 def test_lines_of_the_link(examples: int) -> None:
-    good = json.loads(messages.to_line(messages.Ended(3, {"0": -9}, error="x")))
+    good = json.loads(messages.encode_line(messages.AllRanksExited(3, {"0": -9}, error="x")))
 
     def check(line: Any) -> None:
         data = line if isinstance(line, bytes) else json.dumps(line).encode()
         with contextlib.suppress(ValueError):
-            assert type(messages.from_line(data)).__name__ in messages._TYPES
+            assert type(messages.decode_line(data)).__name__ in messages._TYPES
 
     hold(check, st.one_of(mutated(good), trees, st.binary(max_size=200)), examples)
 
@@ -369,13 +382,13 @@ CONTENTS: dict[str, Any] = {
     "update_display_data": {"data": {"text/plain": "x"}, "metadata": {}, "transient": {}},
     "execute_result": {
         "data": {"text/plain": "x"},
-        "metadata": {messages.NOTE: {"$": "tuple", "items": [1]}},
+        "metadata": {messages.CELL_METADATA_KEY: {"$": "tuple", "items": [1]}},
         "execution_count": 1,
     },
     "error": {"ename": "E", "evalue": "", "traceback": ["E"]},
     "clear_output": {"wait": True},
-    messages.SEND: {"name": "x", "path": "/dev/shm/x"},  # noqa: S108 - nothing is there
-    messages.ADVICE: {"lines": ["x"], "held_bytes": 3},
+    messages.SENT_VALUE: {"name": "x", "path": "/dev/shm/x"},  # noqa: S108 - nothing is there
+    messages.OOM_ADVICE: {"lines": ["x"], "held_bytes": 3},
 }
 
 
@@ -390,8 +403,8 @@ def test_contents_of_messages_of_a_rank(kind: str, examples: int) -> None:
         cell = Cell((0, 1), Mock(), on_send=lambda *_: None, on_done=lambda _: None)
         header = {"msg_type": kind, "date": datetime.now(tz=UTC)}
         message = {"header": header, "content": content, "metadata": {}, "buffers": []}
-        cell.deliver((0,), channel, message)  # type: ignore[arg-type]
-        cell.pump(0.0)
+        cell.on_message((0,), channel, message)  # type: ignore[arg-type]
+        cell.render_pending(0.0)
 
     hold(check, mutated(CONTENTS[kind]), examples)
 
@@ -403,7 +416,7 @@ def test_rows_of_report(examples: int) -> None:
     def check(rows: Any) -> None:
         with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
             # the reader thread logs these and goes on
-            Metrics(2).add(0, rows)
+            Metrics(2).add_rows(0, rows)
 
     hold(check, st.one_of(mutated(good), trees), examples)
 
@@ -421,11 +434,11 @@ COMMAND = {
 def test_messages_of_a_page(examples: int) -> None:
     def check(message: Any) -> None:
         try:
-            found = commands.read(message)
+            found = commands.parse_message(message)
         except commands.BadMessage as error:
             short(error)
             return
-        assert isinstance(found, commands.Hello | commands.LogRequest | commands.Command)
+        assert isinstance(found, commands.PageOpened | commands.LogRequest | commands.Command)
         if isinstance(found, commands.Command):
             assert found.name in commands.ARGUMENTS
             assert found.arguments.keys() <= commands.ARGUMENTS[found.name].keys()
@@ -436,19 +449,21 @@ def test_messages_of_a_page(examples: int) -> None:
     hold(check, anything, examples)
 
 
-FIGURES = RankFigures(
+FIGURES = RankProfile(
     rank=1,
     kind="cpu",
     device="cpu",
     ends=[10.0, 10.2, 10.4],
     parts={"data": 0.1, "forward": 0.05, "communication": 0.05},
-    traffic=[Traffic(name="all_reduce", count=2, bytes=5, seconds=0.05, exposed_s=0.05)],
+    traffic=[CollectiveStats(name="all_reduce", count=2, bytes=5, seconds=0.05, exposed_s=0.05)],
     loaders=[
-        Loader(
+        DataLoaderStats(
             num_workers=0, pin_memory=False, batch_size=8, sharded=True, batches=1.0, fetch_s=0.1
         )
     ],
-    memory=Memory(parts={"parameters": 5}, lines=[Line(cell="In[1]", line=1, source="x", bytes=5)]),
+    memory=PeakMemory(
+        parts={"parameters": 5}, lines=[LineProfile(cell="In[1]", line=1, source="x", bytes=5)]
+    ),
     notes=["x"],
 ).to_json()
 
@@ -456,20 +471,22 @@ FIGURES = RankFigures(
 @often
 @pytest.mark.fault("G1")
 def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
-    setting = Setting(options=strategies.Options(), cluster=device_parser.parse("2xcpu"))
-    good = RankFigures.from_json({**FIGURES, "rank": 0})
+    setting = ProfiledConfig(
+        options=strategies.Options(), cluster=device_parser.parse_devices("2xcpu")
+    )
+    good = RankProfile.from_json({**FIGURES, "rank": 0})
 
     def check(told: Any) -> None:
         try:
-            made = Profile.of([good, RankFigures.from_json(told)], setting)
+            made = Profile.of([good, RankProfile.from_json(told)], setting)
         except Exception:  # noqa: BLE001 - the kernel tells it below the cell
             return
         session = SimpleNamespace(
             profiles=[made], options=setting.options, why_no_profile=lambda: ""
         )
-        view = Profiled().now(session)  # type: ignore[arg-type]
+        view = ProfileViewCache().current_view(session)  # type: ignore[arg-type]
         json.dumps(view, allow_nan=False, ensure_ascii=False).encode()  # as jupyter_client does
-        assert "<img" not in panel_profile_html.body(view)
-        assert all(isinstance(line, str) for line in panel_text.of_profile(view))
+        assert "<img" not in panel_profile_html.render_profile(view)
+        assert all(isinstance(line, str) for line in panel_text.render_profile(view))
 
     hold(check, mutated(FIGURES), examples)

@@ -68,7 +68,7 @@ def stops(kernel: LiveKernel) -> None:
         kernel.manager.interrupt_kernel()
         shown = kernel.collect(cell)
         assert shown.error["ename"] == "CellInterrupted"
-        assert "every variable is kept" in shown.text
+        assert "all variables are kept" in shown.text
 
 
 def refused(kernel: LiveKernel, options: str) -> str:

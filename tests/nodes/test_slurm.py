@@ -101,7 +101,7 @@ def test_a_restart_goes_on_with_the_nodes_that_answer(login: LiveKernel, slurm: 
         assert "nodeb" in dies(login, lambda: slurm.kill("nodeb")).text
         shown = login.run("%nbdist restart")
         assert shown.status == "ok", shown.text
-        assert "1 of 2 nodes are left" in shown.text
+        assert "1 of 2 nodes remain" in shown.text
         assert "sum 1.0 of 1" in login.run("%%distribute\n" + SUM).text
 
 
@@ -110,7 +110,7 @@ def test_a_restart_can_wait_for_the_node(login: LiveKernel, slurm: Slurm) -> Non
     with slurm.dead("nodeb"):
         dies(login, lambda: slurm.kill("nodeb"))
         cell = login.send("%nbdist restart --wait")
-        login.collect(cell, until="waiting for nodeb, whose slurmd does not answer")
+        login.collect(cell, until="waiting for nodeb: slurmd does not respond")
     shown = login.collect(cell)
     assert shown.status == "ok", shown.text
     assert "sum 3.0 of 2" in login.run("%%distribute\n" + SUM).text
@@ -126,7 +126,7 @@ def test_inside_an_allocation_a_restart_goes_on_with_what_is_left_of_it(
             shown = dies(kernel, lambda: slurm.update("nodeb", "down"))
             assert "nodeb" in shown.text
             shown = kernel.run("%nbdist restart")
-            assert "1 of 2 nodes are left" in shown.text, shown.text
+            assert "1 of 2 nodes remain" in shown.text, shown.text
             assert "sum 1.0 of 1" in kernel.run("%%distribute\n" + SUM).text
             assert slurm.jobs() == [inside["SLURM_JOB_ID"]]
         finally:
@@ -138,9 +138,9 @@ def test_inside_an_allocation_a_restart_goes_on_with_what_is_left_of_it(
     ("options", "words"),
     [
         ("--on slurm -n 2 --partition none", "invalid partition"),
-        ("--on slurm --nodes 9 -n 9", "Slurm does not give the nodes"),
-        ("--on slurm -n 2 --time soon", "is no time of Slurm"),
-        ("--on slurm", "needs to know how many ranks"),
+        ("--on slurm --nodes 9 -n 9", "Slurm rejected the request"),
+        ("--on slurm -n 2 --time soon", "is not a Slurm time"),
+        ("--on slurm", "needs the number of ranks"),
         ("--on slurm --nodes 2 -n 3", "cannot be spread evenly"),
         ("--on slurm -n 2 --interface none0", "no interface 'none0'"),
         ("--on local --partition short", "can be used with --on slurm"),
@@ -161,7 +161,7 @@ def test_inside_an_allocation_its_nodes_are_used(slurm: Slurm, tmp_path: Path) -
         assert "sum 3.0 of 2" in shown.text
         assert slurm.jobs() == [job]
         kernel.run("%nbdist stop")
-        assert f"inside Slurm's job {job}" in refused(kernel, "--on slurm --partition short")
+        assert f"inside Slurm job {job}" in refused(kernel, "--on slurm --partition short")
         assert slurm.jobs() == [job]
 
 
@@ -176,7 +176,7 @@ def test_other_versions_are_listed_before_anything_starts(slurm: Slurm, tmp_path
     assert shown.status == "error"
     assert "torch" in shown.text
     assert "9.9 on nodea, nodeb" in shown.text
-    assert "nothing was started" in shown.text
+    assert "Nothing was started" in shown.text
 
 
 def test_a_killed_kernel_leaves_no_job(slurm: Slurm, tmp_path: Path) -> None:
@@ -192,5 +192,5 @@ def test_a_killed_kernel_leaves_no_job(slurm: Slurm, tmp_path: Path) -> None:
 
 def nothing_after_sweeping() -> bool:
     """As the next start does: folders of those that were killed with everything else."""
-    orphan_cleanup.sweep(grace_s=1)
-    return not orphan_cleanup.find()
+    orphan_cleanup.remove_orphans(grace_s=1)
+    return not orphan_cleanup.find_orphans()

@@ -33,7 +33,7 @@ def passes(folder: Path, *, within: Sequence[str]) -> None:
     lost = text(ran, "lost")
     assert "RankDied: node " in lost
     assert "10.213.0.2" in lost
-    assert "The last checkpoint is 'before' of step 150" in lost
+    assert "The last checkpoint is 'before' at step 150" in lost
     assert text(ran, "after").startswith("Session(dead: 2 CPU ranks on 2 nodes")
     assert "2 CPU ranks on 2 nodes" in text(ran, "restart")
     assert "step 150" in text(ran, "on-with-it")

@@ -46,13 +46,13 @@ class GpuMachine:
     def __init__(self, folder: Path) -> None:
         """Start the launcher."""
         self._folder, self._starts = folder, 0
-        self._ended: Queue[messages.Ended] = Queue()
+        self._ended: Queue[messages.AllRanksExited] = Queue()
         self.has("GPU-aaaa,70", "GPU-bbbb,60")
         self.launcher = Rehearsed("cuda")
         self.launcher.listener = self._hear
 
-    def _hear(self, message: messages.LinkMessage) -> None:
-        if isinstance(message, messages.Ended):
+    def _hear(self, message: messages.LauncherMessage) -> None:
+        if isinstance(message, messages.AllRanksExited):
             self._ended.put(message)
 
     def has(self, *gpus: str) -> None:
@@ -61,22 +61,22 @@ class GpuMachine:
 
     def start(
         self, *uuids: str, options: Options | None = None, **environ: str
-    ) -> tuple[list[dict[str, Any]], messages.Ended]:
+    ) -> tuple[list[dict[str, Any]], messages.AllRanksExited]:
         """Start a rank on each GPU; returns what each has seen, and the launcher's last word."""
         self._starts += 1
         seen = self._folder / f"seen{self._starts}"
         seen.mkdir()
         run_dir = self.launcher.run_dir
         self.launcher.send(
-            messages.Launch(
+            messages.LaunchRanks(
                 generation=self._starts,
                 world_size=len(uuids),
                 devices=list(uuids),
                 options=(options or Options()).to_json(),
                 auto=None,
                 hardware=Hardware(kind="cuda", world_size=len(uuids)).to_json(),
-                run_dir=str(run_dir.generation(self._starts)),
-                bulk_dir=str(run_dir.bulk),
+                run_dir=str(run_dir.make_start_folder(self._starts)),
+                bulk_dir=str(run_dir.payload_dir),
                 env={**os.environ, **environ, "NBDIST_TEST_SEEN": str(seen)},
                 cwd=str(self._folder),
                 path=[SITE, *sys.path],

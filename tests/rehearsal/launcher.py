@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nbdist.launcher import __main__ as launcher
 
 if TYPE_CHECKING:
-    from nbdist.launcher.kernel_link import Link
+    from nbdist.launcher.kernel_link import KernelLink
     from nbdist.protocol import messages
 
 RTX_40 = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 
 
-def next_launch(link: Link) -> messages.Launch:
+def next_launch(link: KernelLink) -> messages.LaunchRanks:
     """Import everything, then wait for a request."""
-    while launcher.THEN:
-        importlib.import_module(launcher.THEN.pop(0))
-    return link.launches.get()
+    while launcher.WARM_UP_IMPORTS:
+        importlib.import_module(launcher.WARM_UP_IMPORTS.pop(0))
+    return link.launch_queue.get()
 
 
 def in_rank() -> None:
@@ -34,7 +34,7 @@ def in_rank() -> None:
     from nbdist.worker import process_group
     from nbdist.worker.memory import memory_probe
 
-    usual = process_group.join
+    usual = process_group.create_default_group
     seen: dict[str, Any] = {}
     # the first call of a rank that opens NVML and asks about its GPU
     memory_probe.before_context = lambda _device: seen.update(look())
@@ -47,7 +47,7 @@ def in_rank() -> None:
         process_group.distributed.barrier()  # the end of one rank ends the others
         sys.exit(3)
 
-    process_group.join = join  # type: ignore[assignment]
+    process_group.create_default_group = join  # type: ignore[assignment]
 
 
 def look() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def available_memory() -> int | str:
     from nbdist.strategies import Hardware
     from nbdist.worker.engines import deepspeed
 
-    deepspeed.start(Hardware(kind="cuda", world_size=int(os.environ["WORLD_SIZE"])))
+    deepspeed.init_deepspeed(Hardware(kind="cuda", world_size=int(os.environ["WORLD_SIZE"])))
     accelerator = get_accelerator()
     accelerator.total_memory = lambda _index: 40 << 30  # asked where NVML cannot be
     try:
@@ -86,7 +86,7 @@ def available_memory() -> int | str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    launcher.THEN.append("asks_for_cuda")
+    launcher.WARM_UP_IMPORTS.append("asks_for_cuda")
     launcher.next_launch = next_launch
     os.register_at_fork(after_in_child=in_rank)
     launcher.main()

@@ -101,7 +101,7 @@ def test_nvme_without_the_cuda_toolkit_is_refused_before_ranks_start(
         NBDIST_CACHE_DIR=str(tmp_path / "cache"),
     )
     assert seen == []
-    assert "nvcc or CUDA's headers are missing; install the toolkit" in ended.error
+    assert "nvcc or CUDA's headers are missing. Install the toolkit" in ended.error
 
 
 @pytest.mark.parametrize("gpu", ["GPU-aaaa,70", "GPU-aaaa,70,MIG-1111"])
@@ -142,7 +142,7 @@ def spied(name, usual):
     setattr(torch.cuda, name, spy)
 spied("is_available", torch.cuda.is_available)
 spied("device_count", torch.cuda.device_count)
-for name in {[*launcher.FIRST, *launcher.THEN]}:
+for name in {[*launcher.CORE_IMPORTS, *launcher.WARM_UP_IMPORTS]}:
     importlib.import_module(name)
 print(sorted(asked))
 """

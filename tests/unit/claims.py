@@ -69,7 +69,7 @@ def setting(model: model_spec.ModelSpec, machine: str, backend: str, **more: Any
 
 def gib(one: Setting) -> float:
     """Peak GiB of tensors."""
-    return one.peak.total / GIB
+    return one.peak.device_bytes / GIB
 
 
 def slower(model: model_spec.ModelSpec, machine: str, **more: Any) -> float:
@@ -108,7 +108,7 @@ def seventy_fits(machine: str, **more: Any) -> list[str]:
     "both send about the same bytes; ZeRO-3's hooks cost time only where kernels are tiny",
 )
 def _one() -> Answer:
-    model = analytic.with_size("350m")
+    model = analytic.spec_from_parameter_count("350m")
     found = [slower(model, EIGHT, seq_len=length) for length in (128, 512, 2048, 8192)]
     return Answer(f"ZeRO-3 takes {span(found)} times as long (350M, 8 A100)", max(found) > 4)
 
@@ -164,7 +164,7 @@ def _four() -> Answer:
 def _five() -> Answer:
     trillion = llama(25600, 68096, 150, 200, 8, 128256)
     needed = setting(trillion, "128x8xH100-80GB,nvlink,8x400Gb", "fsdp2")
-    size = model_spec.params(trillion) / 1e12
+    size = model_spec.num_params(trillion) / 1e12
     return Answer(f"{size:.2f}T needs {gib(needed):.0f} GiB on each of 1024 H100", needed.fits)
 
 
@@ -172,8 +172,8 @@ def per_parameter(backend: str, ranks: int, parts: tuple[str, ...] = (), **more:
     """Bytes a parameter at the peak of a model without activations to speak of."""
     given = {"batch_size": 1, "seq_len": 8, "recompute": "full"} | more
     one = setting(LLAMA_7B, f"{ranks}xA100-80GB", backend, **given).peak
-    size = sum(one.parts.get(name, 0) for name in parts) if parts else one.total
-    return size / model_spec.params(LLAMA_7B)
+    size = sum(one.parts.get(name, 0) for name in parts) if parts else one.device_bytes
+    return size / model_spec.num_params(LLAMA_7B)
 
 
 @claim(
@@ -189,16 +189,18 @@ def _six() -> Answer:
 
 @claim(7, "1B needs about 16 GB per GPU under DDP", "differs", "as claim 6")
 def _seven() -> Answer:
-    found = setting(analytic.with_size("1b"), EIGHT, "ddp").peak.total / GB
+    found = setting(analytic.spec_from_parameter_count("1b"), EIGHT, "ddp").peak.device_bytes / GB
     return Answer(f"{found:.1f} GB of tensors", found < 18)
 
 
 def largest_ddp(machine: str) -> float:
     """Billions of parameters of the largest Llama-like that fits under DDP."""
     sizes = [f"{tenths / 10:.1f}b" for tenths in range(4, 45)]
-    models = [analytic.with_size(size) for size in sizes]
+    models = [analytic.spec_from_parameter_count(size) for size in sizes]
     fitting = [
-        model_spec.params(one) for one in models if setting(one, machine, "ddp", seq_len=128).fits
+        model_spec.num_params(one)
+        for one in models
+        if setting(one, machine, "ddp", seq_len=128).fits
     ]
     return max(fitting) / 1e9
 
@@ -231,7 +233,7 @@ def _nine() -> Answer:
     "it depends on the number of GPUs and on activations, which are not sharded",
 )
 def _ten() -> Answer:
-    model = analytic.with_size("1b")
+    model = analytic.spec_from_parameter_count("1b")
     ratios = [
         gib(setting(model, f"{ranks}xA100-80GB", "ddp"))
         / gib(setting(model, f"{ranks}xA100-80GB", "fsdp2"))
@@ -261,13 +263,13 @@ def _eleven() -> Answer:
     "0.7 % of one A100 cannot be; FULL_SHARD gathers twice, a larger batch may win",
 )
 def _twelve() -> Answer:
-    model = analytic.with_size("3b")
+    model = analytic.spec_from_parameter_count("3b")
     one = setting(model, "8xA100-40GB", "fsdp2", seq_len=512, batch_size=14)
     tflops = one.cost().mfu * 312
     setup = one.setup(checkpointing=True)
     config = {"reshard_after_forward": False}
     kept = replace(setup, options=replace(setup.options, fsdp_config=config))
-    other = step_time.step_cost(model, one.workload(checkpointing=True), kept, one.cluster)
+    other = step_time.estimate_step_cost(model, one.workload(checkpointing=True), kept, one.cluster)
     ratio = other.step_time_s / one.cost().step_time_s
     says = f"{tflops:.0f} TFLOP/s; keeping parameters gathered takes {ratio:.2f} of the time"
     return Answer(says, tflops < 5 or ratio > 1.2)
@@ -346,7 +348,7 @@ def _seventeen() -> Answer:
 def sent(backend: str, **options: Any) -> float:
     """Bytes a parameter that one GPU sends in a step."""
     found = setting(LLAMA_70B, "64xA100-80GB", backend, options=options).cost()
-    return found.bytes_on_wire / model_spec.params(LLAMA_70B) * 64 / 63
+    return found.bytes_on_wire / model_spec.num_params(LLAMA_70B) * 64 / 63
 
 
 @claim(
@@ -366,7 +368,9 @@ def _eighteen() -> Answer:
 
 @claim(19, "FSDP is 5 times as fast as ZeRO-3 at 1-3B, less at 10-30B", "differs", "as claim 1")
 def _nineteen() -> Answer:
-    found = [slower(analytic.with_size(size), EIGHT) for size in ("1b", "3b", "13b")]
+    found = [
+        slower(analytic.spec_from_parameter_count(size), EIGHT) for size in ("1b", "3b", "13b")
+    ]
     return Answer(f"ZeRO-3 takes {span(found)} times as long", max(found) > 4)
 
 
@@ -406,7 +410,7 @@ def _twenty_two() -> Answer:
 )
 def _twenty_three() -> Answer:
     fits = {
-        size: setting(analytic.with_size(size), EIGHT, "ddp").fits
+        size: setting(analytic.spec_from_parameter_count(size), EIGHT, "ddp").fits
         for size in ("500m", "2b", "2.5b")
     }
     return Answer(f"DDP fits at {', '.join(size for size in fits if fits[size])}", not fits["2.5b"])
@@ -466,15 +470,22 @@ def _twenty_eight() -> Answer:
 
 @claim(29, "ZeRO-3 settings: persistence 1e5, prefetch 5e7", "agrees", "DeepSpeed's defaults")
 def _twenty_nine() -> Answer:
-    rules = zero3_prefetch.Rules()
-    agrees = (rules.persist, rules.prefetch) == (100_000, 50_000_000)
-    return Answer(f"persistence {rules.persist:,}, prefetch {rules.prefetch:,}", agrees)
+    rules = zero3_prefetch.PrefetchLimits()
+    agrees = (rules.param_persistence_threshold, rules.prefetch_bucket_size) == (
+        100_000,
+        50_000_000,
+    )
+    return Answer(
+        f"persistence {rules.param_persistence_threshold:,},"
+        f" prefetch {rules.prefetch_bucket_size:,}",
+        agrees,
+    )
 
 
 @claim(30, "70B in bf16 are 140 GB, which takes 4 GPUs of 96 GB", "differs", "two hold them")
 def _thirty() -> Answer:
-    size = 2 * model_spec.params(LLAMA_70B)
-    count = -(-size // device_parser.parse(PRO).smallest.memory_bytes)
+    size = 2 * model_spec.num_params(LLAMA_70B)
+    count = -(-size // device_parser.parse_devices(PRO).smallest_device.memory_bytes)
     return Answer(f"{size / GB:.0f} GB, {count} GPUs", count == 4)
 
 
@@ -539,8 +550,8 @@ def _thirty_five() -> Answer:
         )
         for size in (80, 40)
     )
-    uneven = cluster_spec.of_machine(Machine(gpus, "NVLink", 64))
-    binds = uneven.smallest.memory_bytes / GIB
+    uneven = cluster_spec.cluster_for_machine(Machine(gpus, "NVLink", 64))
+    binds = uneven.smallest_device.memory_bytes / GIB
     return Answer(f"{binds:.0f} GiB bind under every backend", binds > 40)
 
 

@@ -46,7 +46,7 @@ class FakeScreen:
         else:
             self.outputs.clear()
 
-    def relay(self, *message: Any) -> None:
+    def relay_comm(self, *message: Any) -> None:
         self.relayed.append(message)
 
     def flush(self) -> None:

@@ -24,14 +24,14 @@ FILES = 2
 
 def save(root: Path, name: str, seed: int) -> None:
     """Write a checkpoint whose files all say which save they are of."""
-    tmp = checkpoint.begin(root, name, overwrite=True)
+    tmp = checkpoint.create_draft(root, name, overwrite=True)
     for rank in range(FILES):
         part = saved.write(tmp / f"model-{rank:05d}-0.safetensors", seed, NUMEL)
-        checkpoint.report(tmp, rank, [part])
-    parts = checkpoint.parts(tmp, FILES)
+        checkpoint.write_report(tmp, rank, [part])
+    parts = checkpoint.collect_files(tmp, FILES)
     made = saved.manifest(parts, step=seed, world_size=FILES)
-    checkpoint.commit(tmp, name, made, overwrite=True)
-    checkpoint.keep(root, 3, written=name)
+    checkpoint.commit_draft(tmp, name, made, overwrite=True)
+    checkpoint.remove_oldest(root, 3, written=name)
 
 
 def save_on(root: Path, first: int) -> None:
@@ -42,11 +42,11 @@ def save_on(root: Path, first: int) -> None:
 
 def check(root: Path) -> list[str]:
     """What is listed, after all of it was read; "best" must be there."""
-    found = checkpoint.entries(root)
+    found = checkpoint.list_checkpoints(root)
     for one in found:
-        manifest = checkpoint.verify(one.path)
+        manifest = checkpoint.verify_files(one.path)
         assert len({file.crc32 for file in manifest.files}) == 1, "files of two saves"
-        assert checkpoint.find(root, one.name) == one.path
+        assert checkpoint.find_checkpoint(root, one.name) == one.path
     names = [one.name for one in found]
     assert "best" in names, names
     return names
@@ -69,7 +69,7 @@ def main(root: Path, kills: int) -> None:
         os.waitpid(child, 0)
         leftovers += any(path.name.startswith((".tmp", ".old")) for path in root.iterdir())
         seen.append(check(root))
-    checkpoint.abort(checkpoint.begin(root, "last"))
+    checkpoint.remove_draft(checkpoint.create_draft(root, "last"))
     hidden = [path.name for path in root.iterdir() if path.is_dir() and path.name[0] == "."]
     print(json.dumps({"seen": seen, "leftovers": leftovers, "hidden": hidden}))  # noqa: T201
 

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.planner import cluster_spec, device_parser
 from nbdist.planner.models import parameter_count
-from nbdist.profiler.measurements import PARTS, Loader, Model, RankFigures, Traffic
-from nbdist.profiler.report import Profile, Setting
+from nbdist.profiler.measurements import (
+    STEP_PARTS,
+    CollectiveStats,
+    DataLoaderStats,
+    ProfiledModel,
+    RankProfile,
+)
+from nbdist.profiler.profile_data import ProfiledConfig
+from nbdist.profiler.report import Profile
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
@@ -39,7 +46,7 @@ def rank(
     model: dict[str, Any] | None = None,
     loader: dict[str, Any] | None = None,
     **parts: float,
-) -> RankFigures:
+) -> RankProfile:
     """One rank's figures: the balanced step but for the parts named.
 
     Args:
@@ -53,7 +60,7 @@ def rank(
         loader: fields that differ.
         parts: seconds of a step.
     """
-    whole = dict.fromkeys(PARTS, 0.0) | BALANCED | parts
+    whole = dict.fromkeys(STEP_PARTS, 0.0) | BALANCED | parts
     step = sum(whole.values())
     ends = [BEGAN + at * step for at in range(steps + 1)]
     exposed = whole["communication"]
@@ -63,7 +70,7 @@ def rank(
         [end - after - exposed + offset, exposed - offset]
         for end, offset in zip(ends[1:], offsets, strict=True)
     ]
-    seen = Model(
+    seen = ProfiledModel(
         backend="ddp",
         params=1 << 20,
         units=0,
@@ -75,11 +82,13 @@ def rank(
         seq_len=LENGTH,
         accumulate=1,
     )
-    loads = Loader(
+    loads = DataLoaderStats(
         num_workers=0, pin_memory=False, batch_size=SAMPLES, sharded=True, batches=1, fetch_s=0.0
     )
-    traffic = Traffic(name=collective, count=1, bytes=4 << 20, seconds=exposed, exposed_s=exposed)
-    return RankFigures(
+    traffic = CollectiveStats(
+        name=collective, count=1, bytes=4 << 20, seconds=exposed, exposed_s=exposed
+    )
+    return RankProfile(
         rank=number,
         kind=kind,
         device="CPU rank" if kind == "cpu" else "H100-80GB",
@@ -92,32 +101,32 @@ def rank(
     )
 
 
-def setting(devices_: str = "", **options: Any) -> Setting:
+def setting(devices_: str = "", **options: Any) -> ProfiledConfig:
     """Two CPU ranks under DDP with a small model, or other devices and options."""
     chosen = {"backend": "ddp", "precision": "no", **options}
     cluster = (
-        device_parser.parse(devices_)
+        device_parser.parse_devices(devices_)
         if devices_
-        else cluster_spec.cpu_ranks(2, host_memory_bytes=16 << 30, num_cpus=2)
+        else cluster_spec.cpu_cluster(2, host_memory_bytes=16 << 30, num_cpus=2)
     )
-    return Setting(
+    return ProfiledConfig(
         options=Options(**chosen),
         cluster=cluster,
-        spec=parameter_count.with_size("7b" if devices_ else "1m"),
+        model_spec=parameter_count.spec_from_parameter_count("7b" if devices_ else "1m"),
     )
 
 
-def both(**changes: Any) -> list[RankFigures]:
+def both(**changes: Any) -> list[RankProfile]:
     """Two ranks alike."""
     return [rank(number, **changes) for number in (0, 1)]
 
 
-def profile(*figures: RankFigures, where: Setting | None = None, **more: Any) -> Profile:
+def profile(*figures: RankProfile, where: ProfiledConfig | None = None, **more: Any) -> Profile:
     """The profile of these ranks."""
     return Profile.of(figures, where or setting(), **more)
 
 
-def noisy(seed: int) -> list[RankFigures]:
+def noisy(seed: int) -> list[RankProfile]:
     """Two to four ranks of a control run: no part is large, none is the same everywhere.
 
     Ranks take turns in being late, as they do on busy cores: each step another one comes up to

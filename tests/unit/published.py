@@ -2,7 +2,7 @@
 
 `RUNS` have a published speed or memory, `FEASIBLE` whether it ran, `PICKS` what was best. All are
 put to the planner as they are, with one set of constants. The tests assert on these tables and
-`tests/bench/plan_published.py` prints them.
+`benchmarks/plan_published.py` prints them.
 
 What `nbdist.plan` has fitted: how much of their peak an A100 and an H100 sustain and how often
 activations go through memory, to the eager runs of cases 1, 2 and 3 (eleven figures, three
@@ -24,18 +24,19 @@ from nbdist.planner import (
     search,
     step_time,
 )
+from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
+from nbdist.planner.plan_request import PlanRequest
 from nbdist.strategies import STRATEGIES, Options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.planner.memory.timeline import Moment
-    from nbdist.planner.memory_model import Setup
-    from nbdist.planner.model_spec import MicroBatch, ModelSpec
+    from nbdist.planner.memory.timeline import MemoryUsage
+    from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec
     from nbdist.planner.result import Plan
-    from nbdist.planner.step_time import Cost
+    from nbdist.planner.step_time import StepCost
 
 GIB = 1 << 30
 
@@ -53,7 +54,7 @@ def llama(hidden: int, ff: int, layers: int, heads: int, kv: int, vocab: int, **
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     }
-    return analytic.from_config(config | more)
+    return analytic.spec_from_config(config | more)
 
 
 def gpt2(hidden: int, layers: int, heads: int, **more: Any) -> Any:
@@ -66,7 +67,7 @@ def gpt2(hidden: int, layers: int, heads: int, **more: Any) -> Any:
         "vocab_size": 50257,
         "n_positions": 1024,
     }
-    return replace(analytic.from_config(config | more), attention="eager")
+    return replace(analytic.spec_from_config(config | more), attention="eager")
 
 
 LLAMA_7B = llama(4096, 11008, 32, 32, 32, 32000)
@@ -104,11 +105,11 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def cluster(self) -> cluster_spec.Cluster:
+    def cluster(self) -> cluster_spec.ClusterSpec:
         """The devices."""
-        return device_parser.parse(self.devices)
+        return device_parser.parse_devices(self.devices)
 
-    def setup(self, *, checkpointing: bool) -> Setup:
+    def setup(self, *, checkpointing: bool) -> TrainingSetup:
         """The same in the planner's terms."""
         options = Options(
             backend=self.backend,
@@ -116,10 +117,10 @@ class Setting:
             activation_checkpointing=checkpointing,
             **self.options,
         )
-        return memory_model.Setup(
+        return TrainingSetup(
             options=options,
             world_size=self.cluster.world_size,
-            optimizer=optimizers.lookup(self.optimizer),
+            optimizer=optimizers.find_optimizer(self.optimizer),
         )
 
     def workload(self, *, checkpointing: bool) -> Workload:
@@ -127,15 +128,15 @@ class Setting:
         return Workload(
             batch_size=self.batch_size,
             seq_len=self.seq_len,
-            compute=memory_model.compute_of(self.setup(checkpointing=checkpointing)),
+            compute=compute_mode(self.setup(checkpointing=checkpointing)),
             activation_checkpointing=checkpointing,
         )
 
-    def cost(self, *, checkpointing: bool | None = None) -> Cost:
+    def cost(self, *, checkpointing: bool | None = None) -> StepCost:
         """What a step takes."""
         again = self.recompute == "full" if checkpointing is None else checkpointing
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
-        return step_time.step_cost(self.model, work, setup, self.cluster)
+        return step_time.estimate_step_cost(self.model, work, setup, self.cluster)
 
     @property
     def tokens_per_s(self) -> float:
@@ -146,28 +147,28 @@ class Setting:
         return 2 / sum(1 / one for one in both)
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryUsage:
         """The planner's, of tensors."""
         again = self.recompute != "off"
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
         model = HalfRecomputed(self.model) if self.recompute == "selective" else self.model
-        return memory_model.peak(model, work, setup)
+        return memory_model.peak_memory(model, work, setup)
 
     @property
-    def calibration(self) -> calibration.Calibration:
+    def calibration(self) -> memory_calibration.DeviceOverhead:
         """The default one, of a device that was never measured."""
-        return memory_calibration.default("cuda", self.cluster.world_size)
+        return memory_calibration.default_overhead("cuda", self.cluster.world_size)
 
     @property
     def reserved_gib(self) -> float:
         """What the allocator holds, as training logs tell it: without CUDA's own context."""
-        return self.peak.total * self.calibration.factor / GIB
+        return self.peak.device_bytes * self.calibration.factor / GIB
 
     @property
     def fits(self) -> bool:
         """Whether the planner says that it runs."""
-        needed = self.calibration.device_bytes(self.peak.total)
-        return needed * (1 + search.MARGIN) <= self.cluster.smallest.free_bytes
+        needed = self.calibration.device_bytes(self.peak.device_bytes)
+        return needed * (1 + search.FREE_MEMORY_MARGIN) <= self.cluster.smallest_device.free_bytes
 
 
 @dataclass(frozen=True)
@@ -184,18 +185,24 @@ class HalfRecomputed:
         """Everything else is the model's own."""
         return getattr(self.plain, name)
 
-    def micro_batch(self, workload: Workload) -> MicroBatch:
+    def micro_batch_activations(self, workload: Workload) -> MicroBatchActivations:
         """Each block keeps what is not recomputed, and the embedding stays whole."""
         model = self.plain
-        kept = 2 * (2 * model.hidden + model.wide_q + model.wide_q + model.wide_kv + model.ff)
-        kept += 4 * model.heads
-        run = model.micro_batch(workload)
-        saved = {"embedding": 2 * model.groups[0].params, "block": kept * workload.tokens}
-        passes = (
-            replace(one, saved=saved.get(group.role, one.saved))
-            for group, one in zip(model.groups, run.passes, strict=True)
+        kept = 2 * (
+            2 * model.hidden
+            + model.num_q_features
+            + model.num_q_features
+            + model.num_kv_features
+            + model.ff
         )
-        return replace(run, passes=tuple(passes))
+        kept += 4 * model.heads
+        run = model.micro_batch_activations(workload)
+        saved = {"embedding": 2 * model.groups[0].num_params, "block": kept * workload.num_tokens}
+        passes = (
+            replace(one, saved_bytes=saved.get(group.role, one.saved_bytes))
+            for group, one in zip(model.groups, run.layers, strict=True)
+        )
+        return replace(run, layers=tuple(passes))
 
 
 # ------------------------------------------------------------------ speed and memory
@@ -448,17 +455,17 @@ class Pick:
         return max(plans, key=lambda one: one.best.tokens_per_s if one.best else 0)
 
     def _plan(self, fixed: dict[str, Any]) -> Plan:
-        question = search.Question(
+        question = PlanRequest(
             model=self.model,
-            cluster=device_parser.parse(self.devices),
+            cluster=device_parser.parse_devices(self.devices),
             batch_sizes=self.batch_sizes,
             seq_len=self.seq_len,
             precision=self.precision,
-            optimizer=optimizers.lookup(self.optimizer),
-            fixed={"activation_checkpointing": False, **fixed},
-            offloads=("none",),
+            optimizer=optimizers.find_optimizer(self.optimizer),
+            fixed_options={"activation_checkpointing": False, **fixed},
+            offload_candidates=("none",),
         )
-        return search.search(question)
+        return search.search_plan(question)
 
 
 _AS_COMPARED: dict[str, dict[str, Any]] = {

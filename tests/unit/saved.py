@@ -6,8 +6,8 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint
-from nbdist.checkpoint.safetensors_header import Stored
-from nbdist.checkpoint.writer import Writer
+from nbdist.checkpoint.safetensors_header import StoredTensor
+from nbdist.checkpoint.writer import SafetensorsWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,24 +22,28 @@ DAMAGE: dict[str, Any] = {
 }
 
 
-def manifest(files: tuple[checkpoint.FilePart, ...] = (), **given: Any) -> checkpoint.Manifest:
+def manifest(
+    files: tuple[checkpoint.CheckpointFile, ...] = (), **given: Any
+) -> checkpoint.Manifest:
     """A manifest that says something in every field."""
     options: dict[str, Any] = {
         "backend": "zero3",
         "world_size": 1,
         "step": 7,
         "samples": 28,
-        "keys": {"model.w": checkpoint.Key(shape=(NUMEL,), dtype="float32", digest=2**64 - 1)},
+        "keys": {
+            "model.w": checkpoint.TensorMetadata(shape=(NUMEL,), dtype="float32", digest=2**64 - 1)
+        },
         "files": files,
         "options": {"offload": None, "zero_stage": 3, "bucket": 5e8},
         "versions": {"nbdist": "0.1.0", "torch": "2.13.0"},
         "aliases": {"model.tied": "model.w"},
         "optimizers": (
-            checkpoint.Optimizer(
+            checkpoint.OptimizerMetadata(
                 prefix="optim",
                 kind="torch.optim.adamw.AdamW",
                 defaults={"lr": 1e-3, "betas": [0.9, 0.999]},
-                groups=(checkpoint.Group(options={"lr": 1e-3, "fused": None}, names=("w",)),),
+                groups=(checkpoint.ParamGroup(options={"lr": 1e-3, "fused": None}, names=("w",)),),
                 counts={"w": {"step": 7.0}},
             ),
         ),
@@ -52,16 +56,16 @@ def manifest(files: tuple[checkpoint.FilePart, ...] = (), **given: Any) -> check
 
 def save(root: Path, name: str, *, overwrite: bool = False, seed: int = 0, **given: Any) -> Path:
     """Write a checkpoint of one rank from start to end."""
-    tmp = checkpoint.begin(root, name, overwrite=overwrite)
-    checkpoint.report(tmp, 0, [write(tmp / "model-00000-0.safetensors", seed)])
-    made = manifest(checkpoint.parts(tmp, 1), **given)
-    return checkpoint.commit(tmp, name, made, overwrite=overwrite)
+    tmp = checkpoint.create_draft(root, name, overwrite=overwrite)
+    checkpoint.write_report(tmp, 0, [write(tmp / "model-00000-0.safetensors", seed)])
+    made = manifest(checkpoint.collect_files(tmp, 1), **given)
+    return checkpoint.commit_draft(tmp, name, made, overwrite=overwrite)
 
 
-def write(path: Path, seed: int = 0, numel: int = NUMEL) -> checkpoint.FilePart:
+def write(path: Path, seed: int = 0, numel: int = NUMEL) -> checkpoint.CheckpointFile:
     """One file with one tensor of random bytes."""
     content = random.Random(seed).randbytes(4 * numel)  # noqa: S311 - any bytes
-    stored = Stored(name="model.w", dtype="F32", shape=(numel,), offsets=(0,))
-    with Writer(path, [stored]) as writer:
+    stored = StoredTensor(name="model.w", dtype="F32", shape=(numel,), offsets=(0,))
+    with SafetensorsWriter(path, [stored]) as writer:
         writer.write(memoryview(content))
-    return writer.part
+    return writer.result

@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.output.ansi import clean, colours_only, contained, plain, rank_label, size
+from nbdist.output.ansi import (
+    close_colours,
+    format_bytes,
+    keep_only_colours,
+    rank_label,
+    replace_invalid_chars,
+    strip_ansi,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,31 +23,31 @@ def test_rank_label(ranks: tuple[int, ...], label: str) -> None:
     ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (12_345_678, "12.3 MB"), (5e9, "5.0 GB")]
 )
 def test_size(num_bytes: int, text: str) -> None:
-    assert size(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 def test_only_colours_are_left() -> None:
     text = "\x1b]0;title\x07a\x1b[2K\x1b[31mb\x1b[Hc\x1b[0m\x1b(Bd\x1b7\x1b"
-    assert colours_only(text) == "a\x1b[31mbc\x1b[0md"
-    assert plain(text) == "abcd"
+    assert keep_only_colours(text) == "a\x1b[31mbc\x1b[0md"
+    assert strip_ansi(text) == "abcd"
 
 
 def test_a_style_is_closed_and_carried() -> None:
-    line, style = contained("\x1b[1m\x1b[31mx", "")
+    line, style = close_colours("\x1b[1m\x1b[31mx", "")
     assert (line, style) == ("\x1b[1m\x1b[31mx\x1b[0m", "\x1b[1m\x1b[31m")
-    assert contained("y\x1b[m", style) == ("\x1b[1m\x1b[31my\x1b[m", "")
-    assert contained("z", "") == ("z", "")
+    assert close_colours("y\x1b[m", style) == ("\x1b[1m\x1b[31my\x1b[m", "")
+    assert close_colours("z", "") == ("z", "")
 
 
 def test_a_style_stays_short_whatever_is_piled_up() -> None:
     style = ""
     for _ in range(1000):
-        _, style = contained("\x1b[31m\x1b[42m", style)
+        _, style = close_colours("\x1b[31m\x1b[42m", style)
     assert len(style) < 200
     assert style.startswith("\x1b[")
 
 
 def test_clean_leaves_good_text_alone() -> None:
     text = "caf\u00e9 \U0001f600"
-    assert clean(text) == text
-    assert clean("\ud83d") == "\ufffd"
+    assert replace_invalid_chars(text) == text
+    assert replace_invalid_chars("\ud83d") == "\ufffd"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "nbdist"
-PURE = {"errors", "hardware", "paths", "protocol", "rank_sets", "redaction", "signals"}
+PURE = {"_version", "errors", "hardware", "paths", "protocol", "rank_sets", "redaction", "signals"}
 PURE |= {"strategies"}
 MAY_IMPORT = {
+    "_version": set(),
     "errors": {"protocol"},
     "hardware": set(),
     "paths": {"errors"},
@@ -27,23 +29,22 @@ MAY_IMPORT = {
     "profiler": {"display", "errors", "planner", "rank_sets", "strategies", "protocol"},
     # texts and pages of what these packages compute
     "display": {"output", "panel", "planner", "profiler"},
-    # "" for the version that nodes must have, and for the folder that Ray brings to them
-    "cluster": {"", "errors", "hardware", "protocol", "redaction"},
+    "cluster": {"_version", "errors", "hardware", "paths", "protocol", "redaction"},
     # of "session" the settings of the notebook's own process
     "output": {"protocol", "session"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
-    # "panel" where a session is displayed; test_the_kernel_shows_a_panel_only_when_asked
-    "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "panel"}
-    | {"planner", "profiler", "state"},
+    "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
+    | {"profiler", "state"},
     "operations": {*PURE, "checkpoint", "output", "planner", "session"},
-    "panel": {*PURE, "", "display", "operations", "output", "planner", "profiler", "session"},
+    "panel": {*PURE, "display", "operations", "output", "planner", "profiler", "session"},
     "launcher": {*PURE, "worker"},
     # of "profiler" the measurements alone; test_a_rank_measures_and_does_not_judge
     "worker": {*PURE, "checkpoint", "cluster", "display", "launcher", "planner", "profiler"}
     | {"state"},
-    "doctor": {*PURE, "", "cluster", "output", "panel", "profiler", "session"},
-    "magics": {*PURE, "", "cluster", "operations", "output", "planner", "session"},
-    "": {*PURE, "doctor", "magics", "operations", "planner", "profiler", "session", "worker"},
+    "doctor": {*PURE, "cluster", "output", "panel", "profiler", "session"},
+    "magics": {*PURE, "cluster", "doctor", "operations", "output", "planner", "session"},
+    "": {*PURE, "doctor", "magics", "operations", "panel", "planner", "profiler", "session"}
+    | {"worker"},
 }
 """Package -> packages it may import from; "" is the package itself."""
 UNPICKLES = {
@@ -94,6 +95,26 @@ def test_arrows_point_downwards(path: Path) -> None:
     own = room(path)
     allowed = MAY_IMPORT[own] | {own}
     assert rooms_of(imported(path)) <= allowed
+
+
+def dotted(path: Path) -> str:
+    """Name of a module."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_imports_have_no_circle() -> None:
+    """Imports for types and inside functions count: files of a circle cannot be read apart."""
+    named = {dotted(path): path for path in modules()}
+    graph: dict[str, set[str]] = {}
+    for name, path in named.items():
+        # `from package import module` is an import of the module, else of the package
+        found = {x if x in named else x.rpartition(".")[0] for x in imported(path)}
+        graph[name] = (found & named.keys()) - {name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"circle of imports: {' -> '.join(reversed(error.args[1]))}")
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))

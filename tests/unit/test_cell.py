@@ -12,7 +12,7 @@ from nbdist import CellError, RankDied
 from nbdist.protocol import messages
 from nbdist.session import cell as cells
 from nbdist.session.cell import Cell
-from nbdist.session.cell_runner import Cells
+from nbdist.session.cell_runner import CellRunner
 
 
 def cell_of(*ranks: int) -> tuple[Cell, Mock]:
@@ -29,27 +29,27 @@ def fail(cell: Cell, rank: int) -> None:
     """An error of long ago."""
     error = message("error", ename="MemoryError", evalue="", traceback=["MemoryError"])
     error["header"]["date"] = datetime(2020, 1, 1, tzinfo=UTC)
-    cell.deliver((rank,), "iopub", error)
+    cell.on_message((rank,), "iopub", error)
 
 
 def test_an_error_is_told_early_only_while_another_rank_runs_on() -> None:
     cell, renderer = cell_of(0, 1)
     fail(cell, 0)
-    cell.pump(0.0)
-    cell.pump(0.0)
-    assert renderer.failure.call_args.kwargs["waiting"] == (1,)
+    cell.render_pending(0.0)
+    cell.render_pending(0.0)
+    assert renderer.show_errors.call_args.kwargs["waiting"] == (1,)
 
 
 def test_ranks_that_all_failed_are_told_of_once_at_the_end() -> None:
     cell, renderer = cell_of(0, 1)
     for rank in (0, 1):
         fail(cell, rank)
-        advice = messages.Advice(lines=["out of memory"], held_bytes=rank)
-        cell.deliver((rank,), "iopub", message(messages.ADVICE, **advice))
-    cell.pump(0.0)
-    cell.pump(0.0)
+        advice = messages.OomAdvice(lines=["out of memory"], held_bytes=rank)
+        cell.on_message((rank,), "iopub", message(messages.OOM_ADVICE, **advice))
+    cell.render_pending(0.0)
+    cell.render_pending(0.0)
     assert cell.pending == (0, 1), "they look for what would fit"
-    renderer.failure.assert_not_called()
+    renderer.show_errors.assert_not_called()
     with pytest.raises(CellError) as caught:
         cell.raise_errors()
     assert "rank 1 (as 1 more): out of memory" in "\n".join(caught.value._render_traceback_())
@@ -60,9 +60,9 @@ def end_of(cell: Cell, ename: str, evalue: str) -> None:
     """Rank 0 fails, rank 1 dies."""
     error = message("error", ename=ename, evalue=evalue, traceback=[f"{ename}: {evalue}"])
     error["header"]["date"] = datetime.now(UTC)
-    cell.deliver((0,), "iopub", error)
-    cell.die(RankDied("rank 1 ended"))
-    cell.pump(0.0)
+    cell.on_message((0,), "iopub", error)
+    cell.fail(RankDied("rank 1 ended"))
+    cell.render_pending(0.0)
     assert cell.finished.is_set()
     with pytest.raises(RankDied, match="rank 1 ended"):
         cell.raise_errors()
@@ -73,29 +73,31 @@ def test_what_follows_from_a_death_is_not_shown_as_an_error() -> None:
     cell, renderer = cell_of(0, 1)
     cell.detach(Mock())
     end_of(cell, "RuntimeError", "[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    renderer.failure.assert_not_called()
+    renderer.show_errors.assert_not_called()
 
 
 def test_an_error_of_its_own_is_shown_though_another_rank_died() -> None:
     cell, renderer = cell_of(0, 1)
     end_of(cell, "ValueError", "bad batch")
-    renderer.failure.assert_called_once()
+    renderer.show_errors.assert_called_once()
 
 
 @pytest.mark.fault("B7")
 def test_a_line_of_the_session_stands_below_the_cell() -> None:
     cell, renderer = cell_of(0)
-    cell.tell("nbdist: rank 0 is unresponsive (stopped, state T)")
-    cell.pump(0.0)
-    renderer.note.assert_called_once_with(["nbdist: rank 0 is unresponsive (stopped, state T)"])
+    cell.print_line("nbdist: rank 0 is unresponsive (stopped, state T)")
+    cell.render_pending(0.0)
+    renderer.show_lines.assert_called_once_with(
+        ["nbdist: rank 0 is unresponsive (stopped, state T)"]
+    )
 
 
 def reply(cell: Cell, rank: int) -> None:
-    cell.deliver((rank,), "shell", message("execute_reply", status="ok"))
+    cell.on_message((rank,), "shell", message("execute_reply", status="ok"))
 
 
 def line(cell: Cell, rank: int, text: str) -> None:
-    cell.deliver((rank,), "iopub", message("stream", name="stdout", text=text))
+    cell.on_message((rank,), "iopub", message("stream", name="stdout", text=text))
 
 
 def test_output_that_is_long_on_its_way_after_the_reply_belongs_to_the_cell(
@@ -108,35 +110,35 @@ def test_output_that_is_long_on_its_way_after_the_reply_belongs_to_the_cell(
     for _ in range(5):
         now += cells.IDLE_DEADLINE_S / 2
         line(cell, 0, "more\n")
-        cell.pump(0.0)
+        cell.render_pending(0.0)
         assert not cell.finished.is_set()
     now += cells.IDLE_DEADLINE_S + 1  # its `idle` is lost
-    cell.pump(0.0)
+    cell.render_pending(0.0)
     assert cell.finished.is_set()
 
 
 def test_all_late_output_is_shown_at_once() -> None:
     cell, renderer = cell_of(0)
     reply(cell, 0)
-    cell.deliver((0,), "iopub", message("status", execution_state="idle"))
-    cell.pump(0.0)
+    cell.on_message((0,), "iopub", message("status", execution_state="idle"))
+    cell.render_pending(0.0)
     assert cell.finished.is_set()
     for number in range(100):
         line(cell, 0, f"late {number}\n")
-    cell.pump(0.0)
-    assert renderer.stream.call_count == 100
+    cell.render_pending(0.0)
+    assert renderer.write_text.call_count == 100
 
 
 def test_a_cell_whose_ranks_are_restarted_while_it_is_sent_ends() -> None:
-    gang = Mock()
-    running = Cells(gang, Mock())
+    workers = Mock()
+    running = CellRunner(workers, Mock())
     cell, _ = cell_of(0)
 
     def restarted(*_: object, **__: object) -> str:
-        running.die(RankDied("the ranks were restarted"))
+        running.fail_all(RankDied("the ranks were restarted"))
         return "request"
 
-    gang.post.side_effect = restarted
+    workers.queue_request.side_effect = restarted
     running.send(cell, world_size=1, checkpoints="")
-    cell.pump(0.0)
+    cell.render_pending(0.0)
     assert cell.finished.is_set()

@@ -15,8 +15,8 @@ import pytest
 import saved
 
 from nbdist import checkpoint
-from nbdist.checkpoint.safetensors_header import Stored
-from nbdist.checkpoint.writer import Writer
+from nbdist.checkpoint.safetensors_header import StoredTensor
+from nbdist.checkpoint.writer import SafetensorsWriter
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def test_kill_at_any_moment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [0, 100, 1 << 20, (4 << 20) - 1])
 @pytest.mark.fault("E4")
 def test_a_full_disk_leaves_no_stump(tmp_path: Path, limit: int) -> None:
-    stored = [Stored(name="w", dtype="U8", shape=(4 << 20,), offsets=(0,))]
+    stored = [StoredTensor(name="w", dtype="U8", shape=(4 << 20,), offsets=(0,))]
     with (
         pytest.raises(OSError, match="File too large") as caught,
         files_at_most(limit),
-        Writer(tmp_path / "a", stored) as writer,
+        SafetensorsWriter(tmp_path / "a", stored) as writer,
     ):
         writer.write(memoryview(bytes(4 << 20)))
     assert caught.value.errno == errno.EFBIG
@@ -67,29 +67,29 @@ def test_a_full_disk_leaves_no_stump(tmp_path: Path, limit: int) -> None:
 def test_one_rank_without_room_means_no_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
     saved.save(root, "a", seed=1)
-    tmp = checkpoint.begin(root, "a", overwrite=True)
+    tmp = checkpoint.create_draft(root, "a", overwrite=True)
     part = saved.write(tmp / "model-00000-0.safetensors", seed=2)
-    checkpoint.report(tmp, 0, [part])
+    checkpoint.write_report(tmp, 0, [part])
     with pytest.raises(OSError, match="too large"), files_at_most(100):
         saved.write(tmp / "model-00001-0.safetensors", seed=2)
-    with pytest.raises(CheckpointError, match="no finished part of rank 1"):
-        checkpoint.parts(tmp, 2)
-    checkpoint.abort(tmp)
+    with pytest.raises(CheckpointError, match="No complete report of rank 1"):
+        checkpoint.collect_files(tmp, 2)
+    checkpoint.remove_draft(tmp)
     assert [path.name for path in root.iterdir() if path.is_dir()] == ["a"]
-    assert checkpoint.verify(root / "a").files[0].crc32 != part.crc32
+    assert checkpoint.verify_files(root / "a").files[0].crc32 != part.crc32
 
 
 @pytest.mark.fault("E4")
 def test_a_manifest_without_room_means_no_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
     saved.save(root, "a", seed=1)
-    tmp = checkpoint.begin(root, "a", overwrite=True)
+    tmp = checkpoint.create_draft(root, "a", overwrite=True)
     part = saved.write(tmp / "model-00000-0.safetensors", seed=2)
     with (
-        pytest.raises(CheckpointError, match=r"cannot be written \(File too large\)"),
+        pytest.raises(CheckpointError, match=r"Cannot write .* \(File too large\)"),
         files_at_most(50),
     ):
-        checkpoint.commit(tmp, "a", saved.manifest((part,)), overwrite=True)
-    checkpoint.abort(tmp)
-    assert [one.name for one in checkpoint.entries(root)] == ["a"]
-    assert checkpoint.verify(root / "a").files[0].crc32 != part.crc32
+        checkpoint.commit_draft(tmp, "a", saved.manifest((part,)), overwrite=True)
+    checkpoint.remove_draft(tmp)
+    assert [one.name for one in checkpoint.list_checkpoints(root)] == ["a"]
+    assert checkpoint.verify_files(root / "a").files[0].crc32 != part.crc32

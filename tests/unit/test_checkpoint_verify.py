@@ -25,11 +25,11 @@ def path(tmp_path: Path) -> Path:
 
 def test_what_was_written_is_good(path: Path) -> None:
     told: list[int] = []
-    manifest = checkpoint.verify(path, told=told.append)
+    manifest = checkpoint.verify_files(path, on_progress=told.append)
     assert manifest.step == 7
     assert told == sorted(told)
     assert told[-1] == sum(one.size_bytes for one in manifest.files)
-    assert checkpoint.verify(path, crc=False) == checkpoint.verify(path, files=[FILE])
+    assert checkpoint.verify_files(path, crc=False) == checkpoint.verify_files(path, files=[FILE])
 
 
 @pytest.mark.parametrize("damage", saved.DAMAGE.values(), ids=saved.DAMAGE.keys())
@@ -38,7 +38,7 @@ def test_damage_is_found_and_named(path: Path, damage: Callable[[bytes], bytes])
     content = (path / FILE).read_bytes()
     (path / FILE).write_bytes(damage(content))
     with pytest.raises(CheckpointError, match=FILE):
-        checkpoint.verify(path)
+        checkpoint.verify_files(path)
 
 
 @pytest.mark.fault("E7")
@@ -48,29 +48,29 @@ def test_every_byte_counts(path: Path) -> None:
         bad = bytearray(content)
         bad[at] ^= 1 << (at % 8)
         (path / FILE).write_bytes(bad)
-        with pytest.raises(CheckpointError, match="other bytes than were written"):
-            checkpoint.verify(path)
-        checkpoint.verify(path, crc=False)
+        with pytest.raises(CheckpointError, match="Checksum mismatch"):
+            checkpoint.verify_files(path)
+        checkpoint.verify_files(path, crc=False)
 
 
 def test_only_the_files_asked_for_are_read(path: Path) -> None:
     content = (path / FILE).read_bytes()
     (path / FILE).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    checkpoint.verify(path, files=[])
+    checkpoint.verify_files(path, files=[])
     (path / FILE).write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match="bytes where"):
-        checkpoint.verify(path, files=[])
+    with pytest.raises(CheckpointError, match="bytes, but"):
+        checkpoint.verify_files(path, files=[])
 
 
 def test_ranks_share_the_work() -> None:
     files = tuple(
-        checkpoint.FilePart(name=f"f{n}", size_bytes=size, crc32=0)
+        checkpoint.CheckpointFile(name=f"f{n}", size_bytes=size, crc32=0)
         for n, size in enumerate([5, 100, 40, 30, 30, 1])
     )
-    shares = [checkpoint.share(saved.manifest(files), rank, 3) for rank in range(3)]
+    shares = [checkpoint.files_for_rank(saved.manifest(files), rank, 3) for rank in range(3)]
     assert sum(map(len, shares)) == 6
     assert set.union(*shares) == {file.name for file in files}
-    assert checkpoint.share(saved.manifest(), 0, 2) == set()
+    assert checkpoint.files_for_rank(saved.manifest(), 0, 2) == set()
 
 
 @pytest.mark.parametrize("kind", ["missing", "link", "fifo", "folder"])
@@ -84,22 +84,24 @@ def test_a_file_that_is_none_is_named(path: Path, kind: str) -> None:
         os.mkfifo(file)
     elif kind == "folder":
         file.mkdir()
-    with pytest.raises(CheckpointError, match=rf"{FILE} of .* cannot be opened"):
-        checkpoint.verify(path)
-    assert checkpoint.entries(path.parent) == []
+    with pytest.raises(CheckpointError, match=rf"Cannot open .*{FILE}"):
+        checkpoint.verify_files(path)
+    assert checkpoint.list_checkpoints(path.parent) == []
 
 
 @pytest.mark.fault("E8")
 def test_a_file_too_many_is_named(path: Path) -> None:
     (path / "<img src=x>.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/x'\ntR.")
-    with pytest.raises(CheckpointError, match=r"holds '<img src=x>\.pkl', which no save"):
-        checkpoint.verify(path)
-    assert [one.name for one in checkpoint.entries(path.parent)] == ["a"]
+    with pytest.raises(
+        CheckpointError, match=r"contains '<img src=x>\.pkl', which was not written"
+    ):
+        checkpoint.verify_files(path)
+    assert [one.name for one in checkpoint.list_checkpoints(path.parent)] == ["a"]
 
 
 def test_hidden_files_are_the_systems(path: Path) -> None:
     (path / ".nfs0001").write_text("")
-    checkpoint.verify(path)
+    checkpoint.verify_files(path)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "file", "empty folder", "foreign folder"])
@@ -111,19 +113,19 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
         path.mkdir()
         if kind == "foreign folder":
             (path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-    with pytest.raises(CheckpointError, match="no finished checkpoint of nbdist"):
-        checkpoint.verify(path)
+    with pytest.raises(CheckpointError, match="not a complete nbdist checkpoint"):
+        checkpoint.verify_files(path)
 
 
 def test_an_open_checkpoint_stays_the_same_one(tmp_path: Path) -> None:
     root = tmp_path / "root"
     saved.save(root, "a", seed=1)
-    with checkpoint.opened(root, "a") as opened:
+    with checkpoint.open_checkpoint(root, "a") as opened:
         before = opened.manifest
         saved.save(root, "a", seed=2, overwrite=True)
-        fd = opened.open(before.files[0])  # of the old one, which lives on under no name
+        fd = opened.open_file(before.files[0])  # of the old one, which lives on under no name
         os.close(fd)
-        with checkpoint.opened(root, "a") as new:
+        with checkpoint.open_checkpoint(root, "a") as new:
             assert new.manifest.id != before.id
         assert len([path for path in root.iterdir() if path.name.startswith(".old")]) == 1
     saved.save(root, "b")  # nobody reads it now

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist.cluster import bootstrap, factory, slurm_nodes, version_check
-from nbdist.cluster.allocation import Place, Wanted
-from nbdist.cluster.rank_distribution import Spread, filled, fitted
-from nbdist.cluster.ray import RayCluster, cause
-from nbdist.cluster.slurm import SlurmCluster, tasks_ended
+from nbdist.cluster.allocation import AllocatedNode, AllocationRequest
+from nbdist.cluster.rank_distribution import RankDistribution, fit_to_nodes, requested_counts
+from nbdist.cluster.ray import RayCluster, error_cause
+from nbdist.cluster.slurm import SlurmCluster, parse_ended_tasks
 from nbdist.errors import OptionError, StartError
-from nbdist.hardware.discovery import Gpu, Machine, Node
+from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.magics import completion
 from nbdist.session import config
 from nbdist.session import placement as session_placement
-from nbdist.session.cluster_options import Where
+from nbdist.session.cluster_options import ClusterOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from nbdist.cluster.allocation import Kind
+    from nbdist.cluster.allocation import DeviceType
 
 TWO_OF_FOUR = {"a": 4, "b": 4}
 
@@ -35,9 +35,9 @@ def wanted(
     nproc: int | None = None,
     nodes: int | None = None,
     each: int | None = None,
-    kind: Kind = "cuda",
-) -> Wanted:
-    return Wanted(kind=kind, nproc=nproc, nodes=nodes, gpus_per_node=each)
+    kind: DeviceType = "cuda",
+) -> AllocationRequest:
+    return AllocationRequest(kind=kind, nproc=nproc, nodes=nodes, gpus_per_node=each)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def wanted(
     ],
 )
 def test_ranks_are_spread_evenly_over_few_nodes(
-    wish: Wanted, there_are: Mapping[str, int], spread: tuple[int, int]
+    wish: AllocationRequest, there_are: Mapping[str, int], spread: tuple[int, int]
 ) -> None:
-    found = fitted(wish, there_are, "The cluster")
-    assert (found.nodes, found.each) == spread
+    found = fit_to_nodes(wish, there_are, "The cluster")
+    assert (found.num_nodes, found.ranks_per_node) == spread
     assert found.nproc == spread[0] * spread[1]
 
 
@@ -68,52 +68,58 @@ def test_ranks_are_spread_evenly_over_few_nodes(
     ("wish", "words"),
     [
         (wanted(16), "has 8 GPUs (4 on a, 4 on b), not enough for 16 ranks"),
-        (wanted(nodes=3), "not enough for ranks on 3 nodes; use --nodes 2 --gpus-per-node 4"),
+        (wanted(nodes=3), "not enough for ranks on 3 nodes. Use --nodes 2 --gpus-per-node 4"),
         (wanted(nodes=2, each=8), "on 2 nodes with 8 GPUs each"),
-        (wanted(16, kind="cpu"), "use --nodes 2 -n 8 or less"),
+        (wanted(16, kind="cpu"), "Use --nodes 2 -n 8 or less"),
     ],
 )
-def test_too_few_says_how_many_there_are_and_what_is_granted(wish: Wanted, words: str) -> None:
+def test_too_few_says_how_many_there_are_and_what_is_granted(
+    wish: AllocationRequest, words: str
+) -> None:
     with pytest.raises(StartError) as refused:
-        fitted(wish, TWO_OF_FOUR, "The cluster")
+        fit_to_nodes(wish, TWO_OF_FOUR, "The cluster")
     assert words in str(refused.value)
 
 
 def test_a_cluster_without_gpus_says_so() -> None:
     with pytest.raises(StartError, match=r"has 0 GPUs .none., .* --gpus-per-node 0 for CPU ranks"):
-        fitted(wanted(1), {"a": 0}, "The cluster")
+        fit_to_nodes(wanted(1), {"a": 0}, "The cluster")
 
 
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        (wanted(7, nodes=2), "use -n 6 or -n 8"),
-        (wanted(1, nodes=2), "use -n 2"),
+        (wanted(7, nodes=2), "Use -n 6 or -n 8"),
+        (wanted(1, nodes=2), "Use -n 2"),
         (wanted(7, each=4), "cannot be spread evenly with --gpus-per-node 4"),
         (wanted(8, nodes=2, each=2), "which are 4 ranks"),
     ],
 )
-def test_contradictions_are_refused(wish: Wanted, words: str) -> None:
+def test_contradictions_are_refused(wish: AllocationRequest, words: str) -> None:
     with pytest.raises(OptionError) as refused:
-        filled(wish)
+        requested_counts(wish)
     assert words in str(refused.value)
 
 
-def place(name: str, **versions: str) -> Place:
-    return Place(name=name, address="10.0.0.1", ranks=1, versions=versions)
+def place(name: str, **versions: str) -> AllocatedNode:
+    return AllocatedNode(name=name, address="10.0.0.1", ranks=1, versions=versions)
 
 
 HERE = {"python": "3.11.7", "torch": "2.13.0", "nbdist": "0.1.0"}
 
 
 def test_equal_versions_pass_and_python_may_differ_in_its_last_number() -> None:
-    version_check.check(HERE, [place("a", **HERE), place("b", **{**HERE, "python": "3.11.9"})])
+    version_check.check_versions(
+        HERE, [place("a", **HERE), place("b", **{**HERE, "python": "3.11.9"})]
+    )
 
 
 def test_other_versions_are_listed_with_their_nodes() -> None:
     other = {**HERE, "torch": "2.12.0", "python": "3.12.1"}
     with pytest.raises(StartError) as refused:
-        version_check.check(HERE, [place("a", **HERE), place("b", **other), place("c", **other)])
+        version_check.check_versions(
+            HERE, [place("a", **HERE), place("b", **other), place("c", **other)]
+        )
     assert "python 3.11.7 on the notebook, a, 3.12.1 on b, c" in str(refused.value)
     assert "torch 2.13.0 on the notebook, a, 2.12.0 on b, c" in str(refused.value)
     assert "nbdist 0" not in str(refused.value)
@@ -121,36 +127,36 @@ def test_other_versions_are_listed_with_their_nodes() -> None:
 
 @pytest.mark.parametrize("on", ["ray", "ray://auto", "ray://head:10001", "ray://10.0.0.1"])
 def test_ray_is_named_in_four_ways(on: str) -> None:
-    assert isinstance(factory.opened(on, {"nodes": 2}), RayCluster)
+    assert isinstance(factory.create_cluster(on, {"nodes": 2}), RayCluster)
 
 
 def test_what_tab_offers_is_a_place() -> None:
-    assert set(completion.VALUES["--on"]) >= {"local", "ray", "ray://auto", "slurm"}
-    for on in completion.VALUES["--on"]:
-        factory.opened(on + "head" * on.endswith("//"), {})
+    assert set(completion.OPTION_VALUES["--on"]) >= {"local", "ray", "ray://auto", "slurm"}
+    for on in completion.OPTION_VALUES["--on"]:
+        factory.create_cluster(on + "head" * on.endswith("//"), {})
 
 
 def test_this_machine_is_no_cluster() -> None:
-    assert factory.opened("local", {}) is None
+    assert factory.create_cluster("local", {}) is None
 
 
 @pytest.mark.parametrize(
     ("on", "given", "words"),
     [
-        ("slum", {}, "'slum' is no place for ranks"),
-        ("ray:/head", {}, "is no place for ranks"),
-        ("ray://a b", {}, "is no place for ranks"),
+        ("slum", {}, "Unknown --on 'slum'"),
+        ("ray:/head", {}, "Unknown --on"),
+        ("ray://a b", {}, "Unknown --on"),
         ("local", {"nodes": 2}, "--nodes can be used with --on ray or --on slurm only"),
         ("local", {"gpus_per_node": 2}, "--gpus-per-node can be used"),
         ("ray", {"partition": "p", "time": "1"}, "--partition, --time can be used with --on slurm"),
-        ("slurm", {"time": "1h"}, "is no time of Slurm"),
+        ("slurm", {"time": "1h"}, "is not a Slurm time"),
     ],
 )
 def test_what_a_place_does_not_have_is_refused(
     on: str, given: Mapping[str, object], words: str
 ) -> None:
     with pytest.raises(OptionError) as refused:
-        factory.opened(on, given)
+        factory.create_cluster(on, given)
     assert words in str(refused.value)
 
 
@@ -169,12 +175,12 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("srun")
 def test_slurm_spreads_as_it_is_told() -> None:
     cluster = SlurmCluster()
-    assert cluster.spread(2, None, None) == Spread("cpu", 1, 2)
-    assert cluster.spread(8, 2, None) == Spread("cpu", 2, 4)
-    assert cluster.spread(None, 2, 4) == Spread("cuda", 2, 4)
-    assert cluster.spread(8, None, 4) == Spread("cuda", 2, 4)
-    with pytest.raises(OptionError, match="how many ranks"):
-        cluster.spread(None, None, None)
+    assert cluster.distribute_ranks(2, None, None) == RankDistribution("cpu", 1, 2)
+    assert cluster.distribute_ranks(8, 2, None) == RankDistribution("cpu", 2, 4)
+    assert cluster.distribute_ranks(None, 2, 4) == RankDistribution("cuda", 2, 4)
+    assert cluster.distribute_ranks(8, None, 4) == RankDistribution("cuda", 2, 4)
+    with pytest.raises(OptionError, match="needs the number of ranks"):
+        cluster.distribute_ranks(None, None, None)
 
 
 @pytest.mark.usefixtures("srun")
@@ -182,8 +188,8 @@ def test_inside_an_allocation_its_own_numbers_hold(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
-    assert SlurmCluster().spread(None, None, None) == Spread("cuda", 3, 4)
-    with pytest.raises(OptionError, match="inside Slurm's job 7"):
+    assert SlurmCluster().distribute_ranks(None, None, None) == RankDistribution("cuda", 3, 4)
+    with pytest.raises(OptionError, match="inside Slurm job 7"):
         SlurmCluster(partition="other")
 
 
@@ -196,7 +202,7 @@ def test_inside_an_allocation_its_own_numbers_hold(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_the_ends_that_srun_tells(line: str, tasks: list[int]) -> None:
-    assert list(tasks_ended(line)) == tasks
+    assert list(parse_ended_tasks(line)) == tasks
 
 
 FAKE = """#!{python}
@@ -227,32 +233,34 @@ def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: None) -> Path
     return file
 
 
-def allotted(srun: Path, body: str) -> tuple[SlurmCluster, list[Place]]:
+def allotted(srun: Path, body: str) -> tuple[SlurmCluster, list[AllocatedNode]]:
     srun.write_text(FAKE.format(python=sys.executable, body=body))
     cluster = SlurmCluster()
     said: list[str] = []
-    places = cluster.allot(wanted(2, 2, kind="cpu"), said.append)
+    places = cluster.allocate_nodes(wanted(2, 2, kind="cpu"), said.append)
     return cluster, places
 
 
 def test_tasks_become_places_and_get_their_own_tickets(srun: Path) -> None:
-    cluster, places = allotted(srun, ANSWERS.replace("VERSIONS", repr(bootstrap.versions())))
+    cluster, places = allotted(
+        srun, ANSWERS.replace("VERSIONS", repr(bootstrap.software_versions()))
+    )
     try:
         assert [(one.name, one.address) for one in places] == [
             ("n1", "10.0.0.1"),
             ("n0", "10.0.0.2"),
         ]
-        assert cluster.reach == "10.0.0.1"
-        cluster.start(["first", "second"])
-        while len(cluster.lost()) < 2:
+        assert cluster.kernel_address == "10.0.0.1"
+        cluster.start_agents(["first", "second"])
+        while len(cluster.lost_nodes()) < 2:
             pass
-        assert cluster.lost() == {
+        assert cluster.lost_nodes() == {
             0: "is lost: got first",
-            1: "is lost: Slurm says that the node failed",
+            1: "is lost: Slurm reported a node failure",
         }
     finally:
         cluster.close()
-    assert cluster.lost() == {}
+    assert cluster.lost_nodes() == {}
 
 
 SINFO = """#!/bin/sh
@@ -288,25 +296,25 @@ def test_the_nodes_that_slurm_gives_jobs(
     srun: Path, job: str, partition: str, names: set[str]
 ) -> None:
     install(srun.parent, sinfo=SINFO, squeue=SQUEUE, scontrol=SCONTROL)
-    assert slurm_nodes.usable(job=job, partition=partition) == names
+    assert slurm_nodes.usable_nodes(job=job, partition=partition) == names
 
 
 def test_after_a_death_fewer_nodes_are_left_where_one_is_silent(srun: Path) -> None:
-    cluster, _ = allotted(srun, ANSWERS.replace("VERSIONS", repr(bootstrap.versions())))
+    cluster, _ = allotted(srun, ANSWERS.replace("VERSIONS", repr(bootstrap.software_versions())))
     cluster.close()
-    assert cluster.left("cpu", 1, 2) == 2  # Slurm says nothing
+    assert cluster.num_available_nodes("cpu", 1, 2) == 2  # Slurm says nothing
     with socket.create_server(("127.0.0.1", 0)) as slurmd:
         port = slurmd.getsockname()[1]
         install(srun.parent, sinfo=SINFO, scontrol=SCONTROL.format(port=port))
-        assert slurm_nodes.answers("n0")  # Slurm does not say where it is
-        assert slurm_nodes.answers("n1")
-        assert cluster.left("cpu", 1, 2) == 2
-    assert not slurm_nodes.answers("n1")
-    assert cluster.left("cpu", 1, 2) == 1
+        assert slurm_nodes.is_reachable("n0")  # Slurm does not say where it is
+        assert slurm_nodes.is_reachable("n1")
+        assert cluster.num_available_nodes("cpu", 1, 2) == 2
+    assert not slurm_nodes.is_reachable("n1")
+    assert cluster.num_available_nodes("cpu", 1, 2) == 1
 
 
 def test_a_refusal_of_srun_is_told_in_its_words(srun: Path) -> None:
-    with pytest.raises(StartError, match="does not give the nodes: no such account"):
+    with pytest.raises(StartError, match="rejected the request: no such account"):
         allotted(srun, 'sys.exit("srun: error: no such account")')
 
 
@@ -316,22 +324,22 @@ def test_without_srun_it_says_where_to_go(
     assert outside is None
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StartError, match="login node"):
-        SlurmCluster().spread(2, None, 0)
+        SlurmCluster().distribute_ranks(2, None, 0)
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(StartError, match=r"pip install 'nbdist\[ray\]'"):
-        RayCluster().spread(2, None, None)
+        RayCluster().distribute_ranks(2, None, None)
 
 
 def test_the_connection_of_a_session_is_no_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
     monkeypatch.setattr(RayCluster, "connected_to", "10.0.0.1:10001")
     with pytest.raises(
-        StartError, match=r"another \(10\.0\.0\.1:10001\); end it with %nbdist stop"
+        StartError, match=r"another \(10\.0\.0\.1:10001\)\. End it with %nbdist stop"
     ):
-        RayCluster("10.0.0.2").spread(2, None, None)
+        RayCluster("10.0.0.2").distribute_ranks(2, None, None)
 
 
 def test_rays_errors_lose_their_numbers_and_guesses() -> None:
@@ -342,8 +350,8 @@ def test_rays_errors_lose_their_numbers_and_guesses() -> None:
         "The actor died unexpectedly before finishing this task.\n\tclass_name: Node\n"
         "The actor is dead because its worker process has died. Some common causes include: (1)"
     )
-    assert cause(error) == (
-        "Ray says that its actor died: The actor is dead because its worker process has died"
+    assert error_cause(error) == (
+        "Ray reported that its actor died: The actor is dead because its worker process has died"
     )
 
 
@@ -354,93 +362,95 @@ class FakeCluster:
         self.asked: list[tuple[int | None, ...]] = []
         self.nodes = 2
 
-    def spread(self, nproc: int | None, nodes: int | None, each: int | None) -> Spread:
+    def distribute_ranks(
+        self, nproc: int | None, nodes: int | None, each: int | None
+    ) -> RankDistribution:
         self.asked.append((nproc, nodes, each))
-        kind: Kind = "cpu" if each == 0 else "cuda"
-        return fitted(wanted(nproc, nodes, each or None, kind), TWO_OF_FOUR, "It")
+        kind: DeviceType = "cpu" if each == 0 else "cuda"
+        return fit_to_nodes(wanted(nproc, nodes, each or None, kind), TWO_OF_FOUR, "It")
 
-    def left(self, _kind: Kind, _each: int, nodes: int) -> int:
+    def num_available_nodes(self, _kind: DeviceType, _each: int, nodes: int) -> int:
         return min(nodes, self.nodes)
 
 
 @pytest.fixture
-def where(monkeypatch: pytest.MonkeyPatch) -> Where:
-    monkeypatch.setattr(factory, "opened", lambda *_: FakeCluster())
-    return Where({"on": "ray"})
+def where(monkeypatch: pytest.MonkeyPatch) -> ClusterOptions:
+    monkeypatch.setattr(factory, "create_cluster", lambda *_: FakeCluster())
+    return ClusterOptions({"on": "ray"})
 
 
-def chosen(where: Where, **given: object) -> config.Choice:
-    return config.Choice.of({"auto": False, **given}, where)
+def chosen(where: ClusterOptions, **given: object) -> config.SessionConfig:
+    return config.SessionConfig.from_options({"auto": False, **given}, where)
 
 
-def test_a_choice_on_a_cluster_counts_nodes(where: Where) -> None:
+def test_a_choice_on_a_cluster_counts_nodes(where: ClusterOptions) -> None:
     choice = chosen(where, nproc=8)
-    assert choice.place == "8 GPU ranks on 2 nodes"
-    assert choice.placement.nodes == 2
+    assert choice.describe_devices == "8 GPU ranks on 2 nodes"
+    assert choice.placement.num_nodes == 2
     assert choice.hardware.bf16
-    assert chosen(where, nproc=2, devices="none").place == "2 CPU ranks on 1 node"
-    assert choice.differing(chosen(where, nproc=4)) == {
+    assert chosen(where, nproc=2, devices="none").describe_devices == "2 CPU ranks on 1 node"
+    assert choice.diff(chosen(where, nproc=4)) == {
         "nproc": (8, 4),
         "devices": ((0, 1, 2, 3) * 2, (0, 1, 2, 3)),
         "nodes": (2, 1),
     }
 
 
-def test_once_the_nodes_are_there_their_gpus_decide_the_precision(where: Where) -> None:
+def test_once_the_nodes_are_there_their_gpus_decide_the_precision(where: ClusterOptions) -> None:
     before = chosen(where, nproc=8)
     given = chosen(where, nproc=8, precision="bf16")
     assert before.options.precision == "bf16"
-    assert before.seen(where) is before
+    assert before.with_node_hardware(where) is before
     t4 = Gpu("GPU-a", "Tesla T4", 15 << 30, (7, 5))
-    where.nodes = [Node("alpha", (0, 1, 2, 3), Machine((t4,) * 4, "PCIe", 16))]
-    assert before.seen(where).options.precision == "no"
-    assert chosen(where, nproc=8).differing(before.seen(where)) == {}
+    where.nodes = [SessionNode("alpha", (0, 1, 2, 3), Machine((t4,) * 4, "PCIe", 16))]
+    assert before.with_node_hardware(where).options.precision == "no"
+    assert chosen(where, nproc=8).diff(before.with_node_hardware(where)) == {}
     with pytest.raises(OptionError, match="bf16 needs a GPU of compute capability 8"):
-        given.seen(where)
-    undecided = chosen(where, nproc=8, auto=True).seen(where)
-    assert (undecided.undecided, undecided.options.precision) == (True, "no")
+        given.with_node_hardware(where)
+    undecided = chosen(where, nproc=8, auto=True).with_node_hardware(where)
+    assert (undecided.is_auto_pending, undecided.options.precision) == (True, "no")
 
 
-def test_shards_can_be_replicated_across_its_nodes(where: Where) -> None:
+def test_shards_can_be_replicated_across_its_nodes(where: ClusterOptions) -> None:
     choice = chosen(where, nproc=8, backend="fsdp2", replicate_across="nodes")
     assert choice.hardware.nodes == 2
     with pytest.raises(OptionError, match="needs ranks on several machines"):
         chosen(where, nproc=4, backend="fsdp2", replicate_across="nodes")
 
 
-def test_the_cluster_is_asked_once_for_the_same_wish(where: Where) -> None:
+def test_the_cluster_is_asked_once_for_the_same_wish(where: ClusterOptions) -> None:
     chosen(where, nproc=8)
     chosen(where, nproc=8)
     assert isinstance(where.cluster, FakeCluster)
     assert where.cluster.asked == [(8, None, None)]
 
 
-def test_gpus_of_this_machine_cannot_be_named_there(where: Where) -> None:
-    with pytest.raises(OptionError, match="--gpus 0,1 names GPUs of this machine"):
+def test_gpus_of_this_machine_cannot_be_named_there(where: ClusterOptions) -> None:
+    with pytest.raises(OptionError, match="--gpus 0,1 selects GPUs of this machine"):
         chosen(where, devices="0,1")
 
 
 @pytest.mark.parametrize("given", [{"nodes": 0}, {"nodes": "two"}, {"gpus_per_node": -1}])
-def test_numbers_are_checked(where: Where, given: Mapping[str, object]) -> None:
-    with pytest.raises(OptionError, match="is no number"):
+def test_numbers_are_checked(where: ClusterOptions, given: Mapping[str, object]) -> None:
+    with pytest.raises(OptionError, match="must be an integer"):
         chosen(where, **given)
 
 
-def test_fewer_nodes_have_fewer_ranks(where: Where) -> None:
-    placement = session_placement.spread_out(Spread("cuda", 2, 4))
-    assert where.left(placement) == {}
+def test_fewer_nodes_have_fewer_ranks(where: ClusterOptions) -> None:
+    placement = session_placement.cluster_placement(RankDistribution("cuda", 2, 4))
+    assert where.options_for_remaining_nodes(placement) == {}
     assert isinstance(where.cluster, FakeCluster)
     where.cluster.nodes = 1
-    assert where.left(placement) == {"nodes": 1, "nproc": 4}
+    assert where.options_for_remaining_nodes(placement) == {"nodes": 1, "nproc": 4}
     where.cluster.nodes = 0
-    with pytest.raises(StartError, match="No node of ray is left"):
-        where.left(placement)
+    with pytest.raises(StartError, match="No remaining node of ray"):
+        where.options_for_remaining_nodes(placement)
 
 
-def test_a_session_does_not_move(where: Where) -> None:
-    where.check({"on": "ray", "nodes": 4})
+def test_a_session_does_not_move(where: ClusterOptions) -> None:
+    where.check_changes({"on": "ray", "nodes": 4})
     with pytest.raises(OptionError, match="--on slurm: this session's ranks are on ray"):
-        where.check({"on": "slurm"})
+        where.check_changes({"on": "slurm"})
 
 
 @pytest.mark.parametrize(
@@ -459,18 +469,20 @@ def test_a_session_does_not_move(where: Where) -> None:
 def test_new_numbers_push_old_ones_out(
     before: dict[str, object], changes: dict[str, object], after: dict[str, object]
 ) -> None:
-    made = config.changed({"auto": False, **before}, changes)
+    made = config.merge_options({"auto": False, **before}, changes)
     assert {name: made[name] for name in after} == after
 
 
 def test_what_is_the_clusters_own_is_not_handed_on() -> None:
     given = {"RAY_AUTH_TOKEN_PATH": "x", "SLURM_JOB_ID": "1", "HOME": "/h", "PYTHONPATH": "/p"}
-    kept = bootstrap.handed_on(given)
+    kept = bootstrap.agent_environment(given)
     assert set(kept) == {"HOME", "PYTHONPATH"}
     assert kept["PYTHONPATH"].endswith(":/p")
 
 
 def test_an_unknown_interface_is_told_with_those_there_are() -> None:
-    with pytest.raises(StartError, match=r"no interface 'ib9' with an address; it has .*lo"):
-        bootstrap.of_interface("ib9")
-    assert bootstrap.of_interface("lo") == "127.0.0.1"
+    with pytest.raises(
+        StartError, match=r"no interface 'ib9' with an IPv4 address\. Use one of .*lo"
+    ):
+        bootstrap.interface_address("ib9")
+    assert bootstrap.interface_address("lo") == "127.0.0.1"

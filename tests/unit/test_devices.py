@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from nbdist.cluster.rank_distribution import Spread
+from nbdist.cluster.rank_distribution import RankDistribution
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware import discovery
-from nbdist.hardware.discovery import Gpu, Machine, Node
+from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.session import placement as session_placement
-from nbdist.session.placement import Placement, placement
+from nbdist.session.placement import Placement, choose_placement
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,7 +127,7 @@ def four() -> FakeNvml:
 
 def seen(nvml: FakeNvml, visible: str | None = None) -> list[str]:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    return [gpu.uuid for gpu in discovery.found(nvml=nvml, environ=environ).gpus]
+    return [gpu.uuid for gpu in discovery.discover_machine(nvml=nvml, environ=environ).gpus]
 
 
 def machine_of(count: int, *, capability: tuple[int, int] = (8, 0), num_cpus: int = 2) -> Machine:
@@ -140,7 +140,7 @@ def machine_of(count: int, *, capability: tuple[int, int] = (8, 0), num_cpus: in
 
 def test_every_gpu_is_found_with_its_figures() -> None:
     nvml = four()
-    found = discovery.found(nvml=nvml, environ={})
+    found = discovery.discover_machine(nvml=nvml, environ={})
     assert found.gpus[2] == Gpu("GPU-c0c", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
     assert found.describe() == "4 x NVIDIA A100 80GB, NVLink"
     assert nvml.calls == ["init", "shutdown"]
@@ -157,11 +157,16 @@ def test_a_gpu_that_fails_is_left_out_and_named_until_it_answers() -> None:
     nvml = four()
     working = nvml.gpus[3]
     nvml.gpus[3] = replace(working, lost=True)
-    found = discovery.found(nvml=nvml, environ={})
+    found = discovery.discover_machine(nvml=nvml, environ={})
     assert [gpu.uuid for gpu in found.gpus] == ["GPU-a0a", "GPU-b0b", "GPU-c0c"]
-    assert found.warnings == ("GPU 3 fails (GPU is lost) and is left out; run nvidia-smi",)
-    assert discovery.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0"}).warnings == ()
-    assert len(discovery.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0,3"}).warnings) == 1
+    assert found.warnings == ("GPU 3 fails (GPU is lost) and is not used; run nvidia-smi",)
+    assert (
+        discovery.discover_machine(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0"}).warnings == ()
+    )
+    assert (
+        len(discovery.discover_machine(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0,3"}).warnings)
+        == 1
+    )
     nvml.gpus[3] = working
     assert seen(nvml) == ["GPU-a0a", "GPU-b0b", "GPU-c0c", "GPU-d0d"]
 
@@ -169,16 +174,16 @@ def test_a_gpu_that_fails_is_left_out_and_named_until_it_answers() -> None:
 def test_a_driver_that_did_not_answer_is_asked_again(tmp_path: Path) -> None:
     nvml = four()
     nvml.broken = True
-    (warning,) = discovery.found(nvml=nvml, environ={}, driver=tmp_path).warnings
-    assert warning.startswith("NVIDIA's driver does not answer (Driver/library version mismatch)")
+    (warning,) = discovery.discover_machine(nvml=nvml, environ={}, driver=tmp_path).warnings
+    assert warning.startswith("NVIDIA's driver does not respond (Driver/library version mismatch)")
     nvml.broken = False
     assert len(seen(nvml)) == 4
 
 
 def test_a_gpu_that_shares_the_hosts_memory_has_that_of_the_host() -> None:
     nvml = FakeNvml([FakeGpu("GPU-a", "NVIDIA GB10", shares_memory=True)])
-    (gpu,) = discovery.found(nvml=nvml, environ={}).gpus
-    assert gpu.memory_bytes == discovery.host_bytes()
+    (gpu,) = discovery.discover_machine(nvml=nvml, environ={}).gpus
+    assert gpu.memory_bytes == discovery.host_memory_bytes()
 
 
 @pytest.mark.parametrize(
@@ -191,10 +196,10 @@ def test_numbers_of_unlike_gpus_are_taken_as_nvidia_smi_shows_them_and_that_is_t
     nvml = FakeNvml([FakeGpu("GPU-a", "Tesla T4"), FakeGpu("GPU-b", "NVIDIA A100")])
     environ = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
     given = {name: value for name, value in environ.items() if value is not None}
-    warnings = discovery.found(nvml=nvml, environ=given).warnings
+    warnings = discovery.discover_machine(nvml=nvml, environ=given).warnings
     assert len([one for one in warnings if "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in one]) == said
     alike = FakeNvml([FakeGpu("GPU-a"), FakeGpu("GPU-b")])
-    assert discovery.found(nvml=alike, environ=given).warnings == ()
+    assert discovery.discover_machine(nvml=alike, environ=given).warnings == ()
 
 
 def test_ranks_get_numbers_by_pci_bus() -> None:
@@ -217,7 +222,7 @@ def test_cuda_shows_a_process_a_single_mig_instance() -> None:
         [FakeGpu(f"GPU-{i}", instances=(FakeGpu(f"MIG-{i}", "H100 MIG"),)) for i in "ab"]
         + [FakeGpu("GPU-c")]
     )
-    found = discovery.found(nvml=nvml, environ={})
+    found = discovery.discover_machine(nvml=nvml, environ={})
     assert [gpu.uuid for gpu in found.gpus] == ["MIG-a"]
     assert found.warnings[0].startswith("H100 MIG is the only one of 3 devices that is used")
     assert seen(nvml, "MIG-b") == ["MIG-b"]
@@ -247,7 +252,7 @@ def test_cuda_visible_devices_is_read_as_cuda_does(visible: str, expected: list[
 
 
 def test_without_a_driver_there_is_no_gpu() -> None:
-    found = discovery.found(nvml=FakeNvml([], broken=True), environ={})
+    found = discovery.discover_machine(nvml=FakeNvml([], broken=True), environ={})
     assert found.gpus == ()
     assert found.describe() == "no GPU: 2 CPU ranks"
     assert found.num_cpus >= 1
@@ -255,7 +260,7 @@ def test_without_a_driver_there_is_no_gpu() -> None:
 
 def test_without_pynvml_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert discovery.found().gpus == ()
+    assert discovery.discover_machine().gpus == ()
 
 
 def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
@@ -264,7 +269,7 @@ def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
     )
     nvml = FakeNvml([FakeGpu("GPU-a", "NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), parts)])
     assert seen(nvml) == ["MIG-1"]
-    found = discovery.found(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "MIG-2"})
+    found = discovery.discover_machine(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "MIG-2"})
     (gpu,) = found.gpus
     assert (gpu.uuid, gpu.memory_bytes, gpu.capability) == ("MIG-2", 40 * GIB, (9, 0))
     assert "MIG 3g.40gb" in found.describe()
@@ -272,7 +277,7 @@ def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
 
 def test_an_unknown_capability_is_no_error() -> None:
     nvml = FakeNvml([FakeGpu("GPU-a", capability=None)])
-    assert discovery.found(nvml=nvml, environ={}).gpus[0].capability == (0, 0)
+    assert discovery.discover_machine(nvml=nvml, environ={}).gpus[0].capability == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +300,7 @@ def test_an_unknown_capability_is_no_error() -> None:
     ],
 )
 def test_machines_are_described_in_a_few_words(nvml: FakeNvml, expected: str) -> None:
-    assert discovery.found(nvml=nvml, environ={}).describe() == expected
+    assert discovery.discover_machine(nvml=nvml, environ={}).describe() == expected
 
 
 # ---- choosing
@@ -314,7 +319,7 @@ def test_machines_are_described_in_a_few_words(nvml: FakeNvml, expected: str) ->
     ],
 )
 def test_ranks_take_gpus(nproc: Any, gpus: Any, count: int, expected: tuple[int, ...]) -> None:
-    placed = placement(nproc, gpus, machine_of(count))
+    placed = choose_placement(nproc, gpus, machine_of(count))
     assert placed == Placement(len(expected), expected, tuple(f"GPU-{i}" for i in expected))
     assert placed.kind == "cuda"
 
@@ -333,7 +338,7 @@ def test_ranks_take_gpus(nproc: Any, gpus: Any, count: int, expected: tuple[int,
     ],
 )
 def test_without_gpus_ranks_take_the_cpu(nproc: Any, gpus: Any, count: int, expected: int) -> None:
-    placed = placement(nproc, gpus, machine_of(count))
+    placed = choose_placement(nproc, gpus, machine_of(count))
     assert placed == Placement(expected, None)
     assert placed.kind == "cpu"
 
@@ -342,32 +347,37 @@ def test_without_gpus_ranks_take_the_cpu(nproc: Any, gpus: Any, count: int, expe
 @pytest.mark.parametrize(
     ("nproc", "gpus", "count", "message"),
     [
-        (8, None, 4, r"^8 ranks need 8 GPUs and there are 4 \(0,1,2,3\); use -n 4 or fewer, or "),
-        (3, "0,2", 4, r"^3 ranks need 3 GPUs and there are 2 \(0,2\); use -n 2"),
-        (1, "0,2", 4, r"^-n 1 contradicts --gpus 0,2, which are 2 devices; leave one"),
-        (None, "0,7", 4, r"^GPU 7 is not visible; use --gpus with some of 0,1,2,3\.$"),
+        (
+            8,
+            None,
+            4,
+            r"^8 ranks need 8 GPUs, but 4 are available \(0,1,2,3\)\. Use -n 4 or fewer, or ",
+        ),
+        (3, "0,2", 4, r"^3 ranks need 3 GPUs, but 2 are available \(0,2\)\. Use -n 2"),
+        (1, "0,2", 4, r"^-n 1 contradicts --gpus 0,2 with 2 devices\. Leave one"),
+        (None, "0,7", 4, r"^GPU 7 is not visible\. Use --gpus with some of 0,1,2,3\.$"),
         (None, [-1], 4, r"^GPU -1 is not visible"),
-        (None, "0", 0, r"^GPU 0 is not visible: there is none here; leave --gpus out"),
-        (None, "1,1", 4, r"^--gpus 1,1 names a GPU twice"),
-        (None, [0.5], 4, r"^GPU 0\.5 is not an index"),
-        (None, [True], 4, r"^GPU True is not an index"),
-        (64, None, 0, r"^64 CPU ranks are too many for 2 CPUs, .*; use -n 8 or fewer\.$"),
+        (None, "0", 0, r"^GPU 0 is not visible: no GPU was found\. Leave --gpus out"),
+        (None, "1,1", 4, r"^--gpus 1,1 repeats a GPU"),
+        (None, [0.5], 4, r"^GPU indices must be integers .*, got 0\.5\.$"),
+        (None, [True], 4, r"^GPU indices must be integers .*, got True\.$"),
+        (64, None, 0, r"^64 CPU ranks are too many for 2 CPUs: .*\. Use -n 8 or fewer\.$"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(
     nproc: Any, gpus: Any, count: int, message: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
-        placement(nproc, gpus, machine_of(count))
+        choose_placement(nproc, gpus, machine_of(count))
 
 
 def test_more_cpus_take_more_cpu_ranks() -> None:
-    assert placement(64, None, machine_of(0, num_cpus=16)).nproc == 64
+    assert choose_placement(64, None, machine_of(0, num_cpus=16)).nproc == 64
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "", "two", "1e3", "\u0662", "9" * 50, None])
 def test_n_is_a_whole_number(given: Any) -> None:
-    with pytest.raises(OptionError, match=r"^-n .* is not a number of ranks; use a whole number"):
+    with pytest.raises(OptionError, match=r"^-n must be an integer >= 1, got "):
         session_placement.parse_nproc(given)
 
 
@@ -375,8 +385,8 @@ def test_n_is_a_whole_number(given: Any) -> None:
     "text", ["", ",", "0,", "0-2", "-1", "0;rm", "a", "\u0660", "0 1", "9" * 10_000, "all", "0x1"]
 )
 def test_gpus_are_a_list_of_indices(text: str) -> None:
-    with pytest.raises(OptionError, match=r"^--gpus .* is not a list of GPUs; use") as caught:
-        placement(None, text, machine_of(4))
+    with pytest.raises(OptionError, match=r"^--gpus must be a list of indices") as caught:
+        choose_placement(None, text, machine_of(4))
     assert len(str(caught.value)) < 160
 
 
@@ -398,16 +408,16 @@ def test_precisions_follow_the_capability(
 ) -> None:
     monkeypatch.setattr(session_placement, "_installed", lambda _package: True)
     here = machine_of(2, capability=capability)
-    hardware = session_placement.hardware(placement(None, None, here), here)
+    hardware = session_placement.hardware_for_placement(choose_placement(None, None, here), here)
     assert (hardware.kind, hardware.world_size, hardware.deepspeed) == ("cuda", 2, True)
     assert (hardware.bf16, hardware.fp8) == ("bf16" in able, "fp8" in able)
 
 
-def nodes_with(*capabilities: tuple[int, int]) -> list[Node]:
+def nodes_with(*capabilities: tuple[int, int]) -> list[SessionNode]:
     """Nodes with two GPUs each."""
     names = {(7, 5): "Tesla T4", (8, 0): "NVIDIA A100", (9, 0): "NVIDIA H100"}
     return [
-        Node(
+        SessionNode(
             f"node {i}",
             (2 * i, 2 * i + 1),
             Machine((Gpu(f"GPU-{i}", names[one], 16 * GIB, one),) * 2, "PCIe", 8),
@@ -418,10 +428,12 @@ def nodes_with(*capabilities: tuple[int, int]) -> list[Node]:
 
 def test_precisions_follow_the_weakest_gpu_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_placement, "_installed", lambda _package: True)
-    away = session_placement.spread_out(Spread("cuda", 2, 2))
+    away = session_placement.cluster_placement(RankDistribution("cuda", 2, 2))
 
     def able(*capabilities: tuple[int, int]) -> tuple[bool, bool]:
-        made = session_placement.hardware(away, machine_of(4), nodes_with(*capabilities))
+        made = session_placement.hardware_for_placement(
+            away, machine_of(4), nodes_with(*capabilities)
+        )
         return made.bf16, made.fp8
 
     assert able() == (True, True)  # nobody has seen them yet
@@ -431,30 +443,36 @@ def test_precisions_follow_the_weakest_gpu_of_the_nodes(monkeypatch: pytest.Monk
 
 
 def test_gpus_that_differ_between_nodes_are_told() -> None:
-    assert session_placement.differing_gpus([]) == ""
-    assert session_placement.differing_gpus(nodes_with((8, 0), (8, 0))) == ""
-    assert session_placement.differing_gpus(nodes_with((8, 0), (7, 5), (8, 0))) == (
+    assert session_placement.mixed_gpus_warning([]) == ""
+    assert session_placement.mixed_gpus_warning(nodes_with((8, 0), (8, 0))) == ""
+    assert session_placement.mixed_gpus_warning(nodes_with((8, 0), (7, 5), (8, 0))) == (
         "The GPUs of the nodes differ (NVIDIA A100 16GB on node 0, node 2; Tesla T4 16GB on"
-        " node 1): what one lacks, none uses"
+        " node 1): only features common to all are used"
     )
 
 
 def test_float8_needs_a_library_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_placement, "_installed", lambda package: package == "deepspeed")
     here = machine_of(1, capability=(9, 0))
-    assert not session_placement.hardware(placement(None, None, here), here).fp8
+    assert not session_placement.hardware_for_placement(
+        choose_placement(None, None, here), here
+    ).fp8
 
 
 def test_only_the_gpus_of_the_session_count() -> None:
     old = Gpu("GPU-old", "Tesla T4", 16 * GIB, (7, 5))
     here = Machine((*machine_of(1).gpus, old), "PCIe", 2)
-    assert session_placement.hardware(placement(None, "0", here), here).bf16
-    assert not session_placement.hardware(placement(None, None, here), here).bf16
+    assert session_placement.hardware_for_placement(choose_placement(None, "0", here), here).bf16
+    assert not session_placement.hardware_for_placement(
+        choose_placement(None, None, here), here
+    ).bf16
 
 
 def test_cpu_hardware_and_a_missing_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_placement, "_installed", lambda _package: False)
-    hardware = session_placement.hardware(placement(4, None, machine_of(0)), machine_of(0))
+    hardware = session_placement.hardware_for_placement(
+        choose_placement(4, None, machine_of(0)), machine_of(0)
+    )
     assert (hardware.kind, hardware.world_size) == ("cpu", 4)
     assert (hardware.bf16, hardware.fp8, hardware.deepspeed) == (False, False, False)
 
@@ -462,17 +480,19 @@ def test_cpu_hardware_and_a_missing_deepspeed(monkeypatch: pytest.MonkeyPatch) -
 def test_free_memory_and_who_holds_the_rest_are_told() -> None:
     here, gone = os.getpid(), 2**22 + 1  # above Linux's largest pid
     nvml = FakeNvml([FakeGpu("GPU-0", used=((here, GIB), (gone, 2 * GIB))), FakeGpu("GPU-1")])
-    found = discovery.found(nvml=nvml, environ={})
-    first, second = discovery.usage(found, nvml=nvml)
+    found = discovery.discover_machine(nvml=nvml, environ={})
+    first, second = discovery.gpu_memory_usage(found, nvml=nvml)
     assert first.free_bytes == 77 * GIB
     assert first.holders == (f"{psutil.Process().name()} (pid {here})", f"pid {gone}")
-    assert second == discovery.Usage(80 * GIB)
+    assert second == discovery.GpuFreeMemory(80 * GIB)
 
 
 def chosen_on(nvml: FakeNvml, *, own: tuple[int, ...] = (), gpus: str | None = None) -> list[str]:
     """What is said before ranks start on the GPUs."""
-    found = discovery.found(nvml=nvml, environ={})
-    return session_placement.check_usable(placement(None, gpus, found), found, own=own, nvml=nvml)
+    found = discovery.discover_machine(nvml=nvml, environ={})
+    return session_placement.check_usable(
+        choose_placement(None, gpus, found), found, own=own, nvml=nvml
+    )
 
 
 def test_a_gpu_that_this_notebook_holds_exclusively_is_refused_before_ranks_start() -> None:
@@ -481,7 +501,7 @@ def test_a_gpu_that_this_notebook_holds_exclusively_is_refused_before_ranks_star
         chosen_on(nvml)
     assert str(caught.value) == (
         "GPU 1 cannot be used: its compute mode is EXCLUSIVE_PROCESS, and this notebook's own"
-        " process uses it. Leave it out with --gpus, or restart the kernel and use CUDA in"
+        " process uses it. Exclude it with --gpus, or restart the kernel and use CUDA in"
         " %%distribute cells only."
     )
     assert chosen_on(nvml, own=(os.getpid(),)) == []
@@ -492,7 +512,9 @@ def test_a_gpu_that_takes_no_further_process_is_refused_before_ranks_start() -> 
     gone = 2**22 + 1  # above Linux's largest pid
     with pytest.raises(StartError, match=rf"EXCLUSIVE_PROCESS, and pid {gone} uses it"):
         chosen_on(FakeNvml([FakeGpu("GPU-0", used=((gone, GIB),), mode=3)]))
-    with pytest.raises(StartError, match=r"lets nobody use it.* nvidia-smi -i GPU-0 -c DEFAULT\.$"):
+    with pytest.raises(
+        StartError, match=r"compute mode is PROHIBITED.* nvidia-smi -i GPU-0 -c DEFAULT\.$"
+    ):
         chosen_on(FakeNvml([FakeGpu("GPU-0", mode=2)]))
 
 
@@ -501,7 +523,7 @@ def test_gpus_that_others_fill_are_named() -> None:
     nvml = FakeNvml(
         [FakeGpu("GPU-0", used=((gone, GIB),)), FakeGpu("GPU-1", used=((gone, 70 * GIB),))]
     )
-    assert chosen_on(nvml) == [f"GPU 1 has 10 of 80 GB free beside pid {gone}"]
+    assert chosen_on(nvml) == [f"GPU 1 has 10 of 80 GB free (used by pid {gone})"]
     assert chosen_on(nvml, own=(gone,)) == []
 
 
@@ -518,15 +540,15 @@ def test_a_driver_that_is_too_old_to_list_processes_keeps_no_session_from_starti
 
 def test_failures_are_told_with_a_session_on_cpu_ranks_but_not_where_it_wants_them() -> None:
     nvml = FakeNvml([FakeGpu("GPU-0", lost=True)])
-    assert chosen_on(nvml) == ["GPU 0 fails (GPU is lost) and is left out; run nvidia-smi"]
+    assert chosen_on(nvml) == ["GPU 0 fails (GPU is lost) and is not used; run nvidia-smi"]
     nvml.gpus.append(FakeGpu("GPU-1"))
     assert chosen_on(nvml, gpus="none") == []
 
 
 def test_memory_of_our_own_ranks_counts_as_free() -> None:
     nvml = FakeNvml([FakeGpu("GPU-0", used=((11, GIB), (12, 2 * GIB)))])
-    found = discovery.found(nvml=nvml, environ={})
-    (only,) = discovery.usage(found, own={11}, nvml=nvml)
+    found = discovery.discover_machine(nvml=nvml, environ={})
+    (only,) = discovery.gpu_memory_usage(found, own={11}, nvml=nvml)
     assert only.free_bytes == 78 * GIB
     assert len(only.holders) == 1
 
@@ -539,20 +561,20 @@ def test_in_a_container_the_memory_of_our_own_ranks_counts_as_free_too(
     nvml = FakeNvml([FakeGpu("GPU-0", used=((2**22 + 1, 30 * GIB),))])
     running = [SimpleNamespace(pid=pid, usedGpuMemory=30 * GIB) for pid in listed]
     monkeypatch.setattr(FakeNvml, "nvmlDeviceGetComputeRunningProcesses", lambda *_: running)
-    found = discovery.found(nvml=nvml, environ={})
-    (without,) = discovery.usage(found, nvml=nvml)
-    (ours,) = discovery.usage(found, own={os.getpid()}, nvml=nvml)
+    found = discovery.discover_machine(nvml=nvml, environ={})
+    (without,) = discovery.gpu_memory_usage(found, nvml=nvml)
+    (ours,) = discovery.gpu_memory_usage(found, own={os.getpid()}, nvml=nvml)
     assert without.free_bytes == 50 * GIB
-    assert ours == discovery.Usage(80 * GIB)
+    assert ours == discovery.GpuFreeMemory(80 * GIB)
 
 
 def test_a_container_limits_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "CGROUP", tmp_path)
-    whole = discovery.host_free_bytes()
+    whole = discovery.host_free_memory_bytes()
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("4096\n")
-    assert discovery.host_free_bytes() == pytest.approx(whole, rel=0.2)
+    assert discovery.host_free_memory_bytes() == pytest.approx(whole, rel=0.2)
     (tmp_path / "memory.max").write_text("1004096\n")
-    assert discovery.host_free_bytes() == 1_000_000
+    assert discovery.host_free_memory_bytes() == 1_000_000

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import nbdist
-from nbdist.cluster.orphan_cleanup import Leftovers, Stray
+from nbdist.cluster.orphan_cleanup import OrphanProcess, OrphanResources
 from nbdist.doctor import (
     compilers,
     environment,
@@ -100,18 +100,20 @@ def test_a_look_that_fails_is_told_and_the_page_stays(caplog: pytest.LogCaptureF
     assert before == finding.ok("a", "b")
     assert (one.level, one.topic) == ("note", "ports")
     assert "strange machine" in one.says
-    assert "could not look" in caplog.text
+    assert "the check of ports failed" in caplog.text
 
 
 @pytest.mark.fault("B1")
 def test_a_session_whose_rank_was_killed_is_a_problem() -> None:
     with nbdist.Session(nproc=1) as running:
-        assert worst(session.look(running)) == []
+        assert worst(session.check_session(running)) == []
         os.kill(running.status()["ranks"][0]["pid"], signal.SIGKILL)
         eventually(lambda: running.state == "dead", within_s=5)
-        one = only(session.look(running), "problem", "rank 0 ended with signal 9 (SIGKILL)")
+        one = only(
+            session.check_session(running), "problem", "rank 0 ended with signal 9 (SIGKILL)"
+        )
         assert "%nbdist restart" in one.do
-    assert worst(session.look(None)) == []
+    assert worst(session.check_session(None)) == []
 
 
 # -- secrets
@@ -122,14 +124,16 @@ def test_a_session_whose_rank_was_killed_is_a_problem() -> None:
     "name", ["HF_TOKEN", "NCCL_API_KEY", "ds_secret", "PGPASSWORD", "AWS_CREDENTIALS", "X_PASSWD"]
 )
 def test_a_secret_is_never_shown(name: str) -> None:
-    assert finding.shown(name, "hunter2") == f"{name}=***"
-    found = environment.look({name: "hunter2", f"NCCL_{name}": "hunter2", "PYTORCH_X": "1"})
+    assert finding.redacted_variable(name, "hunter2") == f"{name}=***"
+    found = environment.check_environment(
+        {name: "hunter2", f"NCCL_{name}": "hunter2", "PYTORCH_X": "1"}
+    )
     assert "hunter2" not in str([*found])
 
 
 @pytest.mark.fault("S18")
 def test_a_password_within_an_address_is_not_shown() -> None:
-    assert "hunter2" not in finding.shown("DS_URL", "https://me:hunter2@host/x")
+    assert "hunter2" not in finding.redacted_variable("DS_URL", "https://me:hunter2@host/x")
 
 
 @pytest.mark.fault("S18")
@@ -151,7 +155,7 @@ def versions_with(**changes: Any) -> list[Finding]:
         name: changes.pop(name) for name in ("gpus", "driver_cuda") if name in changes
     }
     have = {**GOOD, "deepspeed": "0.19.8", **changes}
-    return worst(versions.look(have.get, required=ASKED, **given))
+    return worst(versions.check_versions(have.get, required=ASKED, **given))
 
 
 def test_the_tested_versions_are_fine() -> None:
@@ -178,7 +182,7 @@ def test_a_missing_backend_is_named_with_what_needs_it() -> None:
 def test_a_torch_that_cannot_use_the_gpus_is_named() -> None:
     only(versions_with(torch="2.13.0+cpu", gpus=2), "problem", "built for CPUs")
     assert versions_with(torch="2.13.0+cpu", gpus=0) == []
-    only(versions_with(torch="2.13.0+cu130", gpus=2, driver_cuda=12), "problem", "serves CUDA 12")
+    only(versions_with(torch="2.13.0+cu130", gpus=2, driver_cuda=12), "problem", "supports CUDA 12")
     assert versions_with(torch="2.13.0+cu130", gpus=2, driver_cuda=13) == []
 
 
@@ -235,22 +239,22 @@ class Nvml:
 @pytest.mark.fault("F4")
 def test_who_holds_a_gpu_is_named_by_user_and_program(tmp_path: Path) -> None:
     nvml = Nvml(os.getpid())
-    found = [*gpus.look(nvml=nvml, environ={}, driver=tmp_path)]
+    found = [*gpus.check_gpus(nvml=nvml, environ={}, driver=tmp_path)]
     assert found[0].says == "2 x NVIDIA H100 80GB, NVLink"
     one = only(found, "note", f"(pid {os.getpid()}, 10.0 GiB)")
     assert one.topic == "GPU 0"
     assert f"held by {psutil.Process().name()} of {psutil.Process().username()}" in one.says
     assert "70.0 GiB of 80.0 GiB free" in one.says
-    assert worst(gpus.look(own=[os.getpid()], nvml=nvml, environ={}, driver=tmp_path)) == []
+    assert worst(gpus.check_gpus(own=[os.getpid()], nvml=nvml, environ={}, driver=tmp_path)) == []
 
 
 def test_a_holder_of_another_container_is_told_as_such(tmp_path: Path) -> None:
-    found = gpus.look(nvml=Nvml(99999999), environ={}, driver=tmp_path)
+    found = gpus.check_gpus(nvml=Nvml(99999999), environ={}, driver=tmp_path)
     only(found, "note", "pid 99999999 of another container")
 
 
 def test_hidden_gpus_are_told(tmp_path: Path) -> None:
-    look = lambda value: gpus.look(  # noqa: E731 - three of a kind
+    look = lambda value: gpus.check_gpus(  # noqa: E731 - three of a kind
         own=[1], nvml=Nvml(1), environ={"CUDA_VISIBLE_DEVICES": value}, driver=tmp_path
     )
     only(look(""), "note", "CUDA_VISIBLE_DEVICES='' shows 0 of 2 GPUs")
@@ -259,17 +263,19 @@ def test_hidden_gpus_are_told(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_nobody_may_use_is_a_problem(tmp_path: Path) -> None:
-    found = worst(gpus.look(own=[1], nvml=Nvml(1, mode=2), environ={}, driver=tmp_path))
+    found = worst(gpus.check_gpus(own=[1], nvml=Nvml(1, mode=2), environ={}, driver=tmp_path))
     assert [one.level for one in found] == ["problem", "problem"]
 
 
 def test_a_gpu_that_somebody_holds_exclusively_is_a_problem(tmp_path: Path) -> None:
     exclusive = Nvml(os.getpid(), mode=3)
-    found = [*gpus.look(nvml=exclusive, environ={}, driver=tmp_path)]
+    found = [*gpus.check_gpus(nvml=exclusive, environ={}, driver=tmp_path)]
     (one,) = [finding for finding in found if finding.level == "problem"]
     assert one.topic == "GPU 0"
     assert one.says.endswith("EXCLUSIVE_PROCESS, and this notebook's own process uses it")
-    assert worst(gpus.look(own=[os.getpid()], nvml=exclusive, environ={}, driver=tmp_path)) == []
+    assert (
+        worst(gpus.check_gpus(own=[os.getpid()], nvml=exclusive, environ={}, driver=tmp_path)) == []
+    )
 
 
 def test_a_gpu_that_fails_is_a_problem(tmp_path: Path) -> None:
@@ -279,7 +285,7 @@ def test_a_gpu_that_fails_is_a_problem(tmp_path: Path) -> None:
                 raise NVMLError("GPU is lost")
             return f"GPU-{handle}"
 
-    found = [*gpus.look(own=[1], nvml=Lost(1), environ={}, driver=tmp_path)]
+    found = [*gpus.check_gpus(own=[1], nvml=Lost(1), environ={}, driver=tmp_path)]
     assert only(found, "problem", "GPU 1 fails (GPU is lost)").do == "run nvidia-smi"
 
 
@@ -288,48 +294,48 @@ def test_a_driver_that_does_not_answer_is_a_problem(tmp_path: Path) -> None:
         def nvmlInit(self) -> None:  # noqa: N802
             raise NVMLError("Driver/library version mismatch")
 
-    only(gpus.look(nvml=Broken(1), driver=tmp_path), "problem", "version mismatch")
-    assert worst(gpus.look(nvml=Broken(1), driver=tmp_path / "missing")) == []
+    only(gpus.check_gpus(nvml=Broken(1), driver=tmp_path), "problem", "version mismatch")
+    assert worst(gpus.check_gpus(nvml=Broken(1), driver=tmp_path / "missing")) == []
 
 
 # -- resources
 
 
 def test_the_shared_memory_of_a_container_is_too_small() -> None:
-    small = resources.shared_memory(resources.Room(64 * MB, 64 * MB))
+    small = resources.check_shared_memory(resources.DiskSpace(64 * MB, 64 * MB))
     assert (small.level, "--shm-size" in small.do) == ("problem", True)
-    assert resources.shared_memory(resources.Room(GB, 100 * MB)).level == "note"
-    assert resources.shared_memory(resources.Room(8 * GB, 8 * GB)).level == "ok"
-    assert resources.shared_memory(None).level == "problem"
+    assert resources.check_shared_memory(resources.DiskSpace(GB, 100 * MB)).level == "note"
+    assert resources.check_shared_memory(resources.DiskSpace(8 * GB, 8 * GB)).level == "ok"
+    assert resources.check_shared_memory(None).level == "problem"
 
 
 @pytest.mark.fault("A10")
 def test_descriptors_are_compared_with_the_need() -> None:
-    assert resources.descriptors(64, 144, 2).level == "problem"
-    assert "64 in a process; 2 ranks need 144" in resources.descriptors(64, 144, 2).says
-    assert resources.descriptors(256, 144, 2).level == "note"
-    assert resources.descriptors(4096, 144, 2).level == "ok"
+    assert resources.check_file_descriptors(64, 144, 2).level == "problem"
+    assert "64 per process; 2 ranks need 144" in resources.check_file_descriptors(64, 144, 2).says
+    assert resources.check_file_descriptors(256, 144, 2).level == "note"
+    assert resources.check_file_descriptors(4096, 144, 2).level == "ok"
 
 
 def test_memory_is_compared_with_what_ranks_take_before_any_model() -> None:
-    assert resources.memory(GB, 16 * GB, 2).level == "problem"
-    assert resources.memory(8 * GB, 16 * GB, 2).level == "ok"
+    assert resources.check_host_memory(GB, 16 * GB, 2).level == "problem"
+    assert resources.check_host_memory(8 * GB, 16 * GB, 2).level == "ok"
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_where_it_would_lie(tmp_path: Path) -> None:
-    assert "free in" in resources.disk("checkpoints", tmp_path / "a" / "b").says
+    assert "free in" in resources.check_disk_space("checkpoints", tmp_path / "a" / "b").says
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").write_text("")
-    assert resources.disk("checkpoints", tmp_path / "file" / "x").level == "problem"
+    assert resources.check_disk_space("checkpoints", tmp_path / "file" / "x").level == "problem"
 
 
 @pytest.mark.fault("S14")
 def test_no_safe_place_for_private_folders_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    assert resources.sockets([tmp_path]).level == "note"
-    assert "sticky bit" in resources.sockets([tmp_path]).says
+    assert resources.check_socket_folder([tmp_path]).level == "note"
+    assert "sticky bit" in resources.check_socket_folder([tmp_path]).says
     tmp_path.chmod(0o700)
-    assert resources.sockets([tmp_path]).level == "ok"
+    assert resources.check_socket_folder([tmp_path]).level == "ok"
 
 
 # -- builds
@@ -339,8 +345,8 @@ def test_a_missing_compiler_is_a_note_since_only_an_offload_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    only(compilers.look(locks=[], kind="cpu"), "note", "no-such-compiler is not on PATH")
-    assert worst(compilers.look(missing="", locks=[])) == []
+    only(compilers.check_compilers(locks=[], kind="cpu"), "note", "no-such-compiler is not on PATH")
+    assert worst(compilers.check_compilers(missing="", locks=[])) == []
 
 
 def test_nvme_on_gpus_needs_the_cuda_toolkit(
@@ -349,12 +355,16 @@ def test_nvme_on_gpus_needs_the_cuda_toolkit(
     (tmp_path / "libaio.h").touch()
     monkeypatch.setenv("CPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    only(compilers.look(locks=[], kind="cuda"), "note", "nvcc or CUDA's headers are missing")
-    assert worst(compilers.look(locks=[], kind="cpu")) == []
+    only(
+        compilers.check_compilers(locks=[], kind="cuda"),
+        "note",
+        "nvcc or CUDA's headers are missing",
+    )
+    assert worst(compilers.check_compilers(locks=[], kind="cpu")) == []
     for file in ("bin/nvcc", "include/cuda.h"):
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).touch()
-    assert worst(compilers.look(locks=[], kind="cuda")) == []
+    assert worst(compilers.check_compilers(locks=[], kind="cuda")) == []
 
 
 def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,8 +373,8 @@ def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").write_text("")
     os.utime(tmp_path / "op" / "lock", (0, 0))
-    assert deepspeed_requirements.stale_locks() == [tmp_path / "op" / "lock"]
-    one = only(compilers.look(missing=""), "note", "waits for ever")
+    assert deepspeed_requirements.stale_build_locks() == [tmp_path / "op" / "lock"]
+    one = only(compilers.check_compilers(missing=""), "note", "waits forever")
     assert one.do == f"rm {tmp_path}/op/lock"
 
 
@@ -372,8 +382,12 @@ def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_leftovers_are_named_before_they_go(tmp_path: Path) -> None:
-    left = Leftovers((Stray(4711, "sleep"),), (Path("/tmp/nbdist-1-a"),), ())  # noqa: S108
-    one = only(stale_resources.look(left, shm=tmp_path), "note", "processes: sleep (pid 4711)")
+    left = OrphanResources((OrphanProcess(4711, "sleep"),), (Path("/tmp/nbdist-1-a"),), ())  # noqa: S108
+    one = only(
+        stale_resources.check_stale_resources(left, shm=tmp_path),
+        "note",
+        "processes: sleep (pid 4711)",
+    )
     assert "/tmp/nbdist-1-a" in one.says  # noqa: S108
     assert "next start" in one.do
 
@@ -381,44 +395,58 @@ def test_leftovers_are_named_before_they_go(tmp_path: Path) -> None:
 @pytest.mark.fault("F5")
 def test_files_of_nccl_are_named_and_left(tmp_path: Path) -> None:
     (tmp_path / "nccl-abc").write_text("")
-    only(stale_resources.look(Leftovers(), shm=tmp_path), "note", "nccl-abc")
+    only(stale_resources.check_stale_resources(OrphanResources(), shm=tmp_path), "note", "nccl-abc")
     with (tmp_path / "nccl-abc").open():
         assert not [
-            one for one in stale_resources.look(Leftovers(), shm=tmp_path) if "nccl" in one.says
+            one
+            for one in stale_resources.check_stale_resources(OrphanResources(), shm=tmp_path)
+            if "nccl" in one.says
         ]
     assert (tmp_path / "nccl-abc").exists()
 
 
 @pytest.mark.fault("A6")
 def test_what_another_launcher_left_is_told() -> None:
-    only(environment.look({"RANK": "3", "MASTER_ADDR": "x"}), "note", "MASTER_ADDR, RANK")
+    only(
+        environment.check_environment({"RANK": "3", "MASTER_ADDR": "x"}),
+        "note",
+        "MASTER_ADDR, RANK",
+    )
 
 
 def test_what_slows_down_or_has_no_effect_is_told() -> None:
-    only(environment.look({"CUDA_LAUNCH_BLOCKING": "1"}), "note", "every kernel is waited for")
-    assert worst(environment.look({"CUDA_LAUNCH_BLOCKING": "0"})) == []
-    only(environment.look({"NCCL_SOCKET_IFNAME": "eth0"}), "note", "no effect")
-    only(environment.look({"NCCL_IB_HCA": "mlx5"}), "note", "ranks take over NCCL_IB_HCA=mlx5")
+    only(
+        environment.check_environment({"CUDA_LAUNCH_BLOCKING": "1"}),
+        "note",
+        "waits for every CUDA kernel",
+    )
+    assert worst(environment.check_environment({"CUDA_LAUNCH_BLOCKING": "0"})) == []
+    only(environment.check_environment({"NCCL_SOCKET_IFNAME": "eth0"}), "note", "no effect")
+    only(
+        environment.check_environment({"NCCL_IB_HCA": "mlx5"}),
+        "note",
+        "ranks inherit NCCL_IB_HCA=mlx5",
+    )
 
 
 @pytest.mark.fault("S1")
 def test_a_listener_off_loopback_is_a_problem() -> None:
     me = os.getpid()
     with socket.create_server(("127.0.0.1", 0)):
-        assert ports.open_to_others([me]) == []
+        assert ports.exposed_listeners([me]) == []
     with socket.create_server(("0.0.0.0", 0)) as server:  # noqa: S104 - what is to be found
         address = f"0.0.0.0:{server.getsockname()[1]} (pid {me})"
-        assert ports.open_to_others([me]) == [address]
-        found = worst(ports.look([me]))
+        assert ports.exposed_listeners([me]) == [address]
+        found = worst(ports.check_ports([me]))
     assert [one.level for one in found] == ["problem", "note"]  # of the session, of this kernel
     assert address in found[0].says
 
 
 def test_loopback_works_here() -> None:
-    assert ports.loopback() == ""
+    assert ports.loopback_error() == ""
 
 
 def test_a_front_end_that_was_not_built_is_told() -> None:
-    only(notebook.look(missing=[], built=False), "note", "not built")
-    only(notebook.look(missing=["anywidget"], built=True), "note", "anywidget")
-    assert worst(notebook.look(missing=[], built=True)) == []
+    only(notebook.check_notebook(missing=[], built=False), "note", "not built")
+    only(notebook.check_notebook(missing=["anywidget"], built=True), "note", "anywidget")
+    assert worst(notebook.check_notebook(missing=[], built=True)) == []

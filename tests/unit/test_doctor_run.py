@@ -15,10 +15,10 @@ import pytest
 import nbdist
 from nbdist import strategies
 from nbdist.doctor import training_checks
-from nbdist.doctor.evidence import Case, last_errors
+from nbdist.doctor.evidence import RunEvidence, last_errors
 from nbdist.doctor.report import Diagnosis
 from nbdist.magics.magics import switch_parser
-from nbdist.profiler.measurements import Model, RankFigures, Traffic
+from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -33,10 +33,14 @@ GATHERED = (
 
 
 def figures(
-    *, units: int = 8, params: int = 10**9, traffic: list[Traffic] | None = None, **parts: float
-) -> RankFigures:
+    *,
+    units: int = 8,
+    params: int = 10**9,
+    traffic: list[CollectiveStats] | None = None,
+    **parts: float,
+) -> RankProfile:
     """Of a rank with steps of a second."""
-    model = Model(
+    model = ProfiledModel(
         backend="",
         params=params,
         units=units,
@@ -48,7 +52,7 @@ def figures(
         seq_len=128,
         accumulate=1,
     )
-    return RankFigures(
+    return RankProfile(
         rank=0,
         kind="cuda",
         device="H200",
@@ -59,8 +63,10 @@ def figures(
     )
 
 
-def traffic(name: str, count: int, each: int, exposed_s: float, waiting_s: float = 0.0) -> Traffic:
-    return Traffic(
+def traffic(
+    name: str, count: int, each: int, exposed_s: float, waiting_s: float = 0.0
+) -> CollectiveStats:
+    return CollectiveStats(
         name=name,
         count=count,
         bytes=count * each,
@@ -72,26 +78,26 @@ def traffic(name: str, count: int, each: int, exposed_s: float, waiting_s: float
 
 def case(
     backend: str,
-    *ranks: RankFigures,
+    *ranks: RankProfile,
     errors: str = "",
     frames: str = "",
     host_bytes: int = 0,
     hardware: Hardware = GPU,
     **options: Any,
-) -> Case:
-    return Case(
-        figures=ranks,
-        options=Options(backend=backend, **options).checked(hardware),
+) -> RunEvidence:
+    return RunEvidence(
+        rank_profiles=ranks,
+        options=Options(backend=backend, **options).validate(hardware),
         hardware=hardware,
         errors=errors,
-        frames=frames,
+        traceback_frames=frames,
         host_bytes=host_bytes,
     )
 
 
-def only(given: Case) -> tuple[Finding, dict[str, Any]]:
+def only(given: RunEvidence) -> tuple[Finding, dict[str, Any]]:
     """The one finding, and the config in its line."""
-    (one,) = training_checks.recognised(given)
+    (one,) = training_checks.match_symptoms(given)
     return one, pasted(one.do, given.hardware)
 
 
@@ -103,7 +109,7 @@ def pasted(line: str, hardware: Hardware) -> dict[str, Any]:
     (name,) = [one for one in ("fsdp_config", "deepspeed_config") if getattr(asked, one)]
     config = strategies.load_config(getattr(asked, name))
     named = {"offload": asked.offload or "none"} if asked.offload else {}
-    options = Options(backend=asked.backend, **named, **{name: config}).checked(hardware)
+    options = Options(backend=asked.backend, **named, **{name: config}).validate(hardware)
     known_to_the_engine(options, hardware)
     return config
 
@@ -162,7 +168,7 @@ def test_units_too_large_to_gather_are_made_smaller(backend: str) -> None:
     ],
 )
 def test_units_that_did_not_fit_never_become_larger(
-    ranks: tuple[RankFigures, ...], present: dict[str, Any], smallest: int
+    ranks: tuple[RankProfile, ...], present: dict[str, Any], smallest: int
 ) -> None:
     given = case("fsdp2", *ranks, errors=OOM, frames=GATHERED, fsdp_config=present or None)
     assert only(given)[1]["min_num_params"] == smallest
@@ -171,7 +177,7 @@ def test_units_that_did_not_fit_never_become_larger(
 def test_units_that_cannot_be_smaller_get_another_remedy() -> None:
     config = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}
     given = case("fsdp2", errors=OOM, frames=GATHERED, fsdp_config=config)
-    (one,) = training_checks.recognised(given)
+    (one,) = training_checks.match_symptoms(given)
     assert one.topic == "all_gather"
     assert "a smaller micro-batch" in one.do
 
@@ -205,7 +211,7 @@ def test_zero2_gathers_in_smaller_buckets_when_memory_ends() -> None:
 
 
 def test_memory_that_ends_elsewhere_is_no_matter_of_gathers() -> None:
-    (one,) = training_checks.recognised(
+    (one,) = training_checks.match_symptoms(
         case("fsdp2", errors=OOM, frames="File model.py:3, in forward(")
     )
     assert one.topic == "memory"
@@ -225,19 +231,19 @@ def test_a_model_of_one_unit_is_told() -> None:
 def test_many_small_units_are_told_where_their_gathers_take_time() -> None:
     busy = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3)])
     one, config = only(case("fsdp2", busy))
-    assert "200 all_gathers of 20 KiB in a step take 30% of it" in one.says
+    assert "200 all_gathers of 20 KiB per step take 30% of it" in one.says
     assert config["min_num_params"] == 10_000_000
     small = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000_000}
     _, config = only(case("fsdp2", busy, fsdp_config=small))
     assert config["min_num_params"] == 20_000_000
     hidden = figures(traffic=[traffic("all_gather", 200, 20_000, 0.01)])
-    assert training_checks.recognised(case("fsdp2", hidden)) == ()
+    assert training_checks.match_symptoms(case("fsdp2", hidden)) == ()
 
 
 def test_a_late_rank_is_no_slow_gather() -> None:
     late = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3, waiting_s=0.29)])
     for backend in ("fsdp2", "zero3"):
-        assert training_checks.recognised(case(backend, late)) == ()
+        assert training_checks.match_symptoms(case(backend, late)) == ()
 
 
 def test_zero3_keeps_small_parameters_whole_where_they_take_time() -> None:
@@ -265,7 +271,7 @@ def test_zero3_that_its_config_holds_back_gets_all_of_it_back() -> None:
         "stage3_max_reuse_distance": 10**9,
     }
     assert "overlap_comm is off" in one.says
-    again = training_checks.recognised(case("zero3", busy, deepspeed_config=config))
+    again = training_checks.match_symptoms(case("zero3", busy, deepspeed_config=config))
     assert all(pasted(found.do, GPU) != config for found in again)
 
 
@@ -319,7 +325,7 @@ def test_small_buckets_are_told_where_the_config_makes_them(said: object) -> Non
     one, config = only(case("zero2", slow, deepspeed_config=given))
     assert one.topic == "small buckets"
     assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
-    assert training_checks.recognised(case("zero2", slow)) == ()
+    assert training_checks.match_symptoms(case("zero2", slow)) == ()
 
 
 # -- offload
@@ -349,7 +355,7 @@ def test_an_offload_that_pins_most_of_the_host_is_told() -> None:
     given = case("zero2", figures(params=10**9), offload="cpu", host_bytes=20 * 2**30)
     one, _ = only(given)
     assert (one.level, one.topic) == ("note", "pinned memory")
-    assert training_checks.recognised(dataclasses.replace(given, host_bytes=200 * 2**30)) == ()
+    assert training_checks.match_symptoms(dataclasses.replace(given, host_bytes=200 * 2**30)) == ()
 
 
 def test_a_slow_disk_is_asked_for_more_at_a_time() -> None:
@@ -368,7 +374,7 @@ def test_names_that_do_not_fit_are_told_under_every_engine() -> None:
         'RuntimeError: Error(s) in loading state_dict for Net:\n Missing key(s) in state_dict: "a"'
     )
     for backend in ("ddp", "fsdp2", "zero3"):
-        (one,) = training_checks.recognised(case(backend, errors=said))
+        (one,) = training_checks.match_symptoms(case(backend, errors=said))
         assert (one.level, one.topic) == ("problem", "loading")
         assert "%nbdist load PATH" in one.do
 
@@ -390,7 +396,7 @@ def test_a_whole_checkpoint_under_fsdp1_is_sent_to_all_ranks() -> None:
     full = {"state_dict_type": "FULL_STATE_DICT"}
     _, config = only(case("fsdp1", errors=said, fsdp_config=full))
     assert config == {"state_dict_type": "FULL_STATE_DICT", "sync_module_states": True}
-    (one,) = training_checks.recognised(case("fsdp1", errors=said, hardware=CPU))
+    (one,) = training_checks.match_symptoms(case("fsdp1", errors=said, hardware=CPU))
     assert one.do.startswith("%nbdist load PATH")
 
 
@@ -416,7 +422,8 @@ def test_a_healthy_run_gets_no_symptom() -> None:
     calm = figures(traffic=[traffic("all_gather", 20, 50 * MB, 0.02)], forward=0.98)
     for backend in strategies.BACKENDS:
         assert (
-            training_checks.recognised(case(backend, calm, errors="ValueError: wrong shape")) == ()
+            training_checks.match_symptoms(case(backend, calm, errors="ValueError: wrong shape"))
+            == ()
         )
 
 
@@ -427,23 +434,23 @@ def test_no_session_and_no_profile_are_told() -> None:
 
 def session(**changed: Any) -> Any:
     """A session as far as the doctor reads one."""
-    given = {"options": Options().checked(CPU), "hardware": CPU, "death": None, "running": None}
-    return SimpleNamespace(**{**given, "last": None, "logs": {}, **changed})
+    given = {"options": Options().validate(CPU), "hardware": CPU, "death": None, "running": None}
+    return SimpleNamespace(**{**given, "last": None, "rank_logs": {}, **changed})
 
 
 def test_a_run_without_a_profile_is_asked_for_one() -> None:
-    (one,) = training_checks.findings(None, session())
+    (one,) = training_checks.check_training(None, session())
     assert "%nbdist profile" in one.do
 
 
 def test_a_profile_without_a_symptom_is_well() -> None:
-    (one,) = training_checks.findings(profiled(figures()), session())
+    (one,) = training_checks.check_training(profiled(figures()), session())
     assert one.level == "ok"
 
 
-def profiled(*ranks: RankFigures, **options: Any) -> Any:
+def profiled(*ranks: RankProfile, **options: Any) -> Any:
     """A profile as far as the doctor reads one."""
-    setting = SimpleNamespace(options=Options(**options).checked(CPU))
+    setting = SimpleNamespace(options=Options(**options).validate(CPU))
     return SimpleNamespace(ranks=ranks, setting=setting)
 
 
@@ -457,14 +464,14 @@ def profiled(*ranks: RankFigures, **options: Any) -> Any:
 def test_a_profile_of_another_engine_is_not_judged(now: dict[str, Any], words: str) -> None:
     busy = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3)])
     older = profiled(busy, backend="zero3")
-    (one,) = training_checks.findings(older, session(options=Options(**now).checked(CPU)))
+    (one,) = training_checks.check_training(older, session(options=Options(**now).validate(CPU)))
     assert words in one.says
     assert "%nbdist profile" in one.do
 
 
 def test_a_profile_with_other_accumulation_is_of_the_same_engine() -> None:
-    found = training_checks.findings(
-        profiled(figures()), session(options=Options(accumulate=4).checked(CPU))
+    found = training_checks.check_training(
+        profiled(figures()), session(options=Options(accumulate=4).validate(CPU))
     )
     assert [one.level for one in found] == ["ok"]
 
@@ -483,7 +490,9 @@ def test_lines_around_those_that_ran_are_no_frames() -> None:
 
 
 def test_a_line_to_paste_stands_in_one_line_of_the_text() -> None:
-    found = training_checks.recognised(case("zero3", figures(offload=0.5), offload="nvme:/tmp/x"))
+    found = training_checks.match_symptoms(
+        case("zero3", figures(offload=0.5), offload="nvme:/tmp/x")
+    )
     assert found[0].do in str(Diagnosis(found))
 
 

@@ -176,7 +176,7 @@ def test_a_fresh_clone_without_a_front_end_works(checkout: Path) -> None:
     assert not [name for name in names if "static" in name]
     code = (
         "import nbdist, nbdist.panel; from nbdist.panel import assets as bundled;"
-        "assert not bundled.present(); nbdist.Session(nproc=2).panel();"
+        "assert not bundled.has_built_assets(); nbdist.Session(nproc=2).panel();"
         "from IPython.testing.globalipapp import get_ipython; ip = get_ipython();"
         "ip.run_line_magic('load_ext', 'nbdist');"
         "import sys; widgets = {'anywidget', 'ipywidgets'} & set(sys.modules);"

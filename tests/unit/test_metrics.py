@@ -19,7 +19,7 @@ def row(step: int, **scalars: Any) -> dict[str, Any]:
 def filled(world_size: int = 2, count: int = 3) -> Metrics:
     metrics = Metrics(world_size)
     for rank in range(world_size):
-        metrics.add(rank, [row(step, loss=step + rank) for step in range(count)])
+        metrics.add_rows(rank, [row(step, loss=step + rank) for step in range(count)])
     return metrics
 
 
@@ -33,23 +33,23 @@ def test_a_column_is_the_mean_over_ranks_by_step() -> None:
 
 def test_what_has_not_arrived_yet_is_not_waited_for() -> None:
     metrics = filled()
-    metrics.add(0, [row(3, loss=9), row(4, loss=10)])
+    metrics.add_rows(0, [row(3, loss=9), row(4, loss=10)])
     assert metrics["loss"] == [0.5, 1.5, 2.5, 9.0, 10.0]
-    metrics.add(1, [row(3, loss=11)])
+    metrics.add_rows(1, [row(3, loss=11)])
     assert metrics["loss"] == [0.5, 1.5, 2.5, 10.0, 10.0]
 
 
 def test_ranks_may_report_different_steps() -> None:
     metrics = Metrics(2)
-    metrics.add(0, [row(0, loss=1), row(10, loss=3)])
-    metrics.add(1, [row(5, loss=2), row(10, loss=5)])
+    metrics.add_rows(0, [row(0, loss=1), row(10, loss=3)])
+    metrics.add_rows(1, [row(5, loss=2), row(10, loss=5)])
     assert metrics.steps("loss") == [0, 5, 10]
     assert metrics["loss"] == [1.0, 2.0, 4.0]
 
 
 def test_names_may_come_in_some_rows_only() -> None:
     metrics = Metrics(1)
-    metrics.add(0, [row(0, loss=1), row(1, loss=2, accuracy=0.5), row(2, accuracy=0.75)])
+    metrics.add_rows(0, [row(0, loss=1), row(1, loss=2, accuracy=0.5), row(2, accuracy=0.75)])
     assert metrics.names == ["loss", "accuracy"]
     assert metrics.steps("loss") == [0, 1]
     assert metrics.steps("accuracy") == [1, 2]
@@ -60,14 +60,14 @@ def test_names_may_come_in_some_rows_only() -> None:
 
 def test_several_calls_for_one_step_make_one_step() -> None:
     metrics = Metrics(1)
-    metrics.add(0, [row(0, loss=1), row(0, accuracy=2), row(1, loss=3)])
+    metrics.add_rows(0, [row(0, loss=1), row(0, accuracy=2), row(1, loss=3)])
     assert (metrics["loss"], metrics["accuracy"], len(metrics)) == ([1.0, 3.0], [2.0], 2)
 
 
 def test_a_step_reported_again_replaces_the_first() -> None:
     metrics = filled(count=4)
     for rank in range(2):
-        metrics.add(rank, [row(1, loss=100), row(0, loss=50)])
+        metrics.add_rows(rank, [row(1, loss=100), row(0, loss=50)])
     assert metrics["loss"] == [50.0, 100.0, 2.5, 3.5]
     assert metrics.by_rank("loss")[0] == [50.0, 100.0, 2.0, 3.0]
     assert metrics.steps("loss") == [0, 1, 2, 3]
@@ -75,7 +75,7 @@ def test_a_step_reported_again_replaces_the_first() -> None:
 
 def test_numbers_that_json_has_not_come_as_text() -> None:
     metrics = Metrics(1)
-    metrics.add(0, [row(0, loss="nan"), row(1, loss="-inf"), row(2, loss="inf")])
+    metrics.add_rows(0, [row(0, loss="nan"), row(1, loss="-inf"), row(2, loss="inf")])
     assert math.isnan(metrics["loss"][0])
     assert metrics["loss"][1:] == [-math.inf, math.inf]
     assert "nan" in repr(metrics)
@@ -83,11 +83,11 @@ def test_numbers_that_json_has_not_come_as_text() -> None:
 
 def test_a_missing_name_says_which_there_are() -> None:
     metrics = filled()
-    metrics.add(0, [row(3, lr=1)])
+    metrics.add_rows(0, [row(3, lr=1)])
     for read in (metrics.__getitem__, metrics.by_rank, metrics.steps):
         with pytest.raises(UnknownMetric) as caught:
             read("los")
-        assert str(caught.value) == "'los' was not reported; use one of loss, lr."
+        assert str(caught.value) == "No rank reported 'los'. Use one of loss, lr."
         assert isinstance(caught.value, NbdistError)
         assert isinstance(caught.value, KeyError)
 
@@ -96,7 +96,7 @@ def test_before_the_first_row_it_says_what_to_do() -> None:
     metrics = Metrics(2)
     assert (len(metrics), list(metrics), metrics.steps()) == (0, [], [])
     assert not metrics
-    with pytest.raises(UnknownMetric, match=r"nothing was reported yet; call report\(loss=loss\)"):
+    with pytest.raises(UnknownMetric, match=r"No metrics yet: call report\(loss=loss\)"):
         _ = metrics["loss"]
     assert "call report(loss=loss)" in repr(metrics)
     assert "call report(loss=loss)" in metrics._repr_html_()
@@ -112,7 +112,7 @@ def test_it_goes_by_name_like_a_table() -> None:
 
 def test_the_last_rows_are_shown() -> None:
     metrics = filled(count=30)
-    metrics.add(0, [row(29, lr=1e-05)])
+    metrics.add_rows(0, [row(29, lr=1e-05)])
     lines = repr(metrics).splitlines()
     assert lines[0] == "Metrics: 30 steps, mean of 2 ranks"
     assert lines[1].split() == ["step", "loss", "lr"]
@@ -123,7 +123,7 @@ def test_the_last_rows_are_shown() -> None:
 
 def test_html_escapes_names() -> None:
     metrics = Metrics(1)
-    metrics.add(0, [row(0, **{"<b>": 1.25})])
+    metrics.add_rows(0, [row(0, **{"<b>": 1.25})])
     shown = metrics._repr_html_()
     assert "<th>&lt;b&gt;</th>" in shown
     assert "<td>1.25</td>" in shown
@@ -138,10 +138,10 @@ def test_a_malformed_row_is_left_out_and_logged(
     bad: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = filled()
-    metrics.add(0, [bad, row(3, loss=7)])
+    metrics.add_rows(0, [bad, row(3, loss=7)])
     assert metrics["loss"] == [0.5, 1.5, 2.5, 7.0]
     assert len(metrics) == 4
-    assert "rank 0 sent a row that is none" in caplog.text
+    assert "rank 0 sent an invalid row" in caplog.text
 
 
 def test_pandas_gets_a_row_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_pandas_gets_a_row_for_each_step(monkeypatch: pytest.MonkeyPatch) -> Non
     fake.Series = lambda values, index, dtype: (values, index, dtype)
     monkeypatch.setitem(sys.modules, "pandas", fake)
     metrics = filled()
-    metrics.add(0, [row(1, lr=0.5)])
+    metrics.add_rows(0, [row(1, lr=0.5)])
     assert metrics.to_pandas().index.name == "step"
     assert list(made) == ["time", "loss", "lr"]
     assert made["loss"] == ([0.5, 1.5, 2.5], [0, 1, 2], "float64")
@@ -176,7 +176,7 @@ def test_reading_while_the_reader_thread_adds() -> None:
 
     def add(rank: int) -> None:
         for step in range(2000):
-            metrics.add(rank, [row(step, loss=step)])
+            metrics.add_rows(rank, [row(step, loss=step)])
 
     threads = [threading.Thread(target=add, args=(rank,)) for rank in range(2)]
     for thread in threads:

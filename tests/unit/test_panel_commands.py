@@ -7,7 +7,14 @@ import pytest
 
 from nbdist.errors import CheckpointError, NotEmptyError, RankDied, SessionBusy
 from nbdist.panel import commands
-from nbdist.panel.commands import BadMessage, Command, Driver, Hello, LogRequest, read
+from nbdist.panel.commands import (
+    BadMessage,
+    Command,
+    CommandQueue,
+    LogRequest,
+    PageOpened,
+    parse_message,
+)
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -23,7 +30,7 @@ def command(
 @pytest.mark.parametrize(
     ("message", "meant"),
     [
-        ({"kind": "hello"}, Hello()),
+        ({"kind": "hello"}, PageOpened()),
         ({"kind": "log", "rank": None, "search": ""}, LogRequest(None, "")),
         ({"kind": "log", "rank": 1, "search": "error"}, LogRequest(1, "error")),
         (command("interrupt"), Command("1", "interrupt", {})),
@@ -37,7 +44,7 @@ def command(
     ],
 )
 def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
-    assert read(message, []) == meant
+    assert parse_message(message, []) == meant
 
 
 @pytest.mark.fault("G2")
@@ -104,21 +111,21 @@ def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
 )
 def test_everything_else_is_refused(message: object) -> None:
     with pytest.raises(BadMessage):
-        read(message, [])
+        parse_message(message, [])
 
 
 @pytest.mark.fault("G2")
 def test_buffers_are_refused() -> None:
     with pytest.raises(BadMessage):
-        read({"kind": "hello"}, [b"x"])
+        parse_message({"kind": "hello"}, [b"x"])
 
 
 def test_a_refused_command_is_answered_by_its_id() -> None:
     with pytest.raises(BadMessage, match="interrupt, restart, cancel, switch") as refused:
-        read(command("stop", identity="9"), [])
+        parse_message(command("stop", identity="9"), [])
     assert refused.value.answers == "9"
     with pytest.raises(BadMessage) as nameless:
-        read({"kind": "x", "id": {"a": 1}}, [])
+        parse_message({"kind": "x", "id": {"a": 1}}, [])
     assert nameless.value.answers is None
 
 
@@ -130,7 +137,7 @@ class FakeSession:
     """As much of a session as the driver uses."""
 
     def __init__(self) -> None:
-        self.turn = threading.RLock()
+        self.lock = threading.RLock()
         self.running: FakeCell | None = None
         self.done: list[str] = []
         self.busy_times = 0
@@ -191,7 +198,7 @@ class Driven:
         self.planned = threading.Event()
         self.failing = self.hanging = self.hangs = False
         self._session = session
-        self.driver = Driver(
+        self.driver = CommandQueue(
             session,  # type: ignore[arg-type]
             answer=self.answers.append,
             plan=lambda: "planned",
@@ -210,7 +217,7 @@ class Driven:
         """Whether there are so many answers, asked now and then by who hurries the driver."""
 
         def hurried() -> bool:
-            self.driver.hurry()
+            self.driver.abort_stuck_restart()
             return len(self.answers) == answers
 
         return hurried
@@ -225,7 +232,7 @@ class Driven:
 def test_commands_run_in_their_order(session: FakeSession) -> None:
     with Driven(session) as driven:
         for name in "abc":
-            driven.driver.put(Command(name, "save", {"name": name}))
+            driven.driver.submit(Command(name, "save", {"name": name}))
         eventually(lambda: len(driven.answers) == 3, within_s=5)
     assert session.done == ["save a", "save b", "save c"]
     assert driven.answers[0] == {"kind": "answer", "id": "a", "ok": True, "text": "a saved",
@@ -237,7 +244,7 @@ def test_commands_run_in_their_order(session: FakeSession) -> None:
 def test_errors_are_answers(session: FakeSession) -> None:
     with Driven(session) as driven:
         for name in ("bad", "broken", "good"):
-            driven.driver.put(Command(name, "save", {"name": name}))
+            driven.driver.submit(Command(name, "save", {"name": name}))
         eventually(lambda: len(driven.answers) == 3, within_s=5)
     assert [one["ok"] for one in driven.answers] == [False, False, True]
     assert driven.answers[0]["text"] == "no room."
@@ -247,12 +254,12 @@ def test_errors_are_answers(session: FakeSession) -> None:
 def test_a_command_waits_for_the_cell_and_for_its_turn(session: FakeSession) -> None:
     session.running = FakeCell()
     with Driven(session) as driven:
-        driven.driver.put(Command("1", "save", {"name": "a"}))
-        eventually(lambda: driven.driver.queue, within_s=5)
-        assert driven.driver.queue == [{"id": "1", "text": "save a"}]
-        with session.turn:  # the thread of a cell
+        driven.driver.submit(Command("1", "save", {"name": "a"}))
+        eventually(lambda: driven.driver.waiting_commands, within_s=5)
+        assert driven.driver.waiting_commands == [{"id": "1", "text": "save a"}]
+        with session.lock:  # the thread of a cell
             session.running = None
-            threading.Event().wait(3 * commands.LOOK_S)
+            threading.Event().wait(3 * commands.POLL_INTERVAL_S)
             assert session.done == []
         eventually(lambda: driven.answers, within_s=5)
     assert session.done == ["save a"]
@@ -261,7 +268,7 @@ def test_a_command_waits_for_the_cell_and_for_its_turn(session: FakeSession) -> 
 def test_a_background_cell_that_was_quicker_is_waited_for(session: FakeSession) -> None:
     session.busy_times = 2
     with Driven(session) as driven:
-        driven.driver.put(Command("1", "save", {"name": "a"}))
+        driven.driver.submit(Command("1", "save", {"name": "a"}))
         eventually(lambda: driven.answers, within_s=5)
     assert driven.answers[0]["ok"]
 
@@ -270,12 +277,12 @@ def test_a_profile_is_of_the_cell_that_runs_and_passes_what_waits_for_it(
     session: FakeSession,
 ) -> None:
     session.running = FakeCell()
-    with session.turn, Driven(session) as driven:  # as the thread of a cell that blocks has it
-        driven.driver.put(Command("1", "save", {"name": "a"}))
+    with session.lock, Driven(session) as driven:  # as the thread of a cell that blocks has it
+        driven.driver.submit(Command("1", "save", {"name": "a"}))
         for identity in "23":
-            driven.driver.put(Command(identity, "profile"))
+            driven.driver.submit(Command(identity, "profile"))
         eventually(lambda: len(driven.answers) == 2, within_s=5)
-        assert driven.driver.queue == [{"id": "1", "text": "save a"}]
+        assert driven.driver.waiting_commands == [{"id": "1", "text": "save a"}]
     assert session.done == ["profile of the cell"] * 2
     told = [(one["id"], one["ok"], one["text"]) for one in driven.answers]
     assert told == [("2", True, "the cell is profiled."), ("3", False, "a profile is under way.")]
@@ -284,7 +291,7 @@ def test_a_profile_is_of_the_cell_that_runs_and_passes_what_waits_for_it(
 def test_a_restart_waits_for_no_cell(session: FakeSession) -> None:
     session.running = FakeCell()
     with Driven(session) as driven:
-        driven.driver.put(Command("1", "restart"))
+        driven.driver.submit(Command("1", "restart"))
         eventually(lambda: driven.answers, within_s=5)
     assert session.done == ["restart"]
 
@@ -292,21 +299,21 @@ def test_a_restart_waits_for_no_cell(session: FakeSession) -> None:
 def test_a_restart_drops_what_waits(session: FakeSession) -> None:
     session.running = FakeCell()
     with Driven(session) as driven:
-        driven.driver.put(Command("1", "save", {"name": "a"}))
-        eventually(lambda: driven.driver.queue, within_s=5)
-        driven.driver.put(Command("2", "restart"))
+        driven.driver.submit(Command("1", "save", {"name": "a"}))
+        eventually(lambda: driven.driver.waiting_commands, within_s=5)
+        driven.driver.submit(Command("2", "restart"))
         eventually(lambda: len(driven.answers) == 2, within_s=5)
     assert session.done == ["restart"]
-    assert driven.answers[0]["text"] == "not done: the ranks are restarted."
+    assert driven.answers[0]["text"] == "Not run: the ranks are restarted."
 
 
 def test_a_restart_ends_what_hangs(session: FakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(commands, "RESTART_TIMEOUT_S", 0.1)
     session.hangs = threading.Event()
     with Driven(session) as driven:
-        driven.driver.put(Command("1", "load", {"name": "a"}))
+        driven.driver.submit(Command("1", "load", {"name": "a"}))
         eventually(lambda: driven.driver.doing, within_s=5)
-        driven.driver.put(Command("2", "restart"))  # at once, before it is known to hang
+        driven.driver.submit(Command("2", "restart"))  # at once, before it is known to hang
         eventually(driven.hurried(2), within_s=5)
     assert [(one["id"], one["ok"]) for one in driven.answers] == [("1", False), ("2", True)]
 
@@ -314,11 +321,11 @@ def test_a_restart_ends_what_hangs(session: FakeSession, monkeypatch: pytest.Mon
 def test_a_restart_ends_a_look_at_ranks_that_hang(
     session: FakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(commands, "RESTART_TIMEOUT_S", 0.1)
     with Driven(session) as driven:
         driven.hanging = True
         eventually(lambda: driven.hangs, within_s=5)
-        driven.driver.put(Command("1", "restart"))
+        driven.driver.submit(Command("1", "restart"))
         eventually(driven.hurried(1), within_s=5)
     assert session.done == ["restart"]
 
@@ -326,12 +333,12 @@ def test_a_restart_ends_a_look_at_ranks_that_hang(
 def test_what_takes_long_goes_on_where_no_restart_waits(
     session: FakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(commands, "RESTART_TIMEOUT_S", 0.0)
     with Driven(session) as driven:
-        driven.driver.put(Command("1", "load", {"name": "a"}))
+        driven.driver.submit(Command("1", "load", {"name": "a"}))
         eventually(lambda: driven.driver.doing, within_s=5)
-        driven.driver.put(Command("2", "save", {"name": "b"}))
-        driven.driver.hurry()
+        driven.driver.submit(Command("2", "save", {"name": "b"}))
+        driven.driver.abort_stuck_restart()
         assert not session.hangs.is_set()
         session.hangs.set()
 
@@ -341,7 +348,7 @@ def test_a_session_that_cannot_be_looked_at_is_not_the_end(session: FakeSession)
     with Driven(session) as driven:
         driven.failing = True
         assert driven.planned.wait(5)
-        driven.driver.put(Command("1", "save", {"name": "a"}))
+        driven.driver.submit(Command("1", "save", {"name": "a"}))
         eventually(lambda: driven.answers, within_s=5)
     assert session.done == ["save a"]
 
@@ -350,11 +357,11 @@ def test_what_waits_can_be_cancelled_by_its_id(session: FakeSession) -> None:
     session.running = FakeCell()
     with Driven(session) as driven:
         for name in "ab":
-            driven.driver.put(Command(name, "save", {"name": name}))
+            driven.driver.submit(Command(name, "save", {"name": name}))
         driven.driver.cancel(Command("1", "cancel", {"command": "a"}))
         assert [(one["id"], one["ok"]) for one in driven.answers] == [("a", False), ("1", True)]
-        assert driven.answers[1]["text"] == "cancelled: save a"
-        assert [one["id"] for one in driven.driver.queue] == ["b"]
+        assert driven.answers[1]["text"] == "Cancelled: save a"
+        assert [one["id"] for one in driven.driver.waiting_commands] == ["b"]
         session.running = None
         eventually(lambda: len(driven.answers) == 3, within_s=5)
     assert session.done == ["save b"]
@@ -362,20 +369,20 @@ def test_what_waits_can_be_cancelled_by_its_id(session: FakeSession) -> None:
 
 def test_what_runs_already_can_no_longer_be_cancelled(session: FakeSession) -> None:
     with Driven(session) as driven:
-        driven.driver.put(Command("a", "load", {"name": "a"}))
+        driven.driver.submit(Command("a", "load", {"name": "a"}))
         eventually(lambda: driven.driver.doing, within_s=5)
         driven.driver.cancel(Command("1", "cancel", {"command": "a"}))
         (answer,) = driven.answers
         assert (answer["id"], answer["ok"]) == ("1", False)
-        assert answer["text"] == "it no longer waits: it runs, or has run."
+        assert answer["text"] == "Cannot cancel the command: it has already started."
         session.hangs.set()
 
 
 def test_a_folder_with_files_can_be_replaced_by_the_same_command(session: FakeSession) -> None:
     with Driven(session) as driven:
-        driven.driver.put(Command("1", "export", {"folder": "out"}))
-        driven.driver.put(Command("2", "export", {"folder": "out", "overwrite": True}))
-        driven.driver.put(Command("3", "save", {"name": "bad"}))
+        driven.driver.submit(Command("1", "export", {"folder": "out"}))
+        driven.driver.submit(Command("2", "export", {"folder": "out", "overwrite": True}))
+        driven.driver.submit(Command("3", "save", {"name": "bad"}))
         eventually(lambda: len(driven.answers) == 3, within_s=5)
     assert [(one["ok"], one["replaces"]) for one in driven.answers] == [
         (False, True),
@@ -389,9 +396,9 @@ def test_a_full_queue_says_so(session: FakeSession) -> None:
     session.running = FakeCell()
     with Driven(session) as driven:
         for number in range(commands.MAX_QUEUE + 1):
-            driven.driver.put(Command(str(number), "save", {"name": "a"}))
+            driven.driver.submit(Command(str(number), "save", {"name": "a"}))
         assert not driven.answers[0]["ok"]
-        assert len(driven.driver.queue) == commands.MAX_QUEUE
+        assert len(driven.driver.waiting_commands) == commands.MAX_QUEUE
     assert session.done == []  # what waits when the panel closes is not run
 
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from nbdist.hardware import discovery
-from nbdist.hardware.discovery import Gpu, Machine, Node
-from nbdist.hardware.telemetry import Now, Reading
+from nbdist.hardware.discovery import Gpu, Machine, SessionNode
+from nbdist.hardware.telemetry import GpuReading, UsageSnapshot
 from nbdist.panel import devices
-from nbdist.panel.devices import Devices, seats
+from nbdist.panel.devices import DeviceSampler, device_slots
 from nbdist.session.placement import Placement
 from tests.conftest import eventually
 
@@ -92,15 +92,15 @@ class FakeNvml:
         return [SimpleNamespace(nvmlReturn=0, value=value) for _ in fields]
 
 
-def looked(nvml: FakeNvml, *, times: int = 1) -> Reading:
+def looked(nvml: FakeNvml, *, times: int = 1) -> GpuReading:
     made = watched(nvml)
     for _ in range(times):
-        moment = made.look()
+        moment = made.sample_once()
     return moment.readings[0]
 
 
-def watched(nvml: FakeNvml) -> Devices:
-    return Devices(lambda: {0: os.getpid()}, lambda: ONE_GPU, nvml=nvml)
+def watched(nvml: FakeNvml) -> DeviceSampler:
+    return DeviceSampler(lambda: {0: os.getpid()}, lambda: ONE_GPU, nvml=nvml)
 
 
 def test_every_figure_of_a_gpu() -> None:
@@ -132,12 +132,12 @@ def test_what_nvml_does_not_tell_is_none() -> None:
 def test_pids_of_a_host_that_this_container_does_not_have() -> None:
     found = looked(FakeNvml(running=[(NOBODY, 12 * GIB)]))
     assert found.used_bytes == 20 * GIB
-    assert "does not tell" in found.note
+    assert "cannot tell" in found.note
 
 
 def test_memory_by_process_that_is_not_told() -> None:
-    assert "does not tell" in looked(FakeNvml(running=None)).note
-    assert "does not tell" in looked(FakeNvml(running=[(os.getpid(), None)])).note
+    assert "cannot tell" in looked(FakeNvml(running=None)).note
+    assert "cannot tell" in looked(FakeNvml(running=[(os.getpid(), None)])).note
 
 
 def test_a_rank_without_a_context_holds_nothing() -> None:
@@ -146,85 +146,90 @@ def test_a_rank_without_a_context_holds_nothing() -> None:
 
 
 def test_a_driver_that_does_not_answer() -> None:
-    assert looked(FakeNvml(dead=True)) == Reading()
-    gone = Devices(dict, lambda: Placement(1, (0,), ("GPU-b",)), nvml=FakeNvml())
-    assert "does not answer" in gone.look().readings[0].note
+    assert looked(FakeNvml(dead=True)) == GpuReading()
+    gone = DeviceSampler(dict, lambda: Placement(1, (0,), ("GPU-b",)), nvml=FakeNvml())
+    assert "does not respond" in gone.sample_once().readings[0].note
 
 
 def test_cpu_ranks_are_resident_memory() -> None:
-    made = Devices(lambda: {0: os.getpid()}, lambda: TWO_CPUS)
-    own, other = made.look().readings
+    made = DeviceSampler(lambda: {0: os.getpid()}, lambda: TWO_CPUS)
+    own, other = made.sample_once().readings
     assert (own.used_bytes or 0) > 1 << 20
-    assert other == Reading()
-    assert made.peaks[0] == own.used_bytes
-    assert [seat.capacity_bytes for seat in made.seats] == [discovery.host_bytes() // 2] * 2
+    assert other == GpuReading()
+    assert made.peak_bytes[0] == own.used_bytes
+    assert [seat.capacity_bytes for seat in made.device_slots] == [
+        discovery.host_memory_bytes() // 2
+    ] * 2
 
 
 def test_the_peak_is_kept_and_that_of_a_strategy_begins_anew() -> None:
     nvml = FakeNvml(running=[(os.getpid(), 12 * GIB)])
     made = watched(nvml)
-    made.look()
-    made.strategy_changed()
+    made.sample_once()
+    made.reset_strategy_peaks()
     nvml.running = [(os.getpid(), 5 * GIB)]
-    made.look()
-    assert (made.peaks[0], made.peaks_now[0]) == (12 * GIB, 5 * GIB)
+    made.sample_once()
+    assert (made.peak_bytes[0], made.strategy_peak_bytes[0]) == (12 * GIB, 5 * GIB)
 
 
 def test_seats_have_the_gpus_names() -> None:
-    (seat,) = seats(ONE_GPU, Machine((GPU,)))
+    (seat,) = device_slots(ONE_GPU, Machine((GPU,)))
     assert (seat.name, seat.capacity_bytes) == ("NVIDIA A100 80GB", 80 * GIB)
 
 
-def nodes() -> list[Node]:
+def nodes() -> list[SessionNode]:
     """Two: one with a GPU, the other with two CPU ranks."""
     return [
-        Node("alpha", (0,), Machine((GPU,), None, 96, 512 * GIB)),
-        Node("beta", (1, 2), Machine((), None, 8, 64 * GIB)),
+        SessionNode("alpha", (0,), Machine((GPU,), None, 96, 512 * GIB)),
+        SessionNode("beta", (1, 2), Machine((), None, 8, 64 * GIB)),
     ]
 
 
 def test_devices_of_nodes_are_those_that_the_agents_have_found() -> None:
-    away = Placement(3, None, nodes=2, away=True)
+    away = Placement(3, None, num_nodes=2, is_remote=True)
     found = [
-        (one.node, one.name, one.ranks, one.capacity_bytes) for one in seats(away, None, nodes())
+        (one.node, one.name, one.ranks, one.capacity_bytes)
+        for one in device_slots(away, None, nodes())
     ]
     assert found == [
         ("alpha", "NVIDIA A100 80GB", (0,), 80 * GIB),
         ("beta", "CPU rank 1", (1,), 32 * GIB),
         ("beta", "CPU rank 2", (2,), 32 * GIB),
     ]
-    assert [one.capacity_bytes for one in seats(away)] == [None] * 3  # before they are there
+    assert [one.capacity_bytes for one in device_slots(away)] == [None] * 3  # before they are there
 
 
 def test_each_node_is_asked_for_all_of_its_ranks_and_a_silent_one_is_unknown() -> None:
     there = nodes()
     told = {
-        "alpha": Now(300 * GIB, {0: Reading(used_bytes=12 * GIB, others_bytes=GIB)}),
-        "beta": Now(60 * GIB, {1: Reading(used_bytes=5 * GIB), 2: Reading(used_bytes=GIB)}),
+        "alpha": UsageSnapshot(300 * GIB, {0: GpuReading(used_bytes=12 * GIB, others_bytes=GIB)}),
+        "beta": UsageSnapshot(
+            60 * GIB, {1: GpuReading(used_bytes=5 * GIB), 2: GpuReading(used_bytes=GIB)}
+        ),
     }
-    made = Devices(
+    made = DeviceSampler(
         lambda: {0: 7, 1: 7, 2: 8},
-        lambda: Placement(3, None, nodes=2, away=True),
+        lambda: Placement(3, None, num_nodes=2, is_remote=True),
         nodes=lambda: list(there),
-        ask=lambda within_s: told if within_s <= devices.EVERY_S else {},
+        ask=lambda within_s: told if within_s <= devices.SAMPLE_INTERVAL_S else {},
     )
-    assert [one.used_bytes for one in made.look().readings] == [12 * GIB, 5 * GIB, GIB]
+    assert [one.used_bytes for one in made.sample_once().readings] == [12 * GIB, 5 * GIB, GIB]
     del told["beta"]
-    moment = made.look()
+    moment = made.sample_once()
     assert [one.used_bytes for one in moment.readings] == [12 * GIB, None, None]
     assert list(moment.nodes) == ["alpha"]
-    assert made.peaks == {0: 12 * GIB, 1: 5 * GIB, 2: GIB}
+    assert made.peak_bytes == {0: 12 * GIB, 1: 5 * GIB, 2: GIB}
     there.pop()  # a restart on what is left
-    assert len(made.seats) == 1
-    assert made.peaks == {}
+    assert len(made.device_slots) == 1
+    assert made.peak_bytes == {}
 
 
 def test_the_thread_samples_only_while_it_is_open() -> None:
     nvml = FakeNvml()
     made = watched(nvml)
-    made.open()
-    made.open()  # a second panel shares it
-    eventually(lambda: made.latest, within_s=5)
-    made.close()
+    made.start()
+    made.start()  # a second panel shares it
+    eventually(lambda: made.latest_snapshot, within_s=5)
+    made.stop()
     assert nvml.calls == ["init", "shutdown"]
     assert "nbdist-devices" not in {thread.name for thread in threading.enumerate()}

@@ -12,22 +12,22 @@ from nbdist.panel import protocol
 
 MIRROR = (Path(__file__).parents[2] / "widgets" / "src" / "protocol.ts").read_text()
 NAMES = {
-    "Header": protocol.Header,
-    "Part": protocol.Part,
+    "Header": protocol.HeaderView,
+    "Part": protocol.MemoryPart,
     "Device": protocol.DeviceView,
     "StrategyRow": protocol.StrategyRow,
-    "Strategies": protocol.Strategies,
-    "Span": protocol.Span,
+    "Strategies": protocol.StrategiesView,
+    "Span": protocol.StepPartTime,
     "ProfiledRank": protocol.ProfiledRank,
     "Advice": protocol.AdviceView,
     "Profile": protocol.ProfileView,
     "Rank": protocol.RankView,
     "Checkpoint": protocol.CheckpointView,
     "Progress": protocol.ProgressView,
-    "Queued": protocol.Queued,
-    "Mark": protocol.MarkView,
-    "Notice": protocol.Notice,
-    "Picture": protocol.Picture,
+    "Queued": protocol.QueuedCommand,
+    "Mark": protocol.EventMarkView,
+    "Notice": protocol.NoticeView,
+    "Picture": protocol.PanelState,
     "Sample": protocol.DeviceSample,
 }
 """Interface of the front end -> its like in the kernel."""
@@ -42,7 +42,7 @@ def test_an_interface_has_the_fields_that_the_kernel_sends(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("CommandName", protocol.CommandName), ("State", protocol.State)]
+    ("name", "kernels"), [("CommandName", protocol.CommandName), ("State", protocol.SessionState)]
 )
 def test_words_that_are_allowed_are_the_same(name: str, kernels: Any) -> None:
     union = re.search(rf"^export type {name} =(.*?);$", MIRROR, re.MULTILINE | re.DOTALL)

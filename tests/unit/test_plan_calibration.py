@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist.planner import cache, memory_calibration
-from nbdist.planner.memory_calibration import Calibration, Learned
+from nbdist.planner.memory_calibration import DeviceOverhead, MemoryCalibration
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,27 +21,27 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_nothing_learned_gives_the_defaults(file: Path) -> None:
-    known = Learned(file).known(**A100, **GANG)
-    assert (known.factor, known.runs) == (memory_calibration.FACTOR, 0)
+    known = MemoryCalibration(file).overhead_for(**A100, **GANG)
+    assert (known.factor, known.runs) == (memory_calibration.DEFAULT_ALLOCATOR_FACTOR, 0)
     assert known.device_bytes(0) == known.context_bytes > 0
-    alone = Learned(file).known(**A100, kind="cuda", world_size=1)
+    alone = MemoryCalibration(file).overhead_for(**A100, kind="cuda", world_size=1)
     assert alone.context_bytes < known.context_bytes, "one rank needs no communicator"
 
 
 def test_a_measured_session_is_used_next_time(file: Path) -> None:
-    Learned(file).learn(
+    MemoryCalibration(file).record_session(
         **A100, allocated_bytes=10 * GIB, reserved_bytes=11 * GIB, device_bytes=12 * GIB
     )
-    known = Learned(file).known(**A100, **GANG)
-    assert known == Calibration(1.1, GIB, 1, cache.today())
+    known = MemoryCalibration(file).overhead_for(**A100, **GANG)
+    assert known == DeviceOverhead(1.1, GIB, 1, cache.today())
     assert known.device_bytes(10 * GIB) == pytest.approx(12 * GIB, rel=1e-4)
-    other = Learned(file).known("NVIDIA A100", "ddp", "none", **GANG)
+    other = MemoryCalibration(file).overhead_for("NVIDIA A100", "ddp", "none", **GANG)
     assert other.runs == 0, "another backend has learned nothing"
 
 
 def test_a_new_session_counts_as_much_as_the_earlier_ones(file: Path) -> None:
     for reserved in (11, 12):
-        learned = Learned(file).learn(
+        learned = MemoryCalibration(file).record_session(
             **A100, allocated_bytes=10 * GIB, reserved_bytes=reserved * GIB, device_bytes=13 * GIB
         )
     assert learned.factor == pytest.approx(1.15)
@@ -49,7 +49,7 @@ def test_a_new_session_counts_as_much_as_the_earlier_ones(file: Path) -> None:
 
 
 def test_a_wild_factor_is_bounded(file: Path) -> None:
-    learned = Learned(file).learn(
+    learned = MemoryCalibration(file).record_session(
         **A100, allocated_bytes=GIB, reserved_bytes=70 * GIB, device_bytes=71 * GIB
     )
     assert learned.factor == memory_calibration.FACTOR_LIMITS[1]
@@ -67,18 +67,18 @@ def entry(factor: str, context: str) -> str:
 def test_a_file_that_is_not_ours_is_ignored(file: Path, text: str) -> None:
     file.parent.mkdir()
     file.write_text(text)
-    assert Learned(file).known(**A100, **GANG).runs == 0
+    assert MemoryCalibration(file).overhead_for(**A100, **GANG).runs == 0
 
 
 def test_a_folder_that_cannot_be_written_only_forgets(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    learned = Learned(blocked / "calibration.json")
-    made = learned.learn(**A100, allocated_bytes=GIB, reserved_bytes=GIB, device_bytes=GIB)
+    learned = MemoryCalibration(blocked / "calibration.json")
+    made = learned.record_session(**A100, allocated_bytes=GIB, reserved_bytes=GIB, device_bytes=GIB)
     assert made.runs == 1
     assert blocked.read_text() == ""
 
 
 def test_the_file_is_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert memory_calibration.path() == tmp_path / "nbdist" / "calibration.json"
+    assert memory_calibration.calibration_path() == tmp_path / "nbdist" / "calibration.json"

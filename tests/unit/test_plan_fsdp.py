@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.planner import memory_model, model_spec
-from nbdist.planner.memory_model import Setup
+from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
 from nbdist.planner.optimizers import OPTIMIZERS
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
-    from nbdist.planner.memory.timeline import Moment
+    from nbdist.planner.memory.timeline import MemoryUsage
 
 SMALL = {
     "model_type": "llama",
@@ -56,17 +56,19 @@ def test_peaks_that_were_measured(
 ) -> None:
     optimizer = "adamw_fused" if options.get("precision") else "adamw"
     found = _peak(config, ranks=ranks, optimizer=optimizer, **options)
-    assert found.total == pytest.approx(measured, rel=0.0015)
+    assert found.device_bytes == pytest.approx(measured, rel=0.0015)
 
 
 @pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("config", [SMALL, SMALL | {"tie_word_embeddings": True}, POSITIONS])
 def test_more_ranks_hold_less_and_more_tokens_more(config: dict[str, Any], backend: str) -> None:
-    by_ranks = [_peak(config, ranks=n, backend=backend).total for n in (2, 4, 8, 16, 64)]
+    by_ranks = [_peak(config, ranks=n, backend=backend).device_bytes for n in (2, 4, 8, 16, 64)]
     assert by_ranks == sorted(by_ranks, reverse=True)
-    by_batch = [_peak(config, batch_size=n, backend=backend).total for n in (1, 2, 3, 8, 64)]
+    by_batch = [_peak(config, batch_size=n, backend=backend).device_bytes for n in (1, 2, 3, 8, 64)]
     assert by_batch == sorted(by_batch)
-    by_length = [_peak(config, seq_len=n, backend=backend).total for n in (1, 16, 64, 128, 256)]
+    by_length = [
+        _peak(config, seq_len=n, backend=backend).device_bytes for n in (1, 16, 64, 128, 256)
+    ]
     assert by_length == sorted(by_length)
 
 
@@ -78,25 +80,25 @@ def test_recomputation_lowers_the_peak_of_many_layers(backend: str, precision: s
     again = _peak(
         deep, batch_size=8, backend=backend, precision=precision, activation_checkpointing=True
     )
-    assert again.total < kept.total / 2
+    assert again.device_bytes < kept.device_bytes / 2
 
 
 @pytest.mark.parametrize(("backend", "element"), [("fsdp2", 4), ("fsdp1", 2)])
 def test_accumulating_keeps_whole_gradients_on_every_rank(backend: str, element: int) -> None:
     # accelerate 1.15 does not reduce before the last micro-batch: the reduce type, fp32, under
     # FSDP2; autograd's own, bf16, under FSDP1.
-    model = analytic.from_config(SMALL)
+    model = analytic.spec_from_config(SMALL)
     for ranks in (8, 64):
         moments = _moments(SMALL, ranks=ranks, backend=backend, accumulate=4)
         losses = [one for one in moments if one.name == "loss"]
-        assert losses[-1].parts["gradients"] == element * model_spec.params(model)
+        assert losses[-1].parts["gradients"] == element * model_spec.num_params(model)
 
 
 def test_a_whole_model_is_there_when_nothing_is_resharded() -> None:
     kept = _losses(SMALL, reshard=False)
-    model = analytic.from_config(SMALL)
-    assert kept.parts["gathered"] == 2 * model_spec.params(model)
-    tail = model.groups[-1].params
+    model = analytic.spec_from_config(SMALL)
+    assert kept.parts["gathered"] == 2 * model_spec.num_params(model)
+    tail = model.groups[-1].num_params
     assert _losses(SMALL, reshard=True).parts["gathered"] == 2 * tail
 
 
@@ -105,27 +107,29 @@ def test_offload_moves_shards_and_optimizer_to_the_host(backend: str) -> None:
     here = _moments(SMALL, backend=backend)
     away = _moments(SMALL, backend=backend, offload="cpu")
     for one, other in zip(here, away, strict=True):
-        assert one.total == other.total + sum(other.host.values())
-        assert other.host["parameters"] == one.parts["parameters"]
+        assert one.device_bytes == other.device_bytes + sum(other.host_parts.values())
+        assert other.host_parts["parameters"] == one.parts["parameters"]
         assert other.parts.get("optimizer", 0) == 0
 
 
 def test_sixteen_bytes_a_parameter_after_the_backward_and_twenty_in_the_step() -> None:
-    model = analytic.with_size("7b")
+    model = analytic.spec_from_parameter_count("7b")
     step = _moments_of(model, ranks=8)[-1]
     assert step.name == "optimizer step"
-    held = step.total - step.parts["logits"]
-    assert held == pytest.approx(20 * model_spec.params(model) / 8, rel=1e-3)
+    held = step.device_bytes - step.parts["logits"]
+    assert held == pytest.approx(20 * model_spec.num_params(model) / 8, rel=1e-3)
     fused = _moments_of(model, ranks=8, optimizer="adamw_fused")[-1]
-    assert step.total - fused.total == pytest.approx(4 * model_spec.params(model) / 8, rel=1e-3)
+    assert step.device_bytes - fused.device_bytes == pytest.approx(
+        4 * model_spec.num_params(model) / 8, rel=1e-3
+    )
 
 
 def test_adapters_have_neither_gradients_nor_optimizer_for_the_rest() -> None:
-    model = analytic.with_size("7b")
+    model = analytic.spec_from_parameter_count("7b")
     adapted = model.with_lora(16)
     whole, small = _moments_of(model, ranks=8)[-1], _moments_of(adapted, ranks=8)[-1]
     assert small.parts["optimizer"] == pytest.approx(
-        8 * model_spec.trainable(adapted) / 8, rel=1e-3
+        8 * model_spec.num_trainable_params(adapted) / 8, rel=1e-3
     )
     assert small.parts["gradients"] < whole.parts["gradients"] / 100
 
@@ -151,49 +155,49 @@ def test_nodes_reduce_on_the_gpu_what_goes_to_the_host() -> None:
         ]
         for nodes in (1, 2)
     )
-    gone = [one.host["gradients"] for one in alone]
+    gone = [one.host_parts["gradients"] for one in alone]
     assert max(gone) > 0
-    assert [one.host["gradients"] for one in replicated] == gone
+    assert [one.host_parts["gradients"] for one in replicated] == gone
     more = [b.parts["buffers"] - a.parts["buffers"] for a, b in zip(alone, replicated, strict=True)]
     assert more == gone
 
 
-def _moments(config: dict[str, Any], **given: Any) -> list[Moment]:
-    return _moments_of(analytic.from_config(config), **given)
+def _moments(config: dict[str, Any], **given: Any) -> list[MemoryUsage]:
+    return _moments_of(analytic.spec_from_config(config), **given)
 
 
-def _moments_of(model: Any, **given: Any) -> list[Moment]:
+def _moments_of(model: Any, **given: Any) -> list[MemoryUsage]:
     setup = _setup(given)
     work = Workload(
         batch_size=given.get("batch_size", 1),
         seq_len=given.get("seq_len", 64),
-        compute=memory_model.compute_of(setup),
+        compute=compute_mode(setup),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind="cpu",
     )
-    return list(memory_model.moments(model, work, setup))
+    return list(memory_model.step_memory_usage(model, work, setup))
 
 
-def _setup(given: dict[str, Any]) -> Setup:
+def _setup(given: dict[str, Any]) -> TrainingSetup:
     names = {"backend", "precision", "accumulate", "offload", "activation_checkpointing"}
     options = {key: value for key, value in given.items() if key in names}
     if not given.get("reshard", True):
         options["fsdp_config"] = {"reshard_after_forward": False}
     nodes = given.get("nodes", 1)
     options["replicate_across"] = "nodes" if nodes > 1 else "none"
-    return Setup(
+    return TrainingSetup(
         options=Options(**({"backend": "fsdp2", "precision": "bf16"} | options)),
         world_size=given.get("ranks", 8),
         optimizer=OPTIMIZERS[given.get("optimizer", "adamw")],
         kind=given.get("kind", "cpu"),
-        nodes=nodes,
+        num_nodes=nodes,
     )
 
 
-def _peak(config: dict[str, Any], **given: Any) -> Moment:
-    return max(_moments(config, **given), key=lambda one: one.total)
+def _peak(config: dict[str, Any], **given: Any) -> MemoryUsage:
+    return max(_moments(config, **given), key=lambda one: one.device_bytes)
 
 
-def _losses(config: dict[str, Any], **given: Any) -> Moment:
+def _losses(config: dict[str, Any], **given: Any) -> MemoryUsage:
     (found,) = [one for one in _moments(config, **given) if one.name == "loss"]
     return found

@@ -9,7 +9,7 @@ from nbdist.planner.result import Plan
 
 
 def planned(line: str, **names: object) -> Plan:
-    answer = magics_plan.run(line, names, None)
+    answer = magics_plan.run_plan_command(line, names, None)
     assert isinstance(answer, Plan)
     return answer
 
@@ -25,7 +25,7 @@ def test_options_of_the_line_are_fixed() -> None:
         "1b --devices 2x24GB --precision fp16 --optimizer sgd --offload nvme --accumulate 4"
         " --activation-checkpointing -n 4"
     )
-    fixed = plan.question.fixed
+    fixed = plan.question.fixed_options
     assert fixed == {
         "offload": "nvme:PATH",
         "activation_checkpointing": True,
@@ -50,7 +50,7 @@ def test_a_variable_of_the_notebook() -> None:
 
 
 def test_help_lists_the_options() -> None:
-    text = magics_plan.run("-h", {}, None)
+    text = magics_plan.run_plan_command("-h", {}, None)
     assert isinstance(text, str)
     assert "--devices" in text
     assert "--check" in text
@@ -59,13 +59,13 @@ def test_help_lists_the_options() -> None:
 @pytest.mark.parametrize("line", ["", "--check"])
 def test_without_a_session_it_says_what_can_be_planned(line: str) -> None:
     with pytest.raises(PlanError, match=r"no session .* %nbdist plan 7b"):
-        magics_plan.run(line, {}, None)
+        magics_plan.run_plan_command(line, {}, None)
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("7b --batch-size 1,x", "--batch-size 1,x is not a list of sizes"),
+        ("7b --batch-size 1,x", "--batch-size must be a list of integers"),
         ("7b --batch 1 --what", "what"),
         ("7b --precision int3", "int3"),
         ('7b "', "quotation"),
@@ -73,4 +73,4 @@ def test_without_a_session_it_says_what_can_be_planned(line: str) -> None:
 )
 def test_a_line_that_cannot_be_read(line: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        magics_plan.run(line, {}, None)
+        magics_plan.run_plan_command(line, {}, None)

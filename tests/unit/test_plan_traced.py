@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.errors import PlanError
 from nbdist.planner import model_spec
-from nbdist.planner.model_spec import Instant, Workload
+from nbdist.planner.model_spec import BackwardMoment, Workload
 from nbdist.planner.models import traced
 
 MIB = 1 << 20
@@ -50,16 +50,22 @@ def at(batch_size: int, **rest: Any) -> Workload:
 def test_bytes_are_lines_in_the_batch_size() -> None:
     model = traced.from_json(fields())
     for batch in (1, 3, 50):
-        run = model.micro_batch(at(batch))
-        assert run.passes[0].saved == 100 + 10 * batch
-        assert run.passes[0].forward == max(40 * batch, 200 + 5 * batch)
-        assert (run.loss, run.outputs) == (30 * batch, 2 * batch)
+        run = model.micro_batch_activations(at(batch))
+        assert run.layers[0].saved_bytes == 100 + 10 * batch
+        assert run.layers[0].forward_peak_bytes == max(40 * batch, 200 + 5 * batch)
+        assert (run.loss_bytes, run.output_bytes) == (30 * batch, 2 * batch)
 
 
 def test_instants_that_another_exceeds_are_left_out_at_each_batch_size() -> None:
     model = traced.from_json(fields())
-    assert model.micro_batch(at(1)).passes[0].backward == (Instant(301, 0), Instant(30, 7))
-    assert model.micro_batch(at(50)).passes[0].backward == (Instant(3000, 0), Instant(1010, 7))
+    assert model.micro_batch_activations(at(1)).layers[0].backward_moments == (
+        BackwardMoment(301, 0),
+        BackwardMoment(30, 7),
+    )
+    assert model.micro_batch_activations(at(50)).layers[0].backward_moments == (
+        BackwardMoment(3000, 0),
+        BackwardMoment(1010, 7),
+    )
 
 
 def test_a_trace_survives_json() -> None:
@@ -67,7 +73,7 @@ def test_a_trace_survives_json() -> None:
     again = traced.from_json(json.loads(json.dumps(model.to_json())))
     assert again == model
     assert again.depth == "traced"
-    assert model_spec.params(again) == 3 * 8
+    assert model_spec.num_params(again) == 3 * 8
 
 
 def test_operations_add_up_over_groups_and_samples() -> None:
@@ -77,29 +83,29 @@ def test_operations_add_up_over_groups_and_samples() -> None:
 @pytest.mark.parametrize(
     ("workload", "said"),
     [
-        (at(1, seq_len=32), "traced at 16 tokens a sample"),
+        (at(1, seq_len=32), "traced with 16 tokens per sample"),
         (at(1, kind="cpu"), "'cpu half' was not traced"),
-        (at(1, compute="autocast"), "this trace has cuda half"),
+        (at(1, compute="autocast"), "This trace has cuda half"),
     ],
 )
 def test_what_was_not_traced_is_said(workload: Workload, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        traced.from_json(fields()).micro_batch(workload)
+        traced.from_json(fields()).micro_batch_activations(workload)
 
 
 def test_a_way_of_computing_in_which_the_model_fails_says_so() -> None:
     broken = fields()
     broken["passes"] = broken["passes"] | {"cuda autocast": {"error": "it fails under autocast"}}
     model = traced.from_json(broken | {"notes": ["a note."]})
-    assert model.micro_batch(at(1)).outputs == 2
+    assert model.micro_batch_activations(at(1)).output_bytes == 2
     assert traced.from_json(model.to_json()).notes == ("a note.",)
     with pytest.raises(PlanError, match="it fails under autocast"):
-        model.micro_batch(at(1, compute="autocast"))
+        model.micro_batch_activations(at(1, compute="autocast"))
 
 
 def test_a_model_without_tokens_takes_any_sequence_length() -> None:
     model = traced.from_json(fields() | {"seq_len": None})
-    assert model.micro_batch(at(1, seq_len=999)).outputs == 2
+    assert model.micro_batch_activations(at(1, seq_len=999)).output_bytes == 2
 
 
 def child(code: str) -> list[str]:
@@ -120,7 +126,7 @@ def test_progress_and_answer_of_the_child_arrive() -> None:
 
 def test_the_childs_last_line_is_the_reason() -> None:
     code = "import sys; sys.exit('trace: no such model')"
-    with pytest.raises(PlanError, match=r"could not be traced \(no such model\)"):
+    with pytest.raises(PlanError, match=r"Cannot trace the model \(no such model\)"):
         traced._answer(child(code), {}, lambda _: None)
 
 
@@ -132,7 +138,7 @@ def test_a_sentence_of_the_child_is_the_error() -> None:
 
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_TIMEOUT_S", 0.2)
-    with pytest.raises(PlanError, match="could not be traced"):
+    with pytest.raises(PlanError, match=r"Cannot trace the model \(timeout after"):
         traced._answer(child("import threading; threading.Event().wait()"), {}, lambda _: None)
 
 
@@ -149,17 +155,17 @@ from nbdist.planner.tracing import fit  # noqa: E402
 
 class Mark(NamedTuple):
     kind: str
-    place: int
-    moment: int
+    group_index: int
+    moment_index: int
     flops: float
 
 
 class Recording(NamedTuple):
     moments: list[tuple[int, int]]
     marks: list[Mark]
-    saved: dict[int, int]
-    passing: dict[int, int]
-    outputs: int
+    saved_bytes: dict[int, int]
+    forward_only_bytes: dict[int, int]
+    output_bytes: int
 
 
 def recording(batch: int, *, extra: int = 0) -> Recording:
@@ -185,18 +191,18 @@ def recording(batch: int, *, extra: int = 0) -> Recording:
 
 
 def test_a_recording_is_cut_into_groups_and_loss() -> None:
-    cut = fit.parts(recording(4))
+    cut = fit.split_by_group(recording(4))
     root, block = cut.groups
     assert (root.saved, root.forward, root.backward) == (10, [(10, 0)], [])
     assert block.forward == [(20, 0), (36, 0)]
     assert block.backward == [(12 * 4 - 8, 0), (15 * 4 - 8, 3)]
-    assert cut.inside == [(8 * 4 - 6 * 4, 0)]
-    assert cut.loss == [(20 * 4 - 6 * 4 - 8, 0)]
+    assert cut.head_moments == [(8 * 4 - 6 * 4, 0)]
+    assert cut.loss_moments == [(20 * 4 - 6 * 4 - 8, 0)]
 
 
 def test_two_batch_sizes_give_every_other() -> None:
-    small, large = (fit.parts(recording(batch)) for batch in (2, 4))
-    run = fit.fit(small, 2, large, 4)
+    small, large = (fit.split_by_group(recording(batch)) for batch in (2, 4))
+    run = fit.fit_two_batch_sizes(small, 2, large, 4)
     assert run["groups"][1]["saved"] == (0, 6)
     assert run["groups"][0]["saved"] == (10, 0)
     assert run["groups"][1]["backward"] == [((0, 13), 3)]
@@ -204,13 +210,15 @@ def test_two_batch_sizes_give_every_other() -> None:
 
 
 def test_batches_that_ran_other_operations_are_taken_as_proportional() -> None:
-    run = fit.fit(fit.parts(recording(2)), 2, fit.parts(recording(4, extra=1)), 4)
+    run = fit.fit_two_batch_sizes(
+        fit.split_by_group(recording(2)), 2, fit.split_by_group(recording(4, extra=1)), 4
+    )
     assert run["groups"][1]["backward"] == [((0.0, 26 / 2), 3)]
 
 
 def test_what_stays_until_the_model_returns_adds_up_over_the_depth() -> None:
-    small, large = (fit.parts(recording(batch)) for batch in (2, 4))
-    run = fit.deepened(fit.fit(small, 2, large, 4), times=[1, 11])
+    small, large = (fit.split_by_group(recording(batch)) for batch in (2, 4))
+    run = fit.extend_to_full_depth(fit.fit_two_batch_sizes(small, 2, large, 4), times=[1, 11])
     assert run["groups"][1]["forward"] == [((0, 9 + 10), 0)]
     assert ((0, 2 + 10), 0) in run["loss"] or ((0, 12), 0) in run["loss"]
 
@@ -222,4 +230,4 @@ def test_a_front_keeps_what_is_worst_for_some_batch_size() -> None:
         ((10.0, 1.0), 0),
         ((1.0, 1.0), 9),
     )
-    assert set(fit.pareto([constant, steep, small, late])) == {constant, steep, late}
+    assert set(fit.pareto_front([constant, steep, small, late])) == {constant, steep, late}

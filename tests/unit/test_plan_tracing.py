@@ -25,10 +25,16 @@ class Upcasting(nn.Module):
         return self.other(self.one(x).float())  # type: ignore[no-any-return]
 
 
-def figures(model: nn.Module, computes: tuple[str, ...] = trace_runs.COMPUTES) -> dict[str, Any]:
+def figures(
+    model: nn.Module, computes: tuple[str, ...] = trace_runs.COMPUTE_MODES
+) -> dict[str, Any]:
     """What the child process would answer."""
-    asked = trace_runs.Asked(batch_size=2, seq_len=None, kinds=("cuda",), computes=computes)
-    return subprocess_worker.figures(model, ((torch.empty(2, 4, 16),), {}), asked, lambda _: None)
+    asked = trace_runs.TraceRequest(
+        batch_size=2, seq_len=None, device_kinds=("cuda",), compute_modes=computes
+    )
+    return subprocess_worker.trace_module_fields(
+        model, ((torch.empty(2, 4, 16),), {}), asked, lambda _: None
+    )
 
 
 def test_a_way_of_computing_that_fails_refuses_the_rows_of_its_engines_alone() -> None:
@@ -37,7 +43,7 @@ def test_a_way_of_computing_that_fails_refuses_the_rows_of_its_engines_alone() -
     refused = {row.backend: row.why for row in plan.rows if row.cost is None}
     assert refused.keys() == {"fsdp2", "zero1", "zero2", "zero3"}
     for why in refused.values():
-        assert why.startswith("its forward or backward fails with parameters in 16 bits (Upcasting")
+        assert why.startswith("Forward or backward fails with parameters in 16 bits (Upcasting")
         assert "RuntimeError: " in why
     assert plan.best is not None
     assert plan.best.backend in {"ddp", "fsdp1"}
@@ -53,7 +59,7 @@ def test_a_plan_whose_every_row_fails_is_refused() -> None:
 
 def test_a_model_that_fails_in_every_way_is_one_sentence() -> None:
     said = figures(Upcasting(), ("half",))["error"]
-    assert said.startswith("the model could not be traced (Upcasting on tensors without data: ")
+    assert said.startswith("Cannot trace the model (Upcasting on fake tensors: ")
     assert "nbdist.plan(model, inputs=...)" in said
 
 
@@ -68,12 +74,14 @@ SMALL = {
 }
 
 
-def sample(config: dict[str, Any], seq_len: int = 2048) -> tuple[nn.Module, build_model.Sample]:
-    model, _ = build_model.of_config(config)
-    return model, build_model.sample_for(model, 3, seq_len)
+def sample(
+    config: dict[str, Any], seq_len: int = 2048
+) -> tuple[nn.Module, build_model.SampleBatch]:
+    model, _ = build_model.build_from_config(config)
+    return model, build_model.make_sample_batch(model, 3, seq_len)
 
 
-def shapes(found: build_model.Sample) -> dict[str, tuple[int, ...]]:
+def shapes(found: build_model.SampleBatch) -> dict[str, tuple[int, ...]]:
     tensors = found.batch[1].items()
     return {name: tuple(one.shape) for name, one in tensors if isinstance(one, torch.Tensor)}
 
@@ -85,7 +93,7 @@ def test_clip_trains_on_pictures_with_texts() -> None:
     assert shapes(found) == {"input_ids": (3, 77), "pixel_values": (3, 3, 32, 32)}
     assert found.batch[1]["return_loss"] is True
     assert not found.has_tokens
-    assert found.notes == ["a sample is a picture of 32 x 32 and a text of 77 tokens."]
+    assert found.notes == ["A sample is an image of 32 x 32 and a text of 77 tokens."]
 
 
 def test_a_model_of_text_and_pictures_is_planned_for_text_and_says_so() -> None:
@@ -96,7 +104,7 @@ def test_a_model_of_text_and_pictures_is_planned_for_text_and_says_so() -> None:
     assert type(model).__name__ == "Gemma3ForConditionalGeneration"
     assert shapes(found).keys() == {"input_ids", "labels", "token_type_ids"}
     assert found.has_tokens
-    assert "planned for text alone, without pictures" in found.notes[0]
+    assert "Planned for text alone, without images" in found.notes[0]
     assert not model.config.text_config.use_cache  # type: ignore[union-attr]
 
 
@@ -112,7 +120,7 @@ def test_whisper_trains_on_its_fixed_frames_and_a_text_that_its_decoder_takes() 
     model, found = sample(config)
     assert type(model).__name__ == "WhisperForConditionalGeneration"
     assert shapes(found) == {"input_features": (3, 80, 3000), "labels": (3, 448)}
-    assert found.notes == ["a sample is 3,000 frames of sound and a text of 448 tokens."]
+    assert found.notes == ["A sample is 3,000 frames of audio and a text of 448 tokens."]
 
 
 def test_heads_have_labels_of_their_own() -> None:
@@ -126,15 +134,15 @@ def test_heads_have_labels_of_their_own() -> None:
 
 def test_a_class_that_transformers_lacks_is_noted() -> None:
     config = SMALL | {"model_type": "llama", "architectures": ["LlamaForDreams"]}
-    model, notes = build_model.of_config(config)
+    model, notes = build_model.build_from_config(config)
     assert type(model).__name__ == "LlamaForCausalLM"
     assert notes == [
-        "planned as LlamaForCausalLM: transformers has no LlamaForDreams, which the config names."
+        "Planned as LlamaForCausalLM: transformers has no LlamaForDreams, which the config names."
     ]
 
 
 def test_what_is_not_known_says_what_to_give() -> None:
     with pytest.raises(PlanError, match=r"inputs=.*or, for its language model alone, give conf"):
         sample({"model_type": "blip-2", "num_query_tokens": 4})
-    with pytest.raises(PlanError, match="no model class 'Dream', which it names; add its model_ty"):
-        build_model.of_config({"architectures": ["Dream"]})
+    with pytest.raises(PlanError, match=r"no model class 'Dream', which it names\. Add its model"):
+        build_model.build_from_config({"architectures": ["Dream"]})

@@ -35,20 +35,20 @@ void call(at::Tensor in, at::Tensor out, std::string name, std::string group) {
 """What ProcessGroupNCCL does around each collective (torch 2.13); gloo does not."""
 
 
-def recorded(code: Any) -> kineto.Seen:
-    recorder = kineto.Recorder(torch.device("cpu"), shapes=False)
+def recorded(code: Any) -> kineto.TraceEvents:
+    recorder = kineto.KinetoRecorder(torch.device("cpu"), shapes=False)
     begin = time.time_ns()
     recorder.start()
     code()
     recorder.stop()
-    return recorder.seen((begin, time.time_ns()), threading.get_native_id(), steps=1)
+    return recorder.read_events((begin, time.time_ns()), threading.get_native_id(), steps=1)
 
 
 @pytest.mark.long  # a minute to compile
 def test_calls_of_a_process_group_have_bytes_and_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", deepspeed_requirements.search_path())
+    monkeypatch.setenv("PATH", deepspeed_requirements.build_search_path())
     assert shutil.which("ninja")
     built = cpp_extension.load_inline(
         "nbdist_test_comms",
@@ -71,7 +71,7 @@ def test_calls_of_a_process_group_have_bytes_and_group(
 def test_what_others_write_to_stderr_while_a_profile_starts_is_not_lost(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = kineto.Recorder(torch.device("cpu"), shapes=False)
+    recorder = kineto.KinetoRecorder(torch.device("cpu"), shapes=False)
     start = recorder._profile.start
 
     def slow() -> None:
@@ -89,7 +89,7 @@ def test_kineto_writes_nothing_of_its_own() -> None:
         import torch
         from nbdist.worker.profiling import kineto
         kineto.quiet()
-        recorder = kineto.Recorder(torch.device("cpu"), shapes=False)
+        recorder = kineto.KinetoRecorder(torch.device("cpu"), shapes=False)
         recorder.start()
         recorder.stop()
         """
@@ -131,5 +131,5 @@ def test_a_profile_leaves_the_users_memory_recording_and_peak_alone(
         torch.cuda.memory, "_record_memory_history", lambda enabled, **_: recorded.append(enabled)
     )
     nothing: Any = None
-    memory.History(nothing, nothing, nothing, "", 0).stop()
+    memory.GpuStepMemory(nothing, nothing, nothing, "", 0).stop()
     assert recorded == ([] if users else ["all", None])

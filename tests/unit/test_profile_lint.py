@@ -10,27 +10,27 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nbdist.profiler.cell_parser import parsed
-from nbdist.profiler.lint import confirmed, remarks
-from nbdist.profiler.measurements import Line, Loader, Model, RankFigures
+from nbdist.profiler.cell_parser import parse_cell
+from nbdist.profiler.lint import confirm_findings, lint_cells
+from nbdist.profiler.measurements import DataLoaderStats, LineProfile, ProfiledModel, RankProfile
 from tests.unit.loops import BAD, GOOD, LOOP, MAKE
 
 if TYPE_CHECKING:
-    from nbdist.profiler.lint_finding import Remark
+    from nbdist.profiler.lint_finding import LintFinding
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
-def alone(*sources: str) -> list[Remark]:
+def alone(*sources: str) -> list[LintFinding]:
     """Remarks on the last cell, without a profile."""
-    return confirmed(remarks(named(sources)), [])
+    return confirm_findings(lint_cells(named(sources)), [])
 
 
 def named(sources: tuple[str, ...] | list[str]) -> list[tuple[str, str]]:
     return [(f"In[{number}]", source) for number, source in enumerate(sources, start=1)]
 
 
-def kinds(found: list[Remark]) -> list[str]:
+def kinds(found: list[LintFinding]) -> list[str]:
     return sorted(one.kind for one in found)
 
 
@@ -38,14 +38,14 @@ def rank(
     number: int = 0,
     *,
     kind: str = "cuda",
-    loaders: list[Loader] | None = None,
-    lines: list[Line] | None = None,
+    loaders: list[DataLoaderStats] | None = None,
+    lines: list[LineProfile] | None = None,
     training: bool = True,
     precision: str = "no",
     **parts: float,
-) -> RankFigures:
+) -> RankProfile:
     """Figures of a rank with steps of a second."""
-    model = Model(
+    model = ProfiledModel(
         backend="ddp",
         params=10,
         units=0,
@@ -58,7 +58,7 @@ def rank(
         accumulate=1,
     )
     rest = {"forward": 1 - sum(parts.values())}
-    return RankFigures(
+    return RankProfile(
         rank=number,
         kind=kind,
         device=kind,
@@ -70,8 +70,10 @@ def rank(
     )
 
 
-def loader(*, num_workers: int = 0, pin_memory: bool = False, sharded: bool = True) -> Loader:
-    return Loader(
+def loader(
+    *, num_workers: int = 0, pin_memory: bool = False, sharded: bool = True
+) -> DataLoaderStats:
+    return DataLoaderStats(
         num_workers=num_workers,
         pin_memory=pin_memory,
         batch_size=4,
@@ -94,7 +96,7 @@ def test_a_good_loop_gets_no_remark_beside_a_profile_that_is_computing(name: str
     cells = named(GOOD[name])
     for kind in ("cuda", "cpu"):
         figures = [rank(one, kind=kind, loaders=[loader()]) for one in range(2)]
-        assert confirmed(remarks(cells), figures) == []
+        assert confirm_findings(lint_cells(cells), figures) == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -127,14 +129,14 @@ WHOLE = BAD["a loader that is not prepared"][0]
 MODE = BAD["evaluated, and not made to train again"][0]
 
 
-def judged(cells: list[str], *figures: RankFigures, bf16: bool = True) -> list[Remark]:
-    return confirmed(remarks(named(cells)), figures, bf16=bf16)
+def judged(cells: list[str], *figures: RankProfile, bf16: bool = True) -> list[LintFinding]:
+    return confirm_findings(lint_cells(named(cells)), figures, bf16=bf16)
 
 
 def test_a_loader_without_workers_is_told_where_the_step_waits_for_data() -> None:
     (one,) = judged(LOADER, rank(loaders=[loader()], data=0.4), rank(1, loaders=[loader()]))
     assert (one.kind, one.sure, one.seconds) == ("num_workers", "certain", 0.4)
-    assert "40% of the step (400 ms) waits for batches" in one.reason
+    assert "Waiting for batches takes 40% of the step (400 ms)" in one.reason
     assert "num_workers=4" in one.change
 
 
@@ -185,25 +187,25 @@ def test_a_loader_that_is_hardly_waited_for_is_not_spoken_of() -> None:
 
 
 def test_a_wait_for_the_device_costs_what_the_device_idles() -> None:
-    (told,) = [one for one in remarks(named(ITEM)) if one.kind == "sync"]
-    lines = [Line(cell=told.cell, line=told.line, source=told.source, seconds=0.7)]
+    (told,) = [one for one in lint_cells(named(ITEM)) if one.kind == "sync"]
+    lines = [LineProfile(cell=told.cell, line=told.line, source=told.source, seconds=0.7)]
     (one,) = judged(ITEM, rank(lines=lines, idle=0.2))
     assert one.seconds == 0.2
-    assert "20% of the step (200 ms) the device idles" in one.reason
+    assert "The device is idle for 20% of the step (200 ms)" in one.reason
     assert judged(ITEM, rank(lines=lines, idle=0.001)) == []
 
 
 def test_a_wait_for_the_device_costs_nothing_on_cpu_ranks() -> None:
     (one,) = judged(ITEM, rank(kind="cpu", idle=0.2))
     assert one.seconds == 0
-    assert "on a GPU it waits" in one.reason
-    assert "here: nothing on CPU ranks" in one.reason
+    assert "on a GPU it blocks" in one.reason
+    assert "Here the line costs nothing on CPU ranks" in one.reason
 
 
 def test_what_costs_nothing_on_cpu_ranks_comes_last() -> None:
     both = [rank(one, kind="cpu", loaders=[loader(sharded=False)], idle=0.2) for one in range(2)]
-    several = [*remarks(named(ITEM)), *remarks(named(WHOLE))]
-    assert [one.kind for one in confirmed(several, both)] == ["sharding", "sync"]
+    several = [*lint_cells(named(ITEM)), *lint_cells(named(WHOLE))]
+    assert [one.kind for one in confirm_findings(several, both)] == ["sharding", "sync"]
 
 
 def test_fp16_is_told_where_bf16_exists_and_fp16_is_used() -> None:
@@ -242,19 +244,19 @@ def test_the_dearest_comes_first() -> None:
     ["", "\n", "for", "x = (", "%%bash\nfor x in y; do step; done", "\x00", "\ud800", "(" * 5000],
 )
 def test_what_is_no_python_gets_no_remark(source: str) -> None:
-    assert remarks([("In[1]", source)]) == []
+    assert lint_cells([("In[1]", source)]) == []
 
 
 def test_no_cells_get_no_remark() -> None:
-    assert remarks([]) == []
+    assert lint_cells([]) == []
 
 
 def test_ipythons_own_lines_keep_the_numbers_of_the_others() -> None:
     source = "%%distribute -n 2\n!ls \\\n  -l\nfiles = !ls\n%timeit x\nif x:\n    %pwd\nx?\ny = 1"
-    cell = parsed("In[1]", source)
+    cell = parse_cell("In[1]", source)
     assert cell is not None
     assert cell.tree.body[-1].lineno == 9
-    assert cell.line(9) == "y = 1"
+    assert cell.source_line(9) == "y = 1"
 
 
 TEXTS = st.text() | st.lists(st.sampled_from([*"\n\n  ():=.", *GOOD["with a loader"][0].split()]))
@@ -266,7 +268,7 @@ TEXTS = st.text() | st.lists(st.sampled_from([*"\n\n  ():=.", *GOOD["with a load
 @example(["x" + ".a" * 3000])
 def test_any_text_is_read_without_an_error(texts: list[str | list[str]]) -> None:
     sources = [one if isinstance(one, str) else " ".join(one) for one in texts]
-    remarks(named(sources))
+    lint_cells(named(sources))
 
 
 @settings(max_examples=200, deadline=None)
@@ -275,9 +277,9 @@ def test_a_damaged_loop_is_read_without_an_error(name: str, data: st.DataObject)
     source = "\n".join(BAD[name][0])
     begin = data.draw(st.integers(0, len(source)))
     end = data.draw(st.integers(begin, len(source)))
-    remarks([("In[1]", source[:begin] + source[end:])])
+    lint_cells([("In[1]", source[:begin] + source[end:])])
 
 
 def test_functions_that_call_one_another_without_end_are_read() -> None:
     calls = "\n".join(f"def f{i}():\n    f{i + 1}(); f{i + 1}(); f{i + 1}()" for i in range(30))
-    assert remarks([("In[1]", calls + "\ndef g():\n    g()\ng()\nf0()")]) == []
+    assert lint_cells([("In[1]", calls + "\ndef g():\n    g()\ng()\nf0()")]) == []

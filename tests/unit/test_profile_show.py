@@ -13,8 +13,8 @@ import pytest
 
 from nbdist.display import profile_tables
 from nbdist.display.profile import COLORS
-from nbdist.profiler.lint_finding import Remark
-from nbdist.profiler.measurements import PARTS, Line, Memory, RankFigures
+from nbdist.profiler.lint_finding import LintFinding
+from nbdist.profiler.measurements import STEP_PARTS, LineProfile, PeakMemory, RankProfile
 from nbdist.profiler.report import Profile
 from tests.unit.profiled import both, profile, rank, setting
 
@@ -49,10 +49,10 @@ class _Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def full() -> list[RankFigures]:
+def full() -> list[RankProfile]:
     """Two ranks with everything that a profile can show."""
-    line = Line(cell="In[3]", line=12, source=f"x = {EVIL}", seconds=0.04, bytes=3 * MIB)
-    memory = Memory(
+    line = LineProfile(cell="In[3]", line=12, source=f"x = {EVIL}", seconds=0.04, bytes=3 * MIB)
+    memory = PeakMemory(
         parts={"parameters": 4 * MIB, "optimizer": 8 * MIB, "activations": 2 * MIB},
         lines=[line],
         device_bytes=700 * MIB,
@@ -94,7 +94,7 @@ def test_the_heading_has_the_mean_that_the_table_is_made_of() -> None:
 
 def test_memory_stands_beside_what_was_predicted() -> None:
     found = profile(*full())
-    expected = profile_tables.expected(found)
+    expected = profile_tables.predicted_memory_parts(found)
     assert found.predicted is not None
     assert sum(expected.values()) == found.predicted.allocated_bytes
     assert expected["optimizer"] > 0
@@ -102,7 +102,7 @@ def test_memory_stands_beside_what_was_predicted() -> None:
 
 def test_what_is_offloaded_is_expected_of_cpu_ranks_too() -> None:
     found = profile(*full(), where=setting(backend="zero2", offload="cpu"))
-    expected = profile_tables.expected(found)
+    expected = profile_tables.predicted_memory_parts(found)
     row = found.predicted
     assert row is not None
     assert row.memory["optimizer"] == 0
@@ -136,7 +136,7 @@ def test_the_pieces_of_a_bar_fill_it() -> None:
 
 
 def test_every_part_has_a_colour_on_which_white_can_be_read() -> None:
-    assert list(COLORS) == list(PARTS)
+    assert list(COLORS) == list(STEP_PARTS)
     for color in COLORS.values():
         channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
@@ -149,13 +149,13 @@ def test_of_many_ranks_some_are_shown_the_straggler_among_them() -> None:
     ranks[20] = rank(20, backward=0.09)
     found = profile(*ranks)
     assert found.straggler == 20
-    assert [one.rank for one in profile_tables.shown(found)] == [0, 1, 2, 3, 4, 5, 6, 20]
+    assert [one.rank for one in profile_tables.shown_ranks(found)] == [0, 1, 2, 3, 4, 5, 6, 20]
     assert "and 22 more ranks: profile.ranks" in str(found)
     assert "rank 20 (slowest)" in found._repr_html_()
 
 
 def test_what_the_text_of_the_cell_tells_is_shown_once() -> None:
-    remark = Remark(
+    remark = LintFinding(
         kind="train_mode",
         cell="In[3]",
         line=1,
@@ -192,17 +192,17 @@ def test_a_profile_is_plain_json() -> None:
     plain = json.loads(json.dumps(found.to_json()))
     assert plain["verdict"] == found.verdict
     assert plain["advice"][0]["line"] == found.advice[0].line
-    again = [RankFigures.from_json(one) for one in plain["ranks"]]
+    again = [RankProfile.from_json(one) for one in plain["ranks"]]
     assert [one.parts for one in again] == [one.parts for one in found.ranks]
 
 
 def test_no_figures_are_no_profile() -> None:
-    with pytest.raises(ValueError, match="one rank at least"):
+    with pytest.raises(ValueError, match="at least one rank"):
         Profile.of([], setting())
 
 
 def test_figures_without_model_loader_and_moments_are_shown_too() -> None:
-    bare = RankFigures(
+    bare = RankProfile(
         rank=0, kind="cpu", device="CPU rank", ends=[0.0, 1.0], parts={"python": 1.0}
     )
     found = profile(bare)
@@ -216,9 +216,9 @@ def test_figures_without_model_loader_and_moments_are_shown_too() -> None:
 def test_odd_figures_are_shown_and_never_raise(seed: int) -> None:
     luck = random.Random(seed)  # noqa: S311 - no secret
 
-    def odd(number: int) -> RankFigures:
+    def odd(number: int) -> RankProfile:
         one = rank(number, steps=luck.randint(1, 4))
-        for part in PARTS:
+        for part in STEP_PARTS:
             one.parts[part] = luck.choice((0.0, 0.0, 1e-9, 0.1, 50.0))
         one.ends = luck.choice((one.ends, one.ends[:1], [1.0, 1.0], [0.0, 5.0]))
         one.begins = luck.choice((one.begins, {}, {"0": []}, {"1": [[0.0, 0.0]]}))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.completer import CompletionContext
 
 import nbdist
-from nbdist.magics import magics
+from nbdist.magics import arguments, magics, plan
 
 if TYPE_CHECKING:
     import argparse
@@ -70,19 +70,37 @@ def commands() -> dict[str, Any]:
     return {name: completions(f"%nbdist {name} ") for name in completions("%nbdist ")}
 
 
+def help_texts() -> dict[str, str]:
+    """What `-h` prints for each magic that takes options, without line breaks."""
+    parsers = {
+        "%%distribute": magics.NbDist.distribute.parser,
+        "plan": plan.plan_parser(),
+        "switch": magics.switch_parser(),
+        "export": arguments.export_parser(),
+        "save": arguments.save_parser(),
+        "load": arguments.load_parser(),
+        "checkpoints": arguments.checkpoints_parser(),
+        "profile": arguments.profile_parser(),
+        "panel": arguments.panel_parser(),
+        "doctor": arguments.doctor_parser(),
+    }
+    return {name: " ".join(parser.format_help().split()) for name, parser in parsers.items()}
+
+
 def surface() -> dict[str, Any]:
     """Everything at once, as it is in the snapshot."""
     exported: dict[str, Any] = {}
     for name in sorted(nbdist.__all__):
         value = getattr(nbdist, name)
         exported[name] = members_of(value) if inspect.isclass(value) else call_of(value)
-    plan = nbdist.plan("1b", devices="2x80GB")
+    made = nbdist.plan("1b", devices="2x80GB")
     return {
         "nbdist": exported,
-        "Plan": members_of(type(plan)),
-        "Plan.rows[0]": members_of(type(plan.rows[0])),
+        "Plan": members_of(type(made)),
+        "Plan.rows[0]": members_of(type(made.rows[0])),
         "%%distribute": options_of(magics.NbDist.distribute.parser),
         "%nbdist": commands(),
+        "help": help_texts(),
         "%config NbDist": sorted(magics.NbDist.class_own_traits(config=True)),
     }
 

@@ -13,7 +13,7 @@ import torch
 
 from nbdist.errors import OptionError
 from nbdist.worker import report as report_module
-from nbdist.worker.report import PinnedMemory, Reporter
+from nbdist.worker.report import PinnedSlots, Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ class FakeCopies:
         self.tensors = dict(tensors)
         self.arrived = False
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self.arrived
 
     def values(self) -> dict[str, float]:
@@ -136,27 +136,27 @@ def test_steps_are_counted_on_from_a_given_one(reporter: Reporter, kernel: Kerne
 @pytest.mark.parametrize(
     ("arguments", "scalars", "message"),
     [
-        (("x",), {}, r"^step of type str \('x'\) is not allowed in report\(\); use a whole number"),
-        ((1.5,), {"a": 1}, r"^step of type float \(1\.5\) is not"),
-        ((-1,), {"a": 1}, r"^step of type int \(-1\) is not"),
-        ((True,), {"a": 1}, "^step of type bool"),
-        ((2**62,), {"a": 1}, "^step of type int"),
-        ((torch.tensor(1.0),), {}, r"^step of type Tensor is not .*report\(loss=loss\)\.$"),
-        ((), {}, r"^report\(\) got no scalars; give them by name"),
+        (("x",), {}, r"^step of report\(\) must be an integer >= 0 .*, got str \('x'\)\."),
+        ((1.5,), {"a": 1}, r"^step of report.* got float \(1\.5\)\."),
+        ((-1,), {"a": 1}, r"^step of report.* got int \(-1\)\."),
+        ((True,), {"a": 1}, "^step of report.* got bool"),
+        ((2**62,), {"a": 1}, "^step of report.* got int"),
+        ((torch.tensor(1.0),), {}, r"^step of report.* got Tensor\. .*report\(loss=loss\)\.$"),
+        ((), {}, r"^report\(\) got no scalars\. Pass them by name"),
         ((3,), {}, r"^report\(\) got no scalars"),
-        ((), {"time": 1}, r"^report\(time=\.\.\.\) is taken"),
-        ((), {"loss": "x"}, r"^report\(loss=\.\.\.\) is of type str \('x'\); allowed are real"),
-        ((), {"loss": None}, r"^report\(loss=\.\.\.\) is of type NoneType; allowed"),
-        ((), {"loss": [1.0]}, r"^report\(loss=\.\.\.\) is of type list; allowed"),
-        ((), {"loss": 1j}, "is of type complex"),
-        ((), {"loss": 10**400}, "is too large for a float"),
-        ((), {"loss": np.arange(3)}, "is of type ndarray"),
-        ((), {"loss": np.array(["x"])}, r"is of type str \('x'\)"),
-        ((), {"loss": torch.ones(2, 3)}, r"has shape \(2, 3\), take its mean\(\) or sum\(\)"),
-        ((), {"loss": torch.empty(0)}, r"has shape \(0,\)"),
-        ((), {"loss": torch.tensor(1j)}, r"is of type complex"),
+        ((), {"time": 1}, r"^report\(time=\.\.\.\) is reserved"),
+        ((), {"loss": "x"}, r"^report\(loss=\.\.\.\) must be a real number .*, got str \('x'\)\.$"),
+        ((), {"loss": None}, r"^report\(loss=\.\.\.\) must .*, got NoneType\.$"),
+        ((), {"loss": [1.0]}, r"^report\(loss=\.\.\.\) must .*, got list\.$"),
+        ((), {"loss": 1j}, "got complex"),
+        ((), {"loss": 10**400}, "got a number too large for a float"),
+        ((), {"loss": np.arange(3)}, "got ndarray"),
+        ((), {"loss": np.array(["x"])}, r"got str \('x'\)"),
+        ((), {"loss": torch.ones(2, 3)}, r"of shape \(2, 3\)\. Take its mean\(\) or sum\(\)"),
+        ((), {"loss": torch.empty(0)}, r"of shape \(0,\)"),
+        ((), {"loss": torch.tensor(1j)}, r"got complex"),
         ((), {"loss": torch.ones(1, device="meta")}, "tensor on meta"),
-        ((), {"loss": torch.ones(3, dtype=torch.bfloat16)}, r"has shape \(3,\)"),
+        ((), {"loss": torch.ones(3, dtype=torch.bfloat16)}, r"of shape \(3,\)"),
         ((), {"fine": 1.0, "loss": "x"}, r"^report\(loss"),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_dtensor_is_refused_since_it_needs_a_collective(reporter: Reporter) ->
     class DTensor(torch.Tensor):
         def full_tensor(self) -> None: ...
 
-    with pytest.raises(OptionError, match=r"is a DTensor; .*\.full_tensor\(\) on all ranks"):
+    with pytest.raises(OptionError, match=r"got a DTensor\. .*\.full_tensor\(\) on all ranks"):
         reporter.report(loss=torch.tensor(1.0).as_subclass(DTensor))
 
 
@@ -298,31 +298,31 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
 
 
 def test_slots_are_read_behind_the_event_and_used_again(cuda: list[FakeEvent]) -> None:
-    memory = PinnedMemory()
+    memory = PinnedSlots()
     loss = torch.tensor([1.5], requires_grad=True)
-    copies = memory.copy({"loss": loss, "n": torch.tensor(7)})
-    assert not copies.ready()
+    copies = memory.copy_async({"loss": loss, "n": torch.tensor(7)})
+    assert not copies.is_ready()
     cuda[0].passed = True
-    assert copies.ready()
+    assert copies.is_ready()
     slots = len(memory._free)
     assert copies.values() == {"loss": 1.5, "n": 7.0}
     assert len(memory._free) == slots + 2
     with torch.inference_mode():
-        memory.copy({"loss": torch.tensor(2.0)})
+        memory.copy_async({"loss": torch.tensor(2.0)})
     assert len(cuda) == 2
 
 
 def test_slots_made_in_inference_mode_can_be_written_outside_of_it(cuda: list[FakeEvent]) -> None:
-    memory = PinnedMemory()
+    memory = PinnedSlots()
     with torch.inference_mode():
-        memory.copy({"loss": torch.tensor(2.0)})
-    memory.copy({"loss": torch.tensor(3.0)})
+        memory.copy_async({"loss": torch.tensor(2.0)})
+    memory.copy_async({"loss": torch.tensor(3.0)})
     assert len(cuda) == 2
 
 
 def test_more_copies_than_slots_are_held_apart(cuda: list[FakeEvent]) -> None:
-    memory = PinnedMemory()
-    flying = [memory.copy({"i": torch.tensor(i)}) for i in range(2500)]
+    memory = PinnedSlots()
+    flying = [memory.copy_async({"i": torch.tensor(i)}) for i in range(2500)]
     assert [copies.values()["i"] for copies in flying] == list(range(2500))
     assert len(cuda) == 2500
 
@@ -330,11 +330,11 @@ def test_more_copies_than_slots_are_held_apart(cuda: list[FakeEvent]) -> None:
 def test_a_failed_device_gives_nan_and_keeps_no_one_waiting(
     cuda: list[FakeEvent], caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = PinnedMemory()
-    copies = memory.copy({"loss": torch.tensor(1.0)})
+    memory = PinnedSlots()
+    copies = memory.copy_async({"loss": torch.tensor(1.0)})
     cuda[0].broken = True
     with caplog.at_level(logging.WARNING):
-        assert copies.ready()
+        assert copies.is_ready()
     assert math.isnan(copies.values()["loss"])
     assert "device-side assert" in caplog.text
 
@@ -358,21 +358,21 @@ def test_the_thread_that_asks_for_events_leaves_captures_of_cuda_graphs_alone(
 
     monkeypatch.setattr(report_module.ctypes, "CDLL", Driver)
     monkeypatch.setattr(FakeEvent, "query", query)
-    memory = PinnedMemory()
+    memory = PinnedSlots()
     thread = threading.Thread(
-        target=lambda: [memory.copy({"loss": torch.tensor(1.0)}).ready() for _ in range(2)]
+        target=lambda: [memory.copy_async({"loss": torch.tensor(1.0)}).is_ready() for _ in range(2)]
     )
     thread.start()
     thread.join()
     assert calls == [("mode", 1, thread), ("query", -1, thread), ("query", -1, thread)]
     calls.clear()
-    memory.copy({"loss": torch.tensor(1.0)}).ready()  # a flush of the main thread
+    memory.copy_async({"loss": torch.tensor(1.0)}).is_ready()  # a flush of the main thread
     assert [name for name, *_ in calls] == ["query"]
     assert len(cuda) == 3
 
 
 def test_a_captured_graph_is_told(cuda: list[FakeEvent], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(OptionError, match=r"CUDA graph is captured.*after the replay"):
-        PinnedMemory().copy({"loss": torch.tensor(1.0)})
+    with pytest.raises(OptionError, match=r"CUDA graph capture.*after the replay"):
+        PinnedSlots().copy_async({"loss": torch.tensor(1.0)})
     assert cuda == []

@@ -26,8 +26,8 @@ def test_it_is_shut_signed_and_of_a_name_that_nobody_can_foresee(tmp_path: Path)
     one, other = made_in(tmp_path), made_in(tmp_path)
     assert one != other
     assert one.stat().st_mode & 0o777 == 0o700
-    assert process_identity.of(one) == process_identity.Owner.me()
-    assert not process_identity.abandoned(one)
+    assert process_identity.read_owner(one) == process_identity.ProcessIdentity.current_process()
+    assert not process_identity.is_abandoned(one)
 
 
 @pytest.mark.fault("A9")
@@ -44,7 +44,7 @@ def test_a_folder_where_others_may_rename_is_the_last_choice(tmp_path: Path) -> 
     shared.mkdir()
     safe.mkdir()
     shared.chmod(0o777)
-    assert "sticky bit" in run_dir.danger(shared)
+    assert "sticky bit" in run_dir.unsafe_folder_reason(shared)
     assert made_in(shared, safe).parent == safe
     assert made_in(shared).parent == shared
     shared.chmod(0o1777)
@@ -56,7 +56,7 @@ def test_a_folder_of_somebody_else_is_the_last_choice(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     os.chown(theirs, 4242, 4242)
-    assert run_dir.danger(theirs) == "it belongs to another user (uid 4242)"
+    assert run_dir.unsafe_folder_reason(theirs) == "it belongs to another user (uid 4242)"
     assert made_in(theirs, tmp_path).parent == tmp_path
 
 
@@ -70,6 +70,6 @@ def test_a_file_system_that_keeps_no_modes_is_refused(
         return str(made)
 
     monkeypatch.setattr("tempfile.mkdtemp", open_to_all)
-    with pytest.raises(StartError, match="lets others into what is ours"):
+    with pytest.raises(StartError, match="does not keep folders private"):
         made_in(tmp_path)
     assert not list(tmp_path.iterdir())

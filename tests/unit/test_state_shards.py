@@ -16,7 +16,7 @@ from torch import nn
 
 from nbdist.errors import SwitchError
 from nbdist.state import collectives, digest, layouts, reshard
-from nbdist.state.shards import Piece, Shard, bytes_of, give_back, snapshot
+from nbdist.state.shards import Piece, Shard, copy_to_host, give_back, total_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def cut(tensor: torch.Tensor, bounds: Sequence[int]) -> Shard:
 
 def summed(*parts: Shard) -> int:
     """Digest of a key whose pieces lie on several ranks."""
-    return sum(digest.digests({"key": part})["key"] for part in parts) % 2**64
+    return sum(digest.local_digests({"key": part})["key"] for part in parts) % 2**64
 
 
 # -- the digest
@@ -130,8 +130,10 @@ def test_a_digest_can_be_that_of_another_type() -> None:
     tensor = values(5_000_000)
     wanted = summed(whole(tensor.to(torch.bfloat16)))
     shards = {"key": cut(tensor, [0, 3, 4_800_001, 5_000_000])}
-    assert digest.digests(shards, dtypes={"key": torch.bfloat16})["key"] == wanted
-    assert digest.digests(shards, dtypes={"other": torch.bfloat16})["key"] == summed(whole(tensor))
+    assert digest.local_digests(shards, dtypes={"key": torch.bfloat16})["key"] == wanted
+    assert digest.local_digests(shards, dtypes={"other": torch.bfloat16})["key"] == summed(
+        whole(tensor)
+    )
 
 
 # -- copies
@@ -140,20 +142,20 @@ def test_a_digest_can_be_that_of_another_type() -> None:
 def test_a_snapshot_is_a_copy() -> None:
     tensor = values(100)
     shards = {"key": cut(tensor, [10, 20, 70])}
-    copied = snapshot(shards)
+    copied = copy_to_host(shards)
     expected = summed(shards["key"])
     tensor.zero_()
     assert summed(copied["key"]) == expected
     assert copied["key"].shape == (100,)
-    assert bytes_of(copied) == bytes_of(shards) == 240
+    assert total_bytes(copied) == total_bytes(shards) == 240
 
 
 def test_a_snapshot_uses_the_memory_of_an_earlier_one() -> None:
     tensor, other = values(100), values(100)
     shards = {"key": cut(tensor, [10, 20, 70]), "other": cut(other, [0, 50])}
-    first = snapshot(shards)
+    first = copy_to_host(shards)
     tensor.add_(1)
-    again = snapshot(shards | {"other": cut(other, [0, 60])}, like=first)
+    again = copy_to_host(shards | {"other": cut(other, [0, 60])}, like=first)
     assert [piece.view.data_ptr() for piece in again["key"].pieces] == [
         piece.view.data_ptr() for piece in first["key"].pieces
     ]
@@ -190,7 +192,7 @@ class Ranks:
             thread.join(timeout=30)
         return results
 
-    def size(self, group: object = None) -> int:
+    def group_size(self, group: object = None) -> int:
         assert group is None
         return WORLD
 
@@ -198,29 +200,29 @@ class Ranks:
         assert group is None
         return int(self._own.rank)
 
-    def device(self, group: object = None) -> torch.device:
+    def comm_device(self, group: object = None) -> torch.device:
         assert group is None
         return torch.device("cpu")
 
-    def everyones(self, mine: Any, group: object = None) -> list[Any]:
+    def all_gather_values(self, mine: Any, group: object = None) -> list[Any]:
         self._said[self.rank(group)] = mine
         self._together.wait(timeout=20)
         found = list(self._said)
         self._together.wait(timeout=20)
         return found
 
-    def sums(self, numbers: Sequence[int], group: object = None) -> list[int]:
-        everyone = np.array(self.everyones(list(numbers), group), dtype=np.int64)
+    def all_reduce_sum(self, numbers: Sequence[int], group: object = None) -> list[int]:
+        everyone = np.array(self.all_gather_values(list(numbers), group), dtype=np.int64)
         return [int(one) for one in everyone.reshape(WORLD, -1).sum(0)]
 
-    def exchange(
+    def all_to_all_bytes(
         self,
         outgoing: torch.Tensor,
         sizes: Sequence[int],
         expected: Sequence[int],
         group: object = None,
     ) -> torch.Tensor:
-        everyone = self.everyones(outgoing.split(list(sizes)), group)
+        everyone = self.all_gather_values(outgoing.split(list(sizes)), group)
         mine = [parts[self.rank()] for parts in everyone]
         assert [one.numel() for one in mine] == list(expected)
         return torch.cat(mine)
@@ -230,7 +232,14 @@ class Ranks:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """Three ranks."""
     made = Ranks()
-    for name in ("size", "rank", "device", "everyones", "sums", "exchange"):
+    for name in (
+        "group_size",
+        "rank",
+        "comm_device",
+        "all_gather_values",
+        "all_reduce_sum",
+        "all_to_all_bytes",
+    ):
         monkeypatch.setattr(collectives, name, getattr(made, name))
     return made
 
@@ -295,7 +304,7 @@ def test_any_cut_moves_into_any_other(
     for seed in range(3):
         source = owned(tensors, seed)
         target, rooms = wanted(tensors, seed + 100, dtype)
-        sent = ranks.run(lambda rank: reshard.move(source[rank], target[rank]))  # noqa: B023
+        sent = ranks.run(lambda rank: reshard.reshard(source[rank], target[rank]))  # noqa: B023
         assert all(isinstance(one, int) for one in sent), sent
         for shards, room in zip(target, rooms, strict=True):
             for key, shard in shards.items():
@@ -315,20 +324,20 @@ def test_what_is_there_already_is_not_sent(ranks: Ranks) -> None:
     ]
     rooms = [torch.zeros(90) for _ in range(WORLD)]
     target = [{"model.a": cut(rooms[rank], [30 * rank, 30 * rank + 30])} for rank in range(WORLD)]
-    assert ranks.run(lambda rank: reshard.move(source[rank], target[rank])) == [0, 0, 0]
+    assert ranks.run(lambda rank: reshard.reshard(source[rank], target[rank])) == [0, 0, 0]
     shifted = [{"model.a": cut(rooms[rank], [30 * rank, 30 * rank + 31])} for rank in (0, 1)]
     shifted.append({"model.a": cut(rooms[2], [60, 90])})
-    assert ranks.run(lambda rank: reshard.move(source[rank], shifted[rank])) == [0, 4, 4]
+    assert ranks.run(lambda rank: reshard.reshard(source[rank], shifted[rank])) == [0, 4, 4]
     assert torch.equal(rooms[0][:31], tensors["model.a"][:31])
 
 
 @pytest.mark.parametrize(
     ("pieces", "shape", "words"),
     [
-        ([[0, 4], [4, 8], [8, 9]], (10,), "element 9 of model.a"),
-        ([[0, 4], [3, 8], [8, 10]], (10,), "element 4 of model.a"),
+        ([[0, 4], [4, 8], [8, 9]], (10,), "Element 9 of model.a"),
+        ([[0, 4], [3, 8], [8, 10]], (10,), "Element 4 of model.a"),
         ([[0, 4], [4, 8], [8, 10]], (5, 2), r"shapes \[5, 2\] and \[10\]"),
-        ([[0, 0], [0, 0], [0, 0]], (10,), "nowhere"),
+        ([[0, 0], [0, 0], [0, 0]], (10,), "no owner"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks(
@@ -336,7 +345,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
 ) -> None:
     tensor, rooms = values(10), [torch.full(shape, -1.0) for _ in range(WORLD)]
     results = ranks.run(
-        lambda rank: reshard.move(
+        lambda rank: reshard.reshard(
             {"model.a": cut(tensor, pieces[rank])}, {"model.a": whole(rooms[rank])}
         )
     )
@@ -348,7 +357,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
 
 def test_optimizer_state_that_nobody_has_becomes_zero(ranks: Ranks) -> None:
     rooms = [torch.ones(10) for _ in range(WORLD)]
-    ranks.run(lambda rank: reshard.move({}, {"optim.state.a.exp_avg": cut(rooms[rank], [2, 5])}))
+    ranks.run(lambda rank: reshard.reshard({}, {"optim.state.a.exp_avg": cut(rooms[rank], [2, 5])}))
     assert [room.tolist() for room in rooms] == [[1, 1, 0, 0, 0, 1, 1, 1, 1, 1]] * WORLD
 
 
@@ -356,9 +365,9 @@ def test_all_ranks_agree_on_digests_and_keys(ranks: Ranks) -> None:
     tensors = {key: values(*shape, seed=len(key)) for key, shape in SHAPES.items()}
     source = owned(tensors, 5)
     expected = {key: summed(whole(one)) for key, one in tensors.items()}
-    for found in ranks.run(lambda rank: digest.agreed(source[rank])):
+    for found in ranks.run(lambda rank: digest.global_digests(source[rank])):
         assert {key: found.get(key, 0) for key in expected} == expected
-    known = ranks.run(lambda rank: reshard.catalogue(source[rank]))
+    known = ranks.run(lambda rank: reshard.gather_keys(source[rank]))
     assert known[0] == known[1] == known[2]
     assert all(entry == (tensors[key].shape, torch.float32) for key, entry in known[0].items())
 
@@ -399,7 +408,7 @@ def trained(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple
 def named(layout: layouts.Layout, *, owned: bool) -> dict[str, Shard]:
     """Everything of a layout under the keys of checkpoints."""
     found = {f"model.{name}": one for name, one in layout.weights(owned=owned).items()}
-    for name, states in layout.states(owned=owned).items():
+    for name, states in layout.optimizer_state(owned=owned).items():
         found |= {f"optim.state.{name}.{state}": one for state, one in states.items()}
     return found
 
@@ -421,28 +430,30 @@ def test_any_element_wise_optimizer_is_carried(
     kind: Any, options: dict[str, Any], tensors: set[str], scalars: set[str]
 ) -> None:
     model, optimizer = trained(kind, **options)
-    layout = layouts.of(model, [optimizer])
+    layout = layouts.layout_for(model, [optimizer])
     assert set(layout.weights(owned=True)) == {name for name, _ in model.named_parameters()}
     trainable = {name for name, one in model.named_parameters() if one.requires_grad}
-    states, counts = layout.states(owned=True), layout.counts()
+    states, counts = layout.optimizer_state(owned=True), layout.scalar_state()
     assert {name: set(one) for name, one in states.items()} == dict.fromkeys(
         trainable if tensors else (), tensors
     )
     assert {name: set(one) for name, one in counts.items()} == dict.fromkeys(
         trainable if scalars else (), scalars
     )
-    kept = snapshot(named(layout, owned=True))
+    kept = copy_to_host(named(layout, owned=True))
     loss = model(torch.ones(2, 5))
     torch.manual_seed(1)
     other = Small()
     again = kind([one for one in other.parameters() if one.requires_grad], **options)
-    target = layouts.of(other, [again])
-    target.allocate({name: dict.fromkeys(one, torch.float32) for name, one in states.items()})
-    reshard.move(kept, named(target, owned=False))
-    target.settle(counts)
-    now = named(layouts.of(other, [again]), owned=True)
-    assert digest.digests(now) == digest.digests(kept)
-    assert layouts.of(other, [again]).counts() == counts
+    target = layouts.layout_for(other, [again])
+    target.allocate_optimizer_state(
+        {name: dict.fromkeys(one, torch.float32) for name, one in states.items()}
+    )
+    reshard.reshard(kept, named(target, owned=False))
+    target.finalize_state(counts)
+    now = named(layouts.layout_for(other, [again]), owned=True)
+    assert digest.local_digests(now) == digest.local_digests(kept)
+    assert layouts.layout_for(other, [again]).scalar_state() == counts
     assert torch.equal(other(torch.ones(2, 5)), loss)
     for one, its in ((model, optimizer), (other, again)):
         one(torch.ones(2, 5)).backward()
@@ -453,18 +464,18 @@ def test_any_element_wise_optimizer_is_carried(
 def test_a_model_before_its_first_step_has_no_state() -> None:
     model = Small()
     optimizer = torch.optim.AdamW(one for one in model.parameters() if one.requires_grad)
-    layout = layouts.of(model, [optimizer])
-    assert layout.states(owned=True) == {}
-    assert layout.counts() == {}
+    layout = layouts.layout_for(model, [optimizer])
+    assert layout.optimizer_state(owned=True) == {}
+    assert layout.scalar_state() == {}
     assert not optimizer.state
 
 
 def test_describing_copies_nothing() -> None:
     model, optimizer = trained(torch.optim.AdamW)
-    layout = layouts.of(model, [optimizer])
+    layout = layouts.layout_for(model, [optimizer])
     weight = layout.weights(owned=False)["first.weight"].pieces[0].view
     assert weight.data_ptr() == model.first.weight.data_ptr()
-    state = layout.states(owned=False)["scale"]["exp_avg"].pieces[0].view
+    state = layout.optimizer_state(owned=False)["scale"]["exp_avg"].pieces[0].view
     assert state.data_ptr() == optimizer.state[model.scale]["exp_avg"].data_ptr()
     assert not weight.requires_grad
 
@@ -488,16 +499,16 @@ class Counting(torch.optim.Optimizer):
 
 def test_counts_keep_the_form_that_their_optimizer_gives_them() -> None:
     model, optimizer = trained(Counting)
-    counts = layouts.of(model, [optimizer]).counts()
+    counts = layouts.layout_for(model, [optimizer]).scalar_state()
     assert counts["scale"] == {"step": 2.0}
     torch.manual_seed(1)
     other = Small()
     again = Counting(one for one in other.parameters() if one.requires_grad)
-    layouts.of(other, [again]).settle(counts)
+    layouts.layout_for(other, [again]).finalize_state(counts)
     assert again.state[other.scale]["step"] == 2
     assert type(again.state[other.scale]["step"]) is int
     adam = torch.optim.AdamW([other.scale])
-    layouts.of(other, [adam]).settle({"scale": {"step": 5.0}})
+    layouts.layout_for(other, [adam]).finalize_state({"scale": {"step": 5.0}})
     assert adam.state[other.scale]["step"].dtype == torch.float32
     assert adam.state[other.scale]["step"] == 5
 
@@ -505,17 +516,20 @@ def test_counts_keep_the_form_that_their_optimizer_gives_them() -> None:
 def test_state_that_is_not_element_wise_is_refused() -> None:
     model, optimizer = trained(torch.optim.AdamW)
     optimizer.state[model.first.weight]["row"] = torch.ones(3)
-    with pytest.raises(SwitchError, match=r"'row' of first.weight as \[3\]"):
-        layouts.of(model, [optimizer]).states(owned=True)
+    with pytest.raises(SwitchError, match=r"'row' of first.weight is \[3\]"):
+        layouts.layout_for(model, [optimizer]).optimizer_state(owned=True)
     optimizer.state[model.first.weight]["row"] = ["of", "words"]
-    with pytest.raises(SwitchError, match="as list"):
-        layouts.of(model, [optimizer]).states(owned=True)
+    with pytest.raises(SwitchError, match="is list"):
+        layouts.layout_for(model, [optimizer]).optimizer_state(owned=True)
 
 
 def test_names_are_those_of_the_bare_model() -> None:
     model = nn.Sequential(OrderedDict(module=nn.Linear(2, 2)))
     compiled = torch.compile(model, backend="eager")
-    assert list(layouts.of(compiled).weights(owned=True)) == ["module.weight", "module.bias"]
+    assert list(layouts.layout_for(compiled).weights(owned=True)) == [
+        "module.weight",
+        "module.bias",
+    ]
 
 
 def test_a_library_that_keeps_things_elsewhere_is_noticed() -> None:
@@ -534,20 +548,20 @@ def test_a_library_that_keeps_things_elsewhere_is_noticed() -> None:
         def set_gradient_accumulation_boundary(self) -> None:
             raise NotImplementedError
 
-    words = r"deepspeed [\d.]+ keeps its training state otherwise .*has no update_lp_params"
+    words = r"training state of deepspeed [\d.]+: .* has no update_lp_params"
     with pytest.raises(SwitchError, match=words):
-        layouts.check(Engine())
+        layouts.check_layout(Engine())
     other = Engine()
     other.optimizer = torch.optim.SGD(other.parameters())  # type: ignore[assignment]
-    with pytest.raises(SwitchError, match="trains this model with its SGD"):
-        layouts.of(other)
+    with pytest.raises(SwitchError, match="replaced the optimizer with its SGD"):
+        layouts.layout_for(other)
 
 
 def test_freeing_leaves_no_tensor_in_a_model_or_its_optimizer() -> None:
     model, optimizer = trained(torch.optim.AdamW)
     parameters = list(model.parameters())
-    layouts.free(model, [optimizer])
-    layouts.free(model, [optimizer])
+    layouts.free_model(model, [optimizer])
+    layouts.free_model(model, [optimizer])
     assert sum(math.prod(one.shape) for one in parameters) == 0
     assert list(model.parameters()) == []
     assert not optimizer.state

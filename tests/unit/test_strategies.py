@@ -14,7 +14,7 @@ from nbdist.strategies import (
     STRATEGIES,
     Hardware,
     Options,
-    canonical,
+    canonical_backend,
     load_config,
 )
 
@@ -28,13 +28,13 @@ TURING = Hardware(kind="cuda", world_size=4)
 
 
 def checked(**chosen: Any) -> Options:
-    return Options(**chosen).checked(CPU)
+    return Options(**chosen).validate(CPU)
 
 
 def test_every_backend_has_a_row_and_accepts_no_option_at_all() -> None:
-    assert {canonical(name) for name in BACKENDS} == set(STRATEGIES)
+    assert {canonical_backend(name) for name in BACKENDS} == set(STRATEGIES)
     for name in BACKENDS:
-        assert checked(backend=name).strategy.name == canonical(name)
+        assert checked(backend=name).strategy.name == canonical_backend(name)
 
 
 def test_options_and_hardware_survive_a_message() -> None:
@@ -44,11 +44,11 @@ def test_options_and_hardware_survive_a_message() -> None:
 
 
 def test_replicas_are_said_in_accelerates_words() -> None:
-    hybrid = Options(backend="fsdp", replicate_across="nodes").checked(NODES)
+    hybrid = Options(backend="fsdp", replicate_across="nodes").validate(NODES)
     sizes = {"dp_replicate_size": 4, "dp_shard_size": 2}
     assert hybrid.strategy.parallelism_kwargs(hybrid, NODES) == sizes
     assert hybrid.describe() == "fsdp2, replicate across nodes"
-    whole = Options(backend="fsdp").checked(NODES)
+    whole = Options(backend="fsdp").validate(NODES)
     assert whole.strategy.parallelism_kwargs(whole, NODES) == {}
     assert Hardware.from_json(json.loads(json.dumps(NODES.to_json()))) == NODES
 
@@ -57,57 +57,57 @@ def test_replicas_are_said_in_accelerates_words() -> None:
 def test_precision_defaults_to_what_the_hardware_is_best_at(
     hardware: Hardware, precision: str
 ) -> None:
-    assert Options().checked(hardware).precision == precision
+    assert Options().validate(hardware).precision == precision
 
 
 @pytest.mark.parametrize(
     ("chosen", "hardware", "said"),
     [
-        ({"backend": "fsdp3"}, CPU, "use one of ddp, fsdp, fsdp2"),
-        ({"precision": "fp16"}, CPU, "here these work: no, bf16"),
-        ({"precision": "bf16"}, TURING, "here these work: no, fp16"),
+        ({"backend": "fsdp3"}, CPU, "Use one of ddp, fsdp, fsdp2"),
+        ({"precision": "fp16"}, CPU, "Use one of no, bf16"),
+        ({"precision": "bf16"}, TURING, "Use one of no, fp16"),
         ({"precision": "fp8"}, AMPERE, "transformer-engine"),
-        ({"precision": "int4"}, CPU, "use one of no, fp16, bf16, fp8"),
-        ({"offload": "cpu"}, CPU, "fsdp2, fsdp1, zero1, zero2, zero3 have it"),
-        ({"backend": "fsdp", "offload": "nvme:/x"}, CPU, "zero3 has it"),
-        ({"backend": "zero2", "offload": "nvme:/x"}, CPU, "zero3 has it"),
+        ({"precision": "int4"}, CPU, "Use one of no, fp16, bf16, fp8"),
+        ({"offload": "cpu"}, CPU, "Use fsdp2, fsdp1, zero1, zero2, zero3, or offload none"),
+        ({"backend": "fsdp", "offload": "nvme:/x"}, CPU, "Use zero3, or offload none"),
+        ({"backend": "zero2", "offload": "nvme:/x"}, CPU, "Use zero3, or offload none"),
         ({"backend": "zero3", "offload": "nvme"}, CPU, "nvme:/path/to/folder"),
-        ({"backend": "zero3", "offload": "disk"}, CPU, "use one of none, cpu, nvme:PATH"),
-        ({"backend": "zero3", "offload_params": True}, CPU, "add offload cpu"),
-        ({"backend": "zero2", "offload": "cpu", "offload_params": True}, CPU, "zero3 can"),
-        ({"accumulate": 0}, CPU, "1, 2, 3"),
-        ({"clip": 0.0}, CPU, "above 0"),
-        ({"clip": -1.0}, CPU, "above 0"),
-        ({"clip": float("nan")}, CPU, "above 0"),
+        ({"backend": "zero3", "offload": "disk"}, CPU, "Use one of none, cpu, nvme:PATH"),
+        ({"backend": "zero3", "offload_params": True}, CPU, "Add offload cpu"),
+        ({"backend": "zero2", "offload": "cpu", "offload_params": True}, CPU, "fsdp1, zero3."),
+        ({"accumulate": 0}, CPU, "an integer >= 1, got 0"),
+        ({"clip": 0.0}, CPU, "finite number > 0"),
+        ({"clip": -1.0}, CPU, "finite number > 0"),
+        ({"clip": float("nan")}, CPU, "finite number > 0"),
         pytest.param(
             {"backend": "zero1"},
             Hardware(deepspeed=False),
             "pip install deepspeed",
             marks=pytest.mark.fault("A11"),
         ),
-        ({"fsdp_config": {}}, CPU, "it is for fsdp2, fsdp1"),
-        ({"backend": "fsdp", "replicate_across": "racks"}, NODES, "use one of none, nodes"),
-        ({"backend": "fsdp", "replicate_across": "nodes"}, CPU, "and these are on one"),
-        ({"backend": "fsdp1", "replicate_across": "nodes"}, NODES, "fsdp2 can"),
-        ({"replicate_across": "nodes"}, NODES, "backend ddp cannot replicate across nodes"),
+        ({"fsdp_config": {}}, CPU, "only with fsdp2, fsdp1"),
+        ({"backend": "fsdp", "replicate_across": "racks"}, NODES, "Use one of none, nodes"),
+        ({"backend": "fsdp", "replicate_across": "nodes"}, CPU, "but all ranks are on one"),
+        ({"backend": "fsdp1", "replicate_across": "nodes"}, NODES, "Use fsdp2"),
+        ({"replicate_across": "nodes"}, NODES, "Backend ddp cannot replicate across nodes"),
         (
             {"backend": "fsdp", "replicate_across": "nodes"},
             Hardware(world_size=5, nodes=2),
-            "5 ranks on 2 nodes are not equally many on each; leave it out.",
+            "5 ranks on 2 nodes are not the same number on each. Leave it out.",
         ),
         (
             {"backend": "fsdp", "replicate_across": "nodes"},
             Hardware(world_size=2, nodes=2),
-            "2 ranks on 2 nodes are one rank on each; leave it out, or use ddp.",
+            "2 ranks on 2 nodes are one rank on each. Leave it out, or use ddp.",
         ),
-        ({"backend": "fsdp", "deepspeed_config": {}}, CPU, "it is for zero1, zero2, zero3"),
+        ({"backend": "fsdp", "deepspeed_config": {}}, CPU, "only with zero1, zero2, zero3"),
     ],
 )
 def test_what_an_engine_lacks_is_said_in_one_sentence(
     chosen: dict[str, Any], hardware: Hardware, said: str
 ) -> None:
     with pytest.raises(OptionError) as caught:
-        Options(**chosen).checked(hardware)
+        Options(**chosen).validate(hardware)
     message = str(caught.value)
     assert said in message
     assert message.endswith(".")
@@ -117,8 +117,8 @@ def test_what_an_engine_lacks_is_said_in_one_sentence(
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        ({"deepspeed_config": {"zero_optimization": {"stage": 2}}}, "use backend zero2"),
-        ({"clip": 1.0, "deepspeed_config": {"gradient_clipping": 0.5}}, "keep one of them"),
+        ({"deepspeed_config": {"zero_optimization": {"stage": 2}}}, "Use backend zero2"),
+        ({"clip": 1.0, "deepspeed_config": {"gradient_clipping": 0.5}}, "Remove one of them"),
         ({"accumulate": 2, "deepspeed_config": {"gradient_accumulation_steps": 4}}, "accumulate"),
         ({"precision": "bf16", "deepspeed_config": {"fp16": {"enabled": True}}}, "precision"),
     ],
@@ -185,7 +185,7 @@ def test_an_fsdp_file_is_read_in_the_names_of_accelerate_config() -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [({"fsdp_version": 1}, "use backend fsdp1"), ({"wrap_everything": 1}, "wrap_everything")],
+    [({"fsdp_version": 1}, "Use backend fsdp1"), ({"wrap_everything": 1}, "wrap_everything")],
 )
 def test_an_fsdp_file_must_fit(content: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
@@ -214,7 +214,7 @@ def test_whether_fsdp_keeps_parameters_gathered(
 
 @pytest.mark.parametrize(
     ("backend", "value", "said"),
-    [("fsdp2", "FULL_SHARD", "takes true or false"), ("fsdp1", False, "by sharding_strategy")],
+    [("fsdp2", "FULL_SHARD", "must be true or false"), ("fsdp1", False, "use sharding_strategy")],
 )
 def test_each_fsdp_has_its_own_word_for_resharding(backend: str, value: Any, said: str) -> None:
     with pytest.raises(OptionError, match=said):
@@ -223,9 +223,9 @@ def test_each_fsdp_has_its_own_word_for_resharding(backend: str, value: Any, sai
 
 def test_checking_twice_changes_nothing() -> None:
     once = checked(backend="zero3", deepspeed_config={"gradient_clipping": 0.5})
-    assert once.checked(CPU) == once
+    assert once.validate(CPU) == once
     wrapped = checked(backend="fsdp", fsdp_config={"fsdp_offload_params": True})
-    assert wrapped.checked(CPU) == wrapped
+    assert wrapped.validate(CPU) == wrapped
 
 
 def test_no_engine_clips_unless_asked() -> None:
@@ -240,7 +240,7 @@ def test_no_engine_clips_unless_asked() -> None:
 def test_only_an_offload_under_deepspeed_builds_anything() -> None:
     def ops(**chosen: Any) -> tuple[str, ...]:
         options = checked(**chosen)
-        return options.strategy.extensions(options, CPU)
+        return options.strategy.required_ops(options, CPU)
 
     assert all(ops(backend=name) == () for name in STRATEGIES)
     assert ops(backend="fsdp", offload="cpu") == ()
@@ -250,7 +250,7 @@ def test_only_an_offload_under_deepspeed_builds_anything() -> None:
 
 def test_a_config_may_be_json_in_the_line() -> None:
     assert load_config('{"reshard_after_forward": false}') == {"reshard_after_forward": False}
-    with pytest.raises(OptionError, match="put it in single quotes, or name a file"):
+    with pytest.raises(OptionError, match="Put it in single quotes, or name a file"):
         load_config("{reshard_after_forward:false}")
 
 
@@ -267,7 +267,7 @@ def test_config_files_are_json_or_yaml(tmp_path: Path) -> None:
     [
         ("a.json", "{", "not JSON"),
         ("a.yaml", "a: [", "not YAML"),
-        ("a.json", "[1]", "not a mapping"),
+        ("a.json", "[1]", "must contain a mapping"),
         pytest.param(
             "a.yaml",
             "!!python/object/apply:os.getcwd []",
@@ -283,7 +283,7 @@ def test_an_unreadable_config_file_is_refused(
     file.write_text(text)
     with pytest.raises(OptionError, match=said):
         load_config(file)
-    with pytest.raises(OptionError, match="cannot read"):
+    with pytest.raises(OptionError, match="Cannot read"):
         load_config(tmp_path / "none.json")
 
 

@@ -6,7 +6,12 @@ import pytest
 
 import nbdist
 from nbdist.output import tracebacks
-from nbdist.output.tracebacks import SECONDARY, grouped, render, summary
+from nbdist.output.tracebacks import (
+    SECONDARY_ERROR_PATTERNS,
+    format_tracebacks,
+    group_errors,
+    summarize_errors,
+)
 from nbdist.protocol.messages import RankError
 
 RULE = "\x1b[31m" + "-" * 75 + "\x1b[39m"
@@ -34,14 +39,14 @@ def error(
 
 
 def text(errors: list[RankError], ranks: range = range(0)) -> str:
-    lines = render(grouped(errors), ranks=ranks)
-    return tracebacks.plain("\n".join(lines))
+    lines = format_tracebacks(group_errors(errors), ranks=ranks)
+    return tracebacks.strip_ansi("\n".join(lines))
 
 
 def test_equal_errors_are_one_group() -> None:
-    groups = grouped([error(rank, at=10 + rank) for rank in (3, 1, 0, 2)])
+    groups = group_errors([error(rank, at=10 + rank) for rank in (3, 1, 0, 2)])
     assert [group.ranks for group in groups] == [(0, 1, 2, 3)]
-    assert summary(groups) == "ValueError: bad batch (ranks 0-3)"
+    assert summarize_errors(groups) == "ValueError: bad batch (ranks 0-3)"
     assert text([error(rank) for rank in range(4)]).count("Traceback") == 1
 
 
@@ -54,17 +59,19 @@ def test_one_error_of_several_ranks_tells_who_finished() -> None:
 def test_addresses_pids_temp_names_and_colours_do_not_tell_errors_apart() -> None:
     one = error(0, evalue="<A at 0x7f01> in pid 12, /tmp/nbdist-0-ab/x")
     two = error(1, evalue="<A at 0x7f02> in pid 3456, /tmp/nbdist-1-cd/x")
-    bare = RankError(2, two.ename, two.evalue, [tracebacks.plain(i) for i in two.traceback], 11.0)
-    assert [group.ranks for group in grouped([one, two, bare])] == [(0, 1, 2)]
+    bare = RankError(
+        2, two.ename, two.evalue, [tracebacks.strip_ansi(i) for i in two.traceback], 11.0
+    )
+    assert [group.ranks for group in group_errors([one, two, bare])] == [(0, 1, 2)]
 
 
 def test_different_errors_are_apart_earliest_first() -> None:
     shown = text([error(0, "KeyError", "'k'", at=11), error(1, at=10)])
     assert shown.index("rank 1:") < shown.index("bad batch") < shown.index("rank 0:")
     assert "KeyError: 'k'" in shown
-    assert summary(grouped([error(0, "KeyError", "'k'", at=11), error(1, at=10)])) == (
-        "ValueError: bad batch (rank 1); KeyError (rank 0)"
-    )
+    assert summarize_errors(
+        group_errors([error(0, "KeyError", "'k'", at=11), error(1, at=10)])
+    ) == ("ValueError: bad batch (rank 1); KeyError (rank 0)")
 
 
 def test_another_message_from_the_same_place_is_one_line() -> None:
@@ -86,7 +93,7 @@ def test_a_lost_connection_is_folded_below_its_cause_even_if_earlier() -> None:
     assert shown.startswith("rank 1 (rank 2 finished):")
     assert shown.count("Traceback") == 1
     assert "\nrank 0 then lost its connection to rank 1: RuntimeError: [/__w" in shown
-    assert summary(grouped([lost, error(1)])) == "ValueError: bad batch (rank 1)"
+    assert summarize_errors(group_errors([lost, error(1)])) == "ValueError: bad batch (rank 1)"
 
 
 def test_lost_connections_differ_by_port_only() -> None:
@@ -109,7 +116,7 @@ def test_a_wrapped_lost_connection_is_secondary() -> None:
     inner = f"\x1b[31mRuntimeError\x1b[39m: {PEER_CLOSED}"
     link = "\nThe above exception was the direct cause of the following exception:\n"
     wrapped = error(0, "TrainingError", "step failed", at=5, frames=(inner, link))
-    assert grouped([wrapped, error(1)])[0].ranks == (1,)
+    assert group_errors([wrapped, error(1)])[0].ranks == (1,)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +161,7 @@ def test_a_wrapped_lost_connection_is_secondary() -> None:
     ],
 )
 def test_texts_of_torch_that_only_say_a_peer_is_gone(ename: str, evalue: str) -> None:
-    assert grouped([error(0, ename, evalue)])[0].kind == "secondary"
+    assert group_errors([error(0, ename, evalue)])[0].kind == "secondary"
 
 
 @pytest.mark.parametrize(
@@ -167,13 +174,13 @@ def test_texts_of_torch_that_only_say_a_peer_is_gone(ename: str, evalue: str) ->
     ],
 )
 def test_errors_of_the_users_own_are_causes(ename: str, evalue: str) -> None:
-    assert grouped([error(0, ename, evalue)])[0].kind == "cause"
+    assert group_errors([error(0, ename, evalue)])[0].kind == "cause"
 
 
 def test_pythons_connection_errors_inside_torch_are_secondary() -> None:
     frame = "File ~/x/site-packages/torch/distributed/distributed_c10d.py:9, in f()\n"
     lost = error(0, "ConnectionResetError", "[Errno 104]", frames=(frame,))
-    assert grouped([lost])[0].kind == "secondary"
+    assert group_errors([lost])[0].kind == "secondary"
 
 
 def test_an_interrupted_rank_is_no_cause() -> None:
@@ -181,7 +188,7 @@ def test_an_interrupted_rank_is_no_cause() -> None:
     shown = text([stopped, error(1)])
     assert shown.startswith("rank 1:")
     assert shown.endswith("\nrank 0 was interrupted")
-    assert summary(grouped([stopped])) == "KeyboardInterrupt (rank 0)"
+    assert summarize_errors(group_errors([stopped])) == "KeyboardInterrupt (rank 0)"
 
 
 def test_frames_of_nbdist_and_ipykernel_never_show() -> None:
@@ -206,9 +213,9 @@ def test_a_syntax_error_and_an_empty_traceback_are_shown() -> None:
 
 
 def test_messages_are_one_bounded_line() -> None:
-    assert summary(grouped([error(0, evalue="a\nb")])) == "ValueError: a (rank 0)"
-    assert len(summary(grouped([error(0, evalue="x" * 10_000)]))) < 400
+    assert summarize_errors(group_errors([error(0, evalue="a\nb")])) == "ValueError: a (rank 0)"
+    assert len(summarize_errors(group_errors([error(0, evalue="x" * 10_000)]))) < 400
 
 
 def test_every_pattern_names_its_source() -> None:
-    assert all(entry.source for entry in SECONDARY)
+    assert all(entry.source for entry in SECONDARY_ERROR_PATTERNS)

@@ -1,4 +1,4 @@
-// The dev page: the panel over a model that replays a scene. Nothing here is in the bundle.
+// Development page: the panel with a model that replays a scene. Not part of the bundle.
 
 import panel from "../src/main.ts";
 import { Chart } from "../src/chart.ts";

@@ -1,8 +1,8 @@
-"""Take pictures of the dev page, run axe-core on it, time a drawing.
+"""Take screenshots of the dev page, run axe-core on it, measure the drawing time.
 
     npm run dev && python dev/look.py FOLDER
 
-Needs playwright and Debian's chromium; tells what is wrong and ends with 1 then.
+Needs playwright and Debian's chromium. Prints problems and exits with status 1 if there are any.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ HERE = Path(__file__).parent
 AXE = HERE.parent / "node_modules" / "axe-core" / "axe.min.js"
 SCENES = ("gpu", "cpu", "nodes", "empty", "dead", "hostile")
 MIDDLE = 900
-"""A usual notebook's width in pixels: pictures of the whole alone."""
+"""Usual width of a notebook in pixels; only full-page screenshots at this width."""
 LOOKS = [(1400, ""), (1400, "&dark"), (MIDDLE, ""), (480, ""), (480, "&dark")]
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 
 
 def violations(page: Page) -> list[str]:
-    """What axe-core finds on the page."""
+    """Return the violations that axe-core reports for the page."""
     page.evaluate(AXE.read_text())
     found = page.evaluate("axe.run(document, {preload: false})")["violations"]
     return [f"{one['id']}: {one['nodes'][0]['html'][:160]}" for one in found]
 
 
 def look(page: Page, out: Path) -> list[str]:
-    """A picture of each scene in each look; returns what is wrong."""
+    """Take a screenshot of each scene at each width and theme. Return the problems."""
     wrong: list[str] = []
     page.on("console", lambda told: told.type == "error" and wrong.append(told.text))
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -56,7 +56,7 @@ def look(page: Page, out: Path) -> list[str]:
 
 
 def main() -> int:
-    """The script."""
+    """Run the script."""
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:

@@ -1,4 +1,4 @@
-// Pictures as a kernel would send them, for the dev page.
+// Panel states as a kernel would send them, for the development page.
 
 import type { Device, Header, Mark, Part, Picture, Profile, ProfiledRank, Rank, StrategyRow } from "../src/protocol.ts";
 import { EMPTY } from "../src/protocol.ts";
@@ -50,8 +50,8 @@ function row(id: string, words: string, sizes: Record<string, number>, changed: 
   };
 }
 const ROWS = [
-  row("1", "ddp", { parameters: 30.4, master: 60.8, gradients: 30.4, optimizer: 121, activations: 18 }, { why: "does not fit: the optimizer alone needs 121.0 GiB on each device" }),
-  row("2", "fsdp2", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 1.6, activations: 18.4, logits: 4.1, buffers: 1.2, context: 1.6 }, { current: true, tokens_per_s: 92_300, why: "fits, 2% slower: more of NVLink" }),
+  row("1", "ddp", { parameters: 30.4, master: 60.8, gradients: 30.4, optimizer: 121, activations: 18 }, { why: "does not fit: 260.6 of 79.6 GiB, optimizer 121.0" }),
+  row("2", "fsdp2", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 1.6, activations: 18.4, logits: 4.1, buffers: 1.2, context: 1.6 }, { current: true, tokens_per_s: 92_300, why: "fits, 2% slower: waits for communication over NVLink" }),
   row("3", "fsdp2, activation checkpointing", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 1.6, activations: 3.4, logits: 4.1, context: 1.6 }, { tokens_per_s: 74_100, arguments: { backend: "fsdp2", activation_checkpointing: true } }),
   row("4", "zero2", { parameters: 30.4, master: 7.6, gradients: 8.8, optimizer: 15.2, activations: 12, context: 1.6 }, { tokens_per_s: 88_000 }),
   row("5", "zero3", { parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 2.6, activations: 18.4, logits: 4.1, buffers: 2.6, context: 1.6 }, { tokens_per_s: 93_700, recommended: true, why: "the fastest that fits; network-bound" }),
@@ -77,19 +77,19 @@ const speed = (step: number): number => (step < 900 ? 61_000 : 92_000) + 2400 * 
 function profiled(rank: number, milliseconds: Record<string, number>, changed: Partial<ProfiledRank> = {}): ProfiledRank {
   const parts = Object.entries(milliseconds).map(([part, taken]) => ({ part, seconds: taken / 1000 }));
   const step_s = parts.reduce((all, part) => all + part.seconds, 0);
-  return { rank, step_s, parts, straggler: false, figures: `p90 ${Math.round(1100 * step_s)} ms; all_gather 1.9 GiB in 74 ms (25.6 GB/s), 12 ms more are hidden`, ...changed };
+  return { rank, step_s, parts, straggler: false, figures: `p90 ${Math.round(1100 * step_s)} ms; all_gather 1.9 GiB in 74 ms (25.6 GB/s), 12 ms of communication overlap with computation`, ...changed };
 }
 const PROFILE: Profile = {
-  verdict: "communication-bound: 41 % of the step waits for all_gather; PCIe",
-  facts: "10 steps of 212 ms (p50 211, p90 221), 92.4k tokens/s, MFU 31 % of 989 TFLOP/s bf16",
+  verdict: "communication-bound: 41 % of the step waits for all_gather; NVLink",
+  facts: "10 steps of 212 ms, p50 211 ms, p90 221 ms, 92.4k tokens/s, MFU 31 % of 989 TFLOP/s",
   gained: "fsdp2: predicted 35 % faster, measured 31 %",
   ranks: Array.from({ length: 8 }, (_, rank) =>
     profiled(rank, { data: 4, copies: 1.5, forward: 38, backward: 66, optimizer: 6, communication: 74, waiting: rank === 5 ? 0 : 12, offload: 2, python: rank === 5 ? 15 : 3, idle: 5 }, { straggler: rank === 5 })),
   advice: [
-    { title: "zero2", text: "about 52 % faster (38 to 66 %). By the planner it moves or updates less on each rank.", command: "%nbdist switch zero2", does: "The living ranks go from fsdp2 to zero2: weights, optimizer state and variables are kept.", arguments: { backend: "zero2" } },
-    { title: "num_workers=4", text: "about 6 % faster (4 to 8 %). Batches are made by the main thread and a step waits 13 ms for them.", command: "DataLoader(..., num_workers=4, persistent_workers=True)", does: "", arguments: {} },
+    { title: "zero2", text: "about 52 % faster (38 to 66 %). The planner predicts that exposed communication takes 12 ms of a step instead of 74 ms, and that it fits.", command: "%nbdist switch zero2", does: "Switches the running ranks from fsdp2 to zero2: weights, optimizer state and variables are kept.", arguments: { backend: "zero2" } },
+    { title: "num_workers=4", text: "about 6 % faster (4 to 8 %). Batches are loaded by the main thread, and each step waits 13 ms for them. 4 workers load them while the ranks compute.", command: "DataLoader(..., num_workers=4, persistent_workers=True)", does: "", arguments: {} },
   ],
-  notes: ["The device's own rows were not recorded on rank 3."], time: NOW - 75, refused: "",
+  notes: ["The collectives of the ranks could not be matched, so waiting for a slower rank counts as communication."], time: NOW - 75, refused: "",
 };
 
 export const SCENES: Record<string, () => Scene> = {
@@ -97,15 +97,15 @@ export const SCENES: Record<string, () => Scene> = {
     picture: {
       header: header({ backend: "fsdp2", world_size: 8, precision: "bf16", offload: "none", options: "clip 1.0", place: "8 x NVIDIA H100 80GB", state: "running", words: "running cell 4", since: NOW - 42 }),
       nodes: [],
-      devices: Array.from({ length: 8 }, (_, index) => gpu(index, index === 5 ? { peak_bytes: 64.4 * GIB, note: "The peak of 64.4 GiB is 11 % above the prediction of 58.1 GiB (stated error 5 %)." } : index === 7 ? { others_bytes: 6.2 * GIB, holders: ["python (pid 9120, 6.2 GiB)"] } : {})),
+      devices: Array.from({ length: 8 }, (_, index) => gpu(index, index === 5 ? { peak_bytes: 64.4 * GIB, note: "the peak is 11% above the prediction, whose stated error is 5%: %nbdist plan --check shows which part" } : index === 7 ? { others_bytes: 6.2 * GIB, holders: ["python (pid 9120, 6.2 GiB)"] } : {})),
       profile: PROFILE,
-      strategies: { rows: ROWS, note: "Qwen2.5-7B, micro-batch 4 x 2,048 tokens, AdamW: the fullest rank at its fullest moment." },
+      strategies: { rows: ROWS, note: "Qwen2.5-7B on 8 x NVIDIA H100 80GB: micro-batch 4 x 2048, adamw, bf16; closed form." },
       ranks: ranks(8, (rank) => `cuda:${rank}`).map((rank) => (rank.rank === 3 ? { ...rank, state: "waiting" as const, where: "In[4] line 7: accelerator.backward(loss) · all_reduce" } : rank)),
       checkpoints: [
         { name: "step-1500", step: 1500, size_bytes: 85.2 * GIB, backend: "fsdp2", saved: NOW - 300, seconds: 12.4, path: "/data/run/step-1500", state: "done", problem: "" },
         { name: "base", step: 420, size_bytes: 85.2 * GIB, backend: "ddp", saved: NOW - 9000, seconds: 31.8, path: "/data/run/base", state: "done", problem: "" },
       ],
-      progress: { text: "saving step-1840: 31.2 of 85.2 GiB", share: 0.37, since: NOW - 6 },
+      progress: { text: "writing checkpoint step-1840, 37%", share: 0.37, since: NOW - 6 },
       queue: [{ id: "1", text: "switch to zero3" }],
       marks, notice: null,
     },
@@ -122,9 +122,9 @@ export const SCENES: Record<string, () => Scene> = {
         pcie_tx: null, pcie_rx: null, nvlink_tx: null, nvlink_rx: null,
       })),
       profile: {
-        ...EMPTY.profile, verdict: "input-bound: 83 % of the step waits for the DataLoader", facts: "7 steps of 242 ms (p50 241, p90 247)", time: NOW - 8,
+        ...EMPTY.profile, verdict: "input-bound: 83 % of the step waits for the next batch (num_workers=0)", facts: "7 steps of 242 ms, p50 241 ms, p90 247 ms", time: NOW - 8,
         ranks: [0, 1].map((rank) => profiled(rank, { data: 201, forward: 12, backward: 19, optimizer: 3, communication: 4, python: 2, idle: 0.4 }, { figures: "" })),
-        advice: [{ title: "num_workers=4", text: "about 4.9 times as fast. A batch takes 200 ms, in the main thread.", command: "DataLoader(..., num_workers=4)", does: "", arguments: {} }],
+        advice: [{ title: "num_workers=4", text: "about 4.9 times as fast (3.8 to 5.4). Batches are loaded by the main thread, and each step waits 201 ms for them. 4 workers load them while the ranks compute.", command: "DataLoader(..., num_workers=4)", does: "", arguments: {} }],
         refused: "a profile is under way: its verdict comes in a few seconds.",
       },
       strategies: { rows: [], note: "No plan: memory of CPU ranks is not predicted." },
@@ -161,15 +161,15 @@ export const SCENES: Record<string, () => Scene> = {
       ...scene,
       picture: {
         ...scene.picture, devices: scene.picture.devices.slice(0, 1), queue: [], progress: null,
-        header: header({ backend: "fsdp2", world_size: 2, precision: "bf16", place: "2 x NVIDIA H100 80GB", state: "dead", words: "rank 1 is dead", since: NOW - 15 }),
+        header: header({ backend: "fsdp2", world_size: 2, precision: "bf16", place: "2 x NVIDIA H100 80GB", state: "dead", words: "rank 1 ended with signal 9 (SIGKILL): maybe the OOM killer: see dmesg; all ranks were ended and their variables are lost. Use %nbdist restart to start new ranks.", since: NOW - 15 }),
         ranks: ranks(2, (rank) => `cuda:${rank}`).map((rank) => (rank.rank === 1 ? { ...rank, state: "dead" as const, line: "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." } : { ...rank, state: "waiting" as const, where: "In[4] line 9: optimizer.step() · all_gather" })),
-        notice: { kind: "error", text: "Rank 1 (pid 41231) ended with signal 9 (SIGKILL).\nThe other ranks were released; %nbdist restart starts new ones.", time: NOW - 15 },
+        notice: { kind: "error", text: "rank 1 ended with signal 9 (SIGKILL): maybe the OOM killer: see dmesg; all ranks were ended and their variables are lost. Use %nbdist restart to start new ranks.\nThe last checkpoint is 'step-1500' at step 1500: use %nbdist restart, run the cell that calls prepare(), then %nbdist load step-1500.", time: NOW - 15 },
       },
     };
   },
   hostile: () => {
     const evil = "<img src=x onerror=alert(1)>";
-    const long = "a-name-that-nobody-should-choose-".repeat(6);
+    const long = "a-name-that-is-much-too-long-".repeat(6);
     const scene = SCENES.gpu!();
     const names = Array.from({ length: 196 }, (_, index) => `layer.${index}.grad_norm`);
     return {

@@ -1,4 +1,4 @@
-// A bar of memory: parts stacked against a scale, in bytes.
+// Memory bar: parts stacked on a scale, in bytes.
 
 import { h, Keyed, style } from "./dom.ts";
 import { bytes } from "./format.ts";
@@ -31,7 +31,7 @@ export class Stack {
   }
 }
 
-/** A share of the scale as CSS wants it, never past the bar's end. */
+/** A share of the scale as a CSS width, at most 100 %. */
 export function percent(value: number, scale: number): string {
   return scale > 0 ? `${Math.min(100, (100 * value) / scale).toFixed(2)}%` : "0%";
 }

@@ -1,4 +1,4 @@
-// One series as a chart of uPlot, with marks of switches and saves, and of what is no number.
+// Chart of one series, drawn by uPlot, with marks for switches, saves and non-finite values.
 
 import uPlot from "uplot";
 import type { Columns } from "./columns.ts";
@@ -10,7 +10,7 @@ import { colourOf } from "./theme.ts";
 import type { Choice } from "./store.ts";
 
 const HEIGHT = 150;
-/** Marks this near to each other are one, and the cursor is at one; CSS pixels. */
+/** Marks closer than this are merged, and the cursor counts as on a mark; CSS pixels. */
 const NEAR = 4;
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6, 1e7, 1e8];
 const SECONDS = [1, 5, 15, 30, 60, 300, 900, 1800, 3600, 7200, 14400, 43200, 86400, 604800];
@@ -19,7 +19,7 @@ export interface Drawn {
   columns: Columns;
   choice: Choice;
   marks: readonly Mark[];
-  /** Unix seconds at which time begins. */
+  /** Origin of the time axis in Unix seconds. */
   start: number;
 }
 
@@ -49,7 +49,7 @@ export class Chart {
 
   show(drawn: Drawn): void {
     this.drawn = drawn;
-    // Scales cannot change their kind in place; the mean is a line of its own only where wanted.
+    // uPlot cannot change the kind of a scale in place. The mean is a separate line if smoothing is on.
     const { x, log, smoothing } = drawn.choice;
     const kind = `${x} ${log} ${smoothing > 0}`;
     const columns = drawn.columns.slice(0, smoothing > 0 ? 3 : 2) as uPlot.AlignedData;
@@ -98,12 +98,12 @@ export class Chart {
     return {
       width,
       height: HEIGHT,
-      padding: [18, 14, 0, 0], // room for the marks' words
+      padding: [18, 14, 0, 0], // space for the labels of the marks
       legend: { show: false },
       cursor: { sync: { key: this.sync }, drag: { x: false, y: false }, y: false, points: { size: 6 } },
       scales: {
         x: { time: false },
-        // A series that never changes, or has no number yet, needs a scale too.
+        // A constant series, or one without a finite value, needs a scale too.
         y: choice.log ? { distr: 3 } : { range: (_plot: uPlot, low: number | null, high: number | null) => room(low, high) },
       },
       axes: [
@@ -125,7 +125,7 @@ export class Chart {
     };
   }
 
-  /** The marks within the chart; in the canvas' pixels or CSS's. */
+  /** Marks inside the chart, in canvas or CSS pixels. */
   private uprights(plot: uPlot, canvas: boolean): Upright[] {
     if (!this.drawn) return [];
     const { choice, start, marks } = this.drawn;
@@ -139,7 +139,7 @@ export class Chart {
     return uprights(marks, place, canvas ? NEAR * devicePixelRatio : NEAR);
   }
 
-  /** Upright lines where a checkpoint was saved (dotted) and where the training changed (dashed). */
+  /** Draw vertical lines where a checkpoint was saved (dotted) and where the training changed (dashed). */
   private mark(plot: uPlot): void {
     const { ctx, bbox } = plot;
     ctx.save();
@@ -156,7 +156,7 @@ export class Chart {
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
       const end = x + ctx.measureText(words).width;
-      // Words only where they do not run into each other or out of the chart.
+      // Skip labels that overlap or extend beyond the chart.
       if (x < free || end > ctx.canvas.width) continue;
       ctx.fillText(words, x, bbox.top - 2 * ratio);
       free = end + 4 * ratio;
@@ -164,7 +164,7 @@ export class Chart {
     ctx.restore();
   }
 
-  /** A sign on the axis for each value that is no number: a gap alone is easily missed. */
+  /** Draw a sign on the axis for each non-finite value: a gap alone is easily missed. */
   private sign(plot: uPlot): void {
     if (!this.drawn?.columns[3].size) return;
     const { ctx, bbox } = plot;
@@ -178,7 +178,7 @@ export class Chart {
     for (const [index, value] of odd) {
       const found = oddity(value);
       const x = plot.valToPos(xs[index]!, "x", true);
-      if (x - (last.get(found.sign) ?? -Infinity) < 2 * size) continue; // no more would be seen
+      if (x - (last.get(found.sign) ?? -Infinity) < 2 * size) continue; // too close to be distinguished
       last.set(found.sign, x);
       trace(ctx, found, x, bbox.top, bottom, size);
     }
@@ -186,7 +186,7 @@ export class Chart {
     ctx.restore();
   }
 
-  /** What happened at the cursor. */
+  /** Return the events at the cursor. */
   private told(): string {
     const at = this.plot?.cursor.left ?? -1;
     if (!this.plot || at < 0) return "";
@@ -194,7 +194,7 @@ export class Chart {
     return near.map(({ told }) => told).join(", ");
   }
 
-  /** The value under the cursor, else the latest. */
+  /** Show the value under the cursor, otherwise the latest. */
   private say(): void {
     if (!this.drawn) return;
     const [xs, raw, smooth, odd] = this.drawn.columns;

@@ -1,4 +1,4 @@
-// Checkpoints: what is saved, and saving, loading, exporting.
+// Checkpoints: the list, and the forms to save, load and export.
 
 import { confirmation } from "./confirm.ts";
 import { attribute, h, Keyed, say } from "./dom.ts";
@@ -79,7 +79,7 @@ function makeRow(store: Store): Row {
       load.focus();
     };
     const asked = confirmation({
-      says: "Replaces the model's present state.",
+      says: "Replaces the current state of the model.",
       label: "Load it",
       does: () => store.command("load", { name: now.name }, `load ${now.name}`),
       over,
@@ -112,7 +112,7 @@ function makeRow(store: Store): Row {
 }
 
 function exportForm(store: Store, over: () => void): HTMLElement {
-  const folder = h("input", { type: "text", placeholder: "folder, as out/", "aria-label": "folder", maxlength: 1000 });
+  const folder = h("input", { type: "text", placeholder: "folder, for example out/", "aria-label": "folder", maxlength: 1000 });
   const send = (): void => {
     const wanted = folder.value.trim();
     if (!wanted) return folder.focus();
@@ -122,7 +122,7 @@ function exportForm(store: Store, over: () => void): HTMLElement {
   };
   const keys = (event: KeyboardEvent): void => {
     if (event.key === "Enter" && event.target === folder) {
-      event.preventDefault(); // else it presses the button that gets the focus now
+      event.preventDefault(); // otherwise it presses the button that gets the focus
       send();
     }
     if (event.key === "Escape") over();
@@ -131,7 +131,7 @@ function exportForm(store: Store, over: () => void): HTMLElement {
     "div",
     { class: "nbd-confirm", role: "group", "aria-label": "export", onkeydown: keys },
     h("label", {}, h("span", { class: "nbd-muted" }, "Export to"), folder),
-    h("span", { class: "nbd-grow nbd-muted" }, "the model as it is now, as safetensors for from_pretrained"),
+    h("span", { class: "nbd-grow nbd-muted" }, "the current model, as safetensors for from_pretrained"),
     h("button", { class: "nbd-primary", onclick: send }, "Export"),
     h("button", { onclick: over }, "Cancel"),
   );

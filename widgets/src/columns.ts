@@ -1,4 +1,4 @@
-// What a chart draws of a series: sorted, smoothed, and apart what has no place on its axis.
+// Columns that a chart draws for a series: sorted, smoothed, with values that cannot be drawn kept apart.
 
 import type { Points } from "./points.ts";
 import type { Choice } from "./store.ts";
@@ -7,11 +7,11 @@ export type Columns = [
   x: number[],
   raw: (number | null)[],
   smooth: (number | null)[],
-  /** By index: values that are null in `raw`, since they are no numbers or have no logarithm. */
+  /** By index: values that are null in `raw` because they are not finite or have no logarithm. */
   odd: Map<number, number>,
 ];
 
-/** Columns for uPlot; by time, x counts seconds from `start`. */
+/** Return the columns for uPlot; on a time axis, x is in seconds since `start`. */
 export function columns(points: Points, choice: Choice, start: number): Columns {
   const odd: Columns[3] = new Map();
   const xs: number[] = new Array<number>(points.length);
@@ -30,14 +30,14 @@ export function columns(points: Points, choice: Choice, start: number): Columns 
   return [xs, ys, choice.smoothing > 0 ? smoothed(ys, choice.smoothing) : ys, odd];
 }
 
-/** Indices in the order of time, where that is not the order of steps; else null. */
+/** Return the indices in order of time if that differs from the order of steps, otherwise null. */
 function byTime({ time, length }: Points): Uint32Array | null {
   let sorted = true;
   for (let i = 1; sorted && i < length; i += 1) sorted = time[i - 1]! <= time[i]!;
   return sorted ? null : Uint32Array.from({ length }, (_, i) => i).sort((a, b) => time[a]! - time[b]!);
 }
 
-/** Exponential mean, corrected for its start (as Adam's), which gaps do not move. */
+/** Exponential moving average with bias correction (as in Adam); gaps do not change it. */
 export function smoothed(values: readonly (number | null)[], weight: number): (number | null)[] {
   let [mean, left] = [0, 1];
   return values.map((value) => {

@@ -1,17 +1,17 @@
-// The second step of what loses something: a sentence, the button that does it, and a way back.
+// Confirmation of an action that loses something: a sentence, a confirm button and Cancel.
 
 import { h } from "./dom.ts";
 
 export interface Confirmed {
-  /** What will happen. */
+  /** The consequence of the action. */
   says: string;
   label: string;
   does: () => void;
-  /** Called when the question is over, done or not. */
+  /** Called when the confirmation is closed, confirmed or not. */
   over: () => void;
 }
 
-/** The question as an element; Escape takes it back. Give it the focus with `focus()`. */
+/** Return the confirmation as an element; Escape cancels it. Give it the focus with `focus()`. */
 export function confirmation({ says, label, does, over }: Confirmed): HTMLElement {
   const yes = h("button", { class: "nbd-primary", onclick: () => (over(), does()) }, label);
   const no = h("button", { onclick: over }, "Cancel");
@@ -29,7 +29,7 @@ export function confirmation({ says, label, does, over }: Confirmed): HTMLElemen
   );
 }
 
-/** A place for one question at a time, which gives the focus back to the button that asked. */
+/** Container for one confirmation at a time; returns the focus to the button that opened it. */
 export class Question {
   readonly root = h("div", { class: "nbd-question" });
   private asker: HTMLElement | null = null;

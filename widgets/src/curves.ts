@@ -1,4 +1,4 @@
-// Curves of what report() was given: which are shown, and how.
+// Curves of the values passed to report(): the selection and its options.
 
 import { Chart } from "./chart.ts";
 import { columns } from "./columns.ts";
@@ -8,11 +8,11 @@ import { SENT_SERIES, type Store } from "./store.ts";
 import { watchTheme } from "./theme.ts";
 import type { View } from "./view.ts";
 
-/** More charts than this at once are no help. */
+/** Maximum number of charts shown at once. */
 const MOST = 12;
 let views = 0;
 
-/** Names with loss and tokens/s first, the others as they came. */
+/** Sort names: loss and tokens/s first, the others in order of arrival. */
 export function inOrder(names: Iterable<string>): string[] {
   const place = (name: string): number => {
     if (name === "loss") return 0;

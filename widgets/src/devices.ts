@@ -1,4 +1,4 @@
-// Devices: predicted parts with the live use drawn over them, and what each does now.
+// Devices: predicted memory with the memory in use on top, and current readings.
 
 import { inWords, percent, Stack } from "./bar.ts";
 import { attribute, h, Keyed, say, style } from "./dom.ts";
@@ -15,7 +15,7 @@ interface Row {
   show(device: Device, index: number): void;
 }
 
-/** Figures that not every machine tells; a column stands where any device has it. */
+/** Readings that not every machine provides; a column is shown if any device has it. */
 const TELLS: Readonly<Record<string, (device: Device) => unknown>> = {
   load: (device) => device.utilization,
   power: (device) => device.power_w,
@@ -25,7 +25,7 @@ const TELLS: Readonly<Record<string, (device: Device) => unknown>> = {
 };
 const HEADS: Readonly<Record<string, string>> = {
   memory: "peak",
-  load: "utilisation",
+  load: "utilization",
   power: "power",
   heat: "temp.",
   pcie: "PCIe GB/s",
@@ -79,7 +79,7 @@ interface Heading {
   show(node: Node | undefined): void;
 }
 
-/** The line above a node's devices. */
+/** Heading above the devices of a node. */
 function makeHeading(): Heading {
   const name = h("span", { class: "nbd-name" });
   const words = h("span", { class: "nbd-muted" });
@@ -122,7 +122,7 @@ function makeRow(store: Store): Row {
   );
 
   function show(device: Device, index: number): void {
-    say(name, device.name.replace("NVIDIA ", "")); // every one is; the room is for the model
+    say(name, device.name.replace("NVIDIA ", "")); // common to all, so the space is used for the model
     name.title = device.name;
     const held = ranks(device.ranks);
     say(which, device.name.endsWith(held) ? "" : held);
@@ -142,7 +142,7 @@ function makeRow(store: Store): Row {
 
     memory.root.title = "memory over the last minutes";
     say(memory.text, bytes(device.peak_bytes));
-    load.root.title = "utilisation";
+    load.root.title = "utilization";
     say(load.text, device.utilization === null ? NOTHING : `${Math.round(100 * device.utilization)} %`);
     power.root.title = device.power_limit_w ? `power, limit ${Math.round(device.power_limit_w)} W` : "power";
     say(power.text, device.power_w === null ? NOTHING : `${Math.round(device.power_w)} W`);
@@ -174,7 +174,7 @@ function figure(name: string): { root: HTMLElement; spark: Spark; text: HTMLElem
   return { root: h("span", { class: name }, spark.root as unknown as globalThis.Node, text), spark, text };
 }
 
-/** Bytes a second out and in, in GB/s as links are sold; its name where no column's head says it. */
+/** Bytes per second sent and received, in GB/s; with its name if there is no column head. */
 function traffic(name: string, words: string): { root: HTMLElement; show(out: number | null, into: number | null): void } {
   const figures = h("span");
   const root = h(
@@ -196,7 +196,7 @@ function told(device: Device, total: number): string {
   return words.join(", ");
 }
 
-/** What is said where the kernel says nothing: the peak left the prediction upwards. */
+/** Return a note if the kernel sent none and the peak exceeds the prediction. */
 function above(device: Device, total: number): string {
   const { peak_bytes: peak, stated_error: error } = device;
   if (peak === null || error === null || total <= 0 || peak <= total * (1 + error)) return "";

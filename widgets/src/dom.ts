@@ -1,11 +1,11 @@
-// Elements: every text becomes a text node, never HTML.
+// Helpers to create elements; text always becomes a text node, never HTML.
 
 type Child = Node | string | null;
 type Value = string | number | boolean | null | ((event: never) => void);
 
 const FOCUSABLE = new Set(["BUTTON", "INPUT", "SELECT", "TEXTAREA"]);
 
-/** An element with attributes (`on...`: listeners) and children. */
+/** Create an element with attributes (`on...`: listeners) and children. */
 export function h<K extends keyof HTMLElementTagNameMap>(
   tag: K,
   attributes: Record<string, Value> = {},
@@ -19,7 +19,7 @@ export function h<K extends keyof HTMLElementTagNameMap>(
       attribute(made, name, value);
     }
   }
-  // With the focus on a button JupyterLab would take "d d" as "delete this cell".
+  // JupyterLab would interpret "d d" typed on a focused button as "delete this cell".
   if (FOCUSABLE.has(made.tagName) || "tabindex" in attributes) {
     made.setAttribute("data-lm-suppress-shortcuts", "true");
   }
@@ -28,7 +28,7 @@ export function h<K extends keyof HTMLElementTagNameMap>(
   return made;
 }
 
-/** Set an attribute where it differs; null and false remove it, true sets it empty. */
+/** Set an attribute if it differs; null and false remove it, true sets it to "". */
 export function attribute(element: Element, name: string, value: string | number | boolean | null): void {
   if (value === null || value === false) {
     element.removeAttribute(name);
@@ -38,19 +38,19 @@ export function attribute(element: Element, name: string, value: string | number
   if (element.getAttribute(name) !== text) element.setAttribute(name, text);
 }
 
-/** Set an element's text where it differs, so that a selection in it lives on. */
+/** Set an element's text if it differs, so that a text selection is kept. */
 export function say(element: Element, text: string): void {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Set a style property where it differs. */
+/** Set a style property if it differs. */
 export function style(element: HTMLElement | SVGElement, name: string, value: string): void {
   if (element.style.getPropertyValue(name) !== value) element.style.setProperty(name, value);
 }
 
 /**
- * Make the children of `parent` those of `items`: kept by key, made and removed where needed.
- * Elements live on across pictures, and with them focus, selection and what is unfolded.
+ * Synchronizes the children of `parent` with a list of items: kept by key, created and removed as
+ * needed. Elements persist across updates, and with them focus, selection and expanded rows.
  */
 export class Keyed<T, R extends { root: Element }> {
   readonly shown = new Map<string, R>();
@@ -67,7 +67,7 @@ export class Keyed<T, R extends { root: Element }> {
     const wanted = new Map<string, T>();
     for (const item of items) {
       let key = this.key(item);
-      while (wanted.has(key)) key += "'"; // two of one name are both shown
+      while (wanted.has(key)) key += "'"; // show both of two items with the same key
       wanted.set(key, item);
     }
     for (const [key, row] of this.shown) {
@@ -87,7 +87,7 @@ export class Keyed<T, R extends { root: Element }> {
       this.update(row, item, index);
       index += 1;
     }
-    // A row that was moved has lost the focus on its way.
+    // Moving a row in the DOM drops its focus.
     if (focused instanceof HTMLElement && focused !== document.activeElement && focused.isConnected) {
       focused.focus({ preventScroll: true });
     }

@@ -1,8 +1,8 @@
-// How numbers read, here as in nbdist/display/panel_html.py.
+// Number formats; the same as in nbdist/display/panel_html.py.
 
 const MIB = 2 ** 20;
 const GIB = 2 ** 30;
-/** What stands where nothing is known. */
+/** Placeholder for unknown values. */
 export const NOTHING = "–";
 
 /** "31.2 GiB"; "512 MiB" below one GiB. */
@@ -12,7 +12,7 @@ export function bytes(value: number | null): string {
   return value > 0 && value < MIB ? "<1 MiB" : `${Math.round(value / MIB)} MiB`;
 }
 
-/** "31.2 / 80.0 GiB": the unit once where both have the same. */
+/** "31.2 / 80.0 GiB": the unit is shown once if both are equal. */
 export function bytesOf(value: number | null, whole: number | null): string {
   if (whole === null) return bytes(value);
   const [first = "", unit] = bytes(value).split(" ");
@@ -55,7 +55,7 @@ export function short(value: number | null): string {
   return value.toExponential(2);
 }
 
-/** Values of an axis, with as many digits as tell them apart: large ones may differ by little. */
+/** Format axis ticks with enough digits to distinguish them: large values may differ by little. */
 export function ticks(values: readonly (number | null)[]): string[] {
   const plain = values.map((value) => (value === null ? "" : short(value)));
   const many = values.filter((value) => value !== null).length;
@@ -63,13 +63,13 @@ export function ticks(values: readonly (number | null)[]): string[] {
   return values.map((value) => (value === null ? "" : String(Number(value.toPrecision(8)))));
 }
 
-/** Tokens a second, all of a size with as many digits: "840", "12.3k", "1.2M". */
+/** Tokens per second, with the same digits for each magnitude: "840", "12.3k", "1.2M". */
 export function speed(perSecond: number): string {
   if (perSecond >= 1e6) return `${(perSecond / 1e6).toFixed(1)}M`;
   return perSecond >= 1e3 ? `${(perSecond / 1e3).toFixed(1)}k` : perSecond.toFixed(0);
 }
 
-/** A value of a series with as many digits as one compares. */
+/** Format a value of a series with enough digits for comparison. */
 export function value(number: number | null): string {
   if (number === null || !Number.isFinite(number)) return NOTHING;
   const size = Math.abs(number);
@@ -82,7 +82,7 @@ export function count(number: number): string {
   return grouped(number, 0);
 }
 
-/** Bytes a second in GB/s, without the unit: "1.2", "112". */
+/** Bytes per second in GB/s, without the unit: "1.2", "112". */
 export function gigabytes(perSecond: number | null): string {
   if (perSecond === null) return NOTHING;
   const giga = perSecond / 1e9;

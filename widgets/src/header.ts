@@ -1,4 +1,4 @@
-// Head of the panel: what runs and for how long, the buttons, progress, queue, notices.
+// Panel header: current operation and duration, buttons, progress, queue, notices.
 
 import { Question } from "./confirm.ts";
 import { attribute, h, Keyed, say, style } from "./dom.ts";
@@ -21,9 +21,9 @@ const WORDS: Record<string, string> = {
   dead: "a rank died",
   stopped: "stopped",
 };
-/** What went well is told for so long; what went wrong until something else is told. */
+/** Success messages are shown for this long, errors until the next message. */
 const TOLD_S = 30;
-/** States in which nothing runs that could be stopped. */
+/** States in which there is nothing to stop. */
 const RESTS = new Set(["new", "ready", "interrupted", "dead", "stopped"]);
 
 export function headerView(store: Store): View {
@@ -112,7 +112,7 @@ export function headerView(store: Store): View {
     say(elapsed, work?.since != null ? duration(now - work.since) : "");
     for (const note of [answer, notice]) if (now > note.until) note.root.hidden = true;
     if (store.link !== "stale") return;
-    say(state, `no news from the kernel for ${duration(Date.now() / 1000 - store.heard)}`);
+    say(state, `no message from the kernel for ${duration(Date.now() / 1000 - store.heard)}`);
     say(running, "");
   }
 
@@ -135,7 +135,7 @@ export function headerView(store: Store): View {
     stop.disabled = gone || RESTS.has(header.state);
     restart.disabled = gone || header.state === "new";
     for (const button of [save, change]) button.disabled = gone || idle || header.state === "dead";
-    // One that cannot be pressed now still tells why, to the keyboard too.
+    // aria-disabled instead of disabled: the button stays focusable and shows the reason.
     const { refused } = store.picture.profile;
     profile.disabled = gone;
     attribute(profile, "aria-disabled", refused ? "true" : null);
@@ -159,7 +159,7 @@ export function headerView(store: Store): View {
   return { root, topics, update, tick };
 }
 
-/** What came of something; with a button where more can be done about it. */
+/** Message about the result of a command, with an optional button. */
 class Note {
   private readonly text = h("span");
   readonly root: HTMLElement;
@@ -177,7 +177,7 @@ class Note {
   }
 }
 
-/** Commands that wait for the cell, each with a button that takes it back; else what was asked. */
+/** Commands that wait for the cell, each with a Cancel button; otherwise the requested ones. */
 function queueView(store: Store): { root: HTMLElement; show(waiting: readonly Queued[], gone: boolean): void } {
   const told = h("span");
   const list = h("span", { class: "nbd-queue", role: "list" });
@@ -192,7 +192,7 @@ function queueView(store: Store): { root: HTMLElement; show(waiting: readonly Qu
     () => {},
   );
   function show(waiting: readonly Queued[], gone: boolean): void {
-    const asked = [...store.asked.values()].map(({ words }) => `asked: ${words}`);
+    const asked = [...store.asked.values()].map(({ words }) => `requested: ${words}`);
     say(told, waiting.length ? "Waiting for the cell:" : asked.join(" · "));
     keyed.show(waiting);
     list.hidden = waiting.length === 0;
@@ -202,7 +202,7 @@ function queueView(store: Store): { root: HTMLElement; show(waiting: readonly Qu
   return { root, show };
 }
 
-/** Any backend and options, where the plan has no row for them or there is no plan. */
+/** Form to switch to any backend and options, even without a plan or a matching row. */
 function switchForm(store: Store, question: Question, asker: HTMLElement): HTMLElement {
   const { header, strategies } = store.picture;
   const named = new Set([...strategies.rows.map((row) => row.backend), ...BACKENDS]);
@@ -220,8 +220,8 @@ function switchForm(store: Store, question: Question, asker: HTMLElement): HTMLE
       const words = [args.backend, args.offload && `offload ${offload.select.value}`].filter(Boolean);
       question.ask(
         asker,
-        `Switch to ${words.join(", ")}: model, optimizer state and variables are carried over; ` +
-          "training pauses meanwhile and the next cell goes on.",
+        `Switch to ${words.join(", ")}: model, optimizer state and variables are kept. ` +
+          "Training pauses during the switch and continues with the next cell.",
         "Switch now",
         () => store.command("switch", args, `switch to ${backend.select.value}`),
       );

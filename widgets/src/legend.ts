@@ -1,10 +1,10 @@
-// What the colours and marks of bars stand for.
+// Legend of the colors and marks of bars.
 
 import { h, Keyed, style } from "./dom.ts";
 import { colour, ordered } from "./parts.ts";
 import type { Part } from "./protocol.ts";
 
-/** What lies over the parts of a bar. */
+/** Marks drawn over the parts of a bar. */
 const MARKS = {
   live: "in use now",
   peak: "peak",
@@ -14,7 +14,7 @@ const MARKS = {
 export type BarMark = keyof typeof MARKS;
 
 interface Entry {
-  /** Of the swatch: its colour, or the class of a mark. */
+  /** Color of the swatch; null if it is a mark. */
   colour: string | null;
   mark: BarMark | null;
   words: string;
@@ -34,7 +34,7 @@ export class Legend {
     () => {},
   );
 
-  /** Each part that any bar has, and the marks that are there. */
+  /** Show every part that occurs in a bar, and the given marks. */
   show(bars: readonly (readonly Part[])[], marks: Partial<Record<BarMark, boolean>>): void {
     const seen = new Map(bars.flatMap((bar) => ordered(bar)).map((part) => [part.part, part]));
     const parts = ordered([...seen.values()]).map(({ part }) => ({ colour: colour(part), mark: null, words: part }));

@@ -1,6 +1,6 @@
-// The panel's front end, as anywidget loads it: a store for each model, a view for each place
-// where it is displayed. Runs in the notebook's page; asks nothing of any network but, where an
-// interrupt goes unheard, the notebook's own server.
+// Entry point of the panel's front end, loaded by anywidget: one store per widget model, one view per
+// display. Runs in the notebook's page. Its only network request goes to the notebook's own server, if
+// an interrupt has no effect.
 
 import "uplot/dist/uPlot.min.css";
 import "./panel.css";
@@ -16,14 +16,14 @@ import { strategiesView } from "./strategies.ts";
 import { tabsView } from "./tabs.ts";
 import type { View } from "./view.ts";
 
-/** What we use of anywidget's model. */
+/** The part of anywidget's model that is used here. */
 export interface Model {
   on(event: string, heard: (...told: unknown[]) => void): void;
   off(event: string, heard: (...told: unknown[]) => void): void;
   send(message: unknown): void;
 }
 
-/** Show a store in an element; returns how to take it away again. */
+/** Show a store in an element. Returns a function that removes it. */
 export function show(store: Store, element: HTMLElement): () => void {
   const views: View[] = [
     headerView(store),
@@ -45,7 +45,7 @@ export function show(store: Store, element: HTMLElement): () => void {
   );
   element.append(root);
 
-  // However many messages come, one drawing per frame; hidden pages draw nothing.
+  // Draw once per frame regardless of the number of messages; hidden pages do not draw.
   const changed = new Set<Topic>();
   let frame = 0;
   function draw(): void {
@@ -67,7 +67,7 @@ export function show(store: Store, element: HTMLElement): () => void {
   }, 1000);
   for (const view of views) view.update();
   frame ||= requestAnimationFrame(draw);
-  // Charts need a width, which the page gives only once the element is in it.
+  // Charts need a width, which is known only once the element is in the page.
   changed.add("series");
   return () => {
     unwatch();
@@ -88,7 +88,7 @@ export default function panel(): {
       store = new Store((message) => model.send(message));
       const heard = (message: unknown, buffers: unknown): void =>
         store.receive(message, Array.isArray(buffers) ? buffers : []);
-      // Fires when a restarted kernel has left this view behind.
+      // Fires when the kernel was restarted and this view is no longer connected.
       const gone = (): void => store.connect("gone");
       model.on("msg:custom", heard);
       model.on("comm_live_update", gone);

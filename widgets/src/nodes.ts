@@ -1,9 +1,9 @@
-// What is on nodes of a cluster, below the headings of these.
+// Groups items of a cluster under headings of their nodes.
 
-/** A heading, or one of the items below it, with its place among all items. */
+/** A heading, or an item below it with its index among all items. */
 export type Placed<T> = { heading: string } | { heading: null; item: T; index: number };
 
-/** Items in their order, a node's name before its first; none on the notebook's own machine. */
+/** Insert a heading before the first item of each node; items on the notebook's machine get none. */
 export function byNode<T extends { node: string }>(items: readonly T[]): Placed<T>[] {
   return items.flatMap((item, index): Placed<T>[] => {
     const placed = { heading: null, item, index };

@@ -1,10 +1,10 @@
-// What memory is used for: one order and one colour each, here and in nbdist/display/panel_html.py.
+// Categories of memory: order and colors, the same as in nbdist/display/panel_html.py.
 
 import type { Part } from "./protocol.ts";
 
 /**
- * Middle luminance (0.15 to 0.29), so that each has 3:1 against white and against the dark
- * themes' #212121; neighbours differ in hue or lightness for colour-blind eyes, and a gap parts them.
+ * Luminance of 0.15 to 0.29, so that each color has a contrast of 3:1 against white and against the
+ * dark themes' #212121. Neighbors differ in hue or lightness for color-blind users, with a gap between.
  */
 export const COLOURS: Readonly<Record<string, string>> = {
   parameters: "#3987c8",
@@ -21,12 +21,12 @@ export const COLOURS: Readonly<Record<string, string>> = {
 };
 const ORDER = Object.keys(COLOURS);
 
-/** Colour of a part; the planner's newer parts have that of "other". */
+/** Return the color of a part; unknown parts have the color of "other". */
 export function colour(part: string): string {
   return (Object.hasOwn(COLOURS, part) ? COLOURS[part] : undefined) ?? COLOURS.other!;
 }
 
-/** Parts in their order everywhere; empty ones are left out. */
+/** Sort parts in the common order and drop empty ones. */
 export function ordered(parts: readonly Part[]): Part[] {
   const place = (part: string): number => {
     const found = ORDER.indexOf(part);

@@ -1,4 +1,4 @@
-// Points of one series: three columns in the order of steps, thinned when they get long.
+// Points of one series: three columns sorted by step, thinned when they get long.
 
 /** A series is thinned to this many points when it reaches twice as many. */
 export const KEPT = 2000;
@@ -19,18 +19,18 @@ export class Points {
   }
 
   private push(step: number, time: number, value: number): void {
-    // A point without a place on either axis cannot be drawn.
+    // A point without a position on an axis cannot be drawn.
     if (!Number.isFinite(step) || !Number.isFinite(time)) return;
     const at = this.place(step);
     if (at === this.length || this.step[at] !== step) this.open(at);
-    // Else a rank was late, or a loaded checkpoint went back: the later value is the step's.
+    // Otherwise a rank was late, or a loaded checkpoint went back: the later value replaces the step's.
     this.step[at] = step;
     this.time[at] = time;
     this.value[at] = value;
     if (this.length === 2 * KEPT) this.thin(KEPT);
   }
 
-  /** Where a step is, or would be; nearly always at the end. */
+  /** Return the insertion index of a step; nearly always the end. */
   private place(step: number): number {
     if (this.length === 0 || step > this.step[this.length - 1]!) return this.length;
     let [low, high] = [0, this.length - 1];
@@ -60,8 +60,8 @@ export class Points {
   }
 
   /**
-   * Keep the least and the greatest value of each of `points / 2` stretches, in their order, so
-   * that no spike is lost. A stretch with a NaN or an infinity keeps one such point: its gap.
+   * Keep the minimum and maximum of each of `points / 2` intervals, in order, so that no spike is
+   * lost. An interval with a NaN or an infinity keeps one such point, which is drawn as a gap.
    */
   thin(points: number): void {
     if (this.length <= points) return;

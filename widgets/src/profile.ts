@@ -1,4 +1,4 @@
-// The latest profile: the verdict, a bar of each rank's step, and what would make it faster.
+// The latest profile: the verdict, a bar for each rank's step, and suggested changes.
 
 import { Question } from "./confirm.ts";
 import { title } from "./devices.ts";
@@ -9,9 +9,9 @@ import type { Store } from "./store.ts";
 import { COLOURS, inWords, painted, share, TimeBar, told } from "./times.ts";
 import type { View } from "./view.ts";
 
-/** States without ranks that could switch. */
+/** States in which no ranks can switch. */
 const RANKLESS = new Set(["new", "dead", "stopped"]);
-const HINT = "Point at a part of a bar, or go to it with Tab and the arrow keys, for its figures.";
+const HINT = "Point at a part of a bar, or select it with Tab and the arrow keys, to see its figures.";
 const COPIED_MS = 2000;
 
 interface RankRow {
@@ -94,7 +94,7 @@ export function profileView(store: Store): View {
   return { root, topics: ["profile", "link", "header"], update, tick };
 }
 
-/** The parts that any rank has, with their share of all ranks' steps. */
+/** Return the parts of all ranks, with their share of the total step time. */
 function meanOf(ranks: readonly ProfiledRank[]): Entry[] {
   const whole = ranks.reduce((sum, { step_s }) => sum + step_s, 0);
   const sums = new Map<string, number>();
@@ -115,7 +115,7 @@ function rankRow(read: (words: string) => void, scale: () => number): RankRow {
   const stack = new TimeBar();
   const step = h("span", { class: "nbd-figures nbd-cell" });
 
-  /** Tell of one part, or of the whole rank. */
+  /** Show the figures of one part, or of the whole rank. */
   function go(to: number): void {
     at = Math.max(-1, Math.min(to, shown.length - 1));
     stack.mark(at);
@@ -188,7 +188,7 @@ function adviceRow(store: Store): AdviceRow {
   };
 }
 
-/** Copy an element's text, which a page without https may only select; returns what was done. */
+/** Copy an element's text, or select it if the page is not served over https. Returns a status text. */
 async function copied(element: HTMLElement): Promise<string> {
   try {
     await navigator.clipboard.writeText(element.textContent ?? "");

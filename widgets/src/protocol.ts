@@ -1,6 +1,6 @@
-// Every message between the kernel and this front end: the mirror of nbdist/panel/protocol.py.
-// What comes from the kernel is read here, value by value: a wrong type becomes the empty value
-// of its place or leaves the earlier one standing, so that no view ever meets a wrong type.
+// Messages between the kernel and this front end; mirrors nbdist/panel/protocol.py.
+// Every value from the kernel is validated here: a value of a wrong type is replaced by an empty one
+// or keeps the previous one, so that views never receive a wrong type.
 
 export type State =
   | "new"
@@ -33,7 +33,7 @@ export interface Part {
   part: string;
   bytes: number;
 }
-/** One machine of a cluster; there are none where all ranks are on the notebook's. */
+/** One machine of a cluster; the list is empty if all ranks are on the notebook's machine. */
 export interface Node {
   name: string;
   words: string;
@@ -42,7 +42,7 @@ export interface Node {
 }
 export interface Device {
   name: string;
-  /** As in `Node.name`; empty on the notebook's machine, as for `Rank`. */
+  /** Equals `Node.name`; empty on the notebook's machine. The same for `Rank`. */
   node: string;
   kind: "cuda" | "cpu";
   ranks: number[];
@@ -54,7 +54,7 @@ export interface Device {
   peak_bytes: number | null;
   others_bytes: number;
   holders: string[];
-  /** Share of the time, 0 to 1. */
+  /** Fraction of the time, 0 to 1. */
   utilization: number | null;
   power_w: number | null;
   power_limit_w: number | null;
@@ -79,7 +79,7 @@ export interface StrategyRow {
   why: string;
   command: string;
   does: string;
-  /** Of the switch command; empty where a button cannot do it. */
+  /** Arguments of the switch command; empty if a button cannot do it. */
   arguments: Record<string, unknown>;
 }
 export interface Strategies {
@@ -95,20 +95,20 @@ export interface ProfiledRank {
   rank: number;
   step_s: number;
   parts: Span[];
-  /** The others wait for it. */
+  /** True if the other ranks wait for it. */
   straggler: boolean;
   figures: string;
 }
 export interface Advice {
   title: string;
-  /** The predicted gain, and why. */
+  /** The predicted gain and its reason. */
   text: string;
   command: string;
   does: string;
-  /** Of the switch command; empty where a button cannot do it. */
+  /** Arguments of the switch command; empty if a button cannot do it. */
   arguments: Record<string, unknown>;
 }
-/** The latest profile; its verdict is empty before the first. */
+/** The latest profile; the verdict is empty before the first. */
 export interface Profile {
   verdict: string;
   facts: string;
@@ -117,7 +117,7 @@ export interface Profile {
   advice: Advice[];
   notes: string[];
   time: number | null;
-  /** Why no profile can be asked for now; empty where one can. */
+  /** Reason why no profile can be requested now; empty if one can. */
   refused: string;
 }
 export type RankState = "ready" | "running" | "waiting" | "dead" | "starting" | "ended";
@@ -128,7 +128,7 @@ export interface Rank {
   node: string;
   state: RankState;
   line: string;
-  /** Characters that it has printed. */
+  /** Number of characters printed. */
   written: number;
   where: string;
 }
@@ -185,7 +185,7 @@ export interface Samples {
   times: number[];
   devices: Record<keyof Sample, (number | null)[]>[];
 }
-/** Points of one series: triples of step, unix seconds and value, one after the other. */
+/** Points of one series: consecutive triples of step, Unix seconds and value. */
 export interface Rows {
   name: string;
   triples: Float64Array;
@@ -214,7 +214,7 @@ export type Outgoing =
   | { kind: "command"; id: string; name: CommandName; arguments: Record<string, unknown> }
   | { kind: "log"; rank: number | null; search: string };
 
-/** Names that the switch form offers; the kernel checks them against nbdist.strategies. */
+/** Backends in the switch form; the kernel checks them against nbdist.strategies. */
 export const BACKENDS = ["ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3"] as const;
 
 export const EMPTY: Picture = {
@@ -270,7 +270,7 @@ function text(value: unknown, otherwise = ""): string {
 function number(value: unknown): number | null {
   return typeof value === "number" && Number.isFinite(value) ? value : null;
 }
-/** Bytes, counts: a finite number that is not negative. */
+/** Read bytes or counts: a finite, non-negative number. */
 function amount(value: unknown): number | null {
   const found = number(value);
   return found === null || found < 0 ? null : found;
@@ -278,7 +278,7 @@ function amount(value: unknown): number | null {
 function one<T extends string>(value: unknown, allowed: readonly T[], otherwise: T): T {
   return allowed.includes(value as T) ? (value as T) : otherwise;
 }
-/** Items that can be read; the others are left out. */
+/** Read the valid items of a list; others are dropped. */
 function list<T>(value: unknown, read: (item: unknown) => T | null): T[] {
   if (!Array.isArray(value)) return [];
   const items = value.slice(0, LONGEST_LIST).map(read);
@@ -421,7 +421,7 @@ const strategies = object<Strategies>((p) => ({
   note: text(p.note),
 }));
 
-/** Top-level keys of a picture that can be read; null where there is not even an object. */
+/** Read the valid top-level keys of a picture; null if it is not an object. */
 function picture(value: unknown): Partial<Picture> | null {
   if (!isPlain(value)) return null;
   const found: Partial<Picture> = {};
@@ -444,12 +444,12 @@ function picture(value: unknown): Partial<Picture> | null {
 
 function doubles(buffer: unknown): Float64Array {
   if (!ArrayBuffer.isView(buffer) || buffer.byteLength % 8) return new Float64Array(0);
-  // A copy: what a websocket hands over need not lie at a multiple of eight bytes.
+  // Copy, because a buffer from a websocket need not be aligned to eight bytes.
   const from = buffer.byteOffset;
   return new Float64Array(buffer.buffer.slice(from, from + buffer.byteLength) as ArrayBuffer);
 }
 
-/** The series of a message cut out of its buffer; null where names and buffer do not match. */
+/** Split a buffer into the series of a message; null if names and buffer do not match. */
 function rows(series: unknown, buffers: readonly unknown[]): Rows[] | null {
   if (!Array.isArray(series)) return null;
   const values = doubles(buffers[0]);
@@ -486,7 +486,7 @@ const samples = object<Samples>((p) => ({
   ),
 }));
 
-/** A message from the kernel; null where it cannot be read. */
+/** Parse a message from the kernel; null if it is invalid. */
 export function read(message: unknown, buffers: readonly unknown[] = []): Incoming | null {
   if (!isPlain(message)) return null;
   switch (message.kind) {

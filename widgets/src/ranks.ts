@@ -1,4 +1,4 @@
-// Ranks: what each does, its last line, and its log with search.
+// Ranks: state, last output line, and a searchable log.
 
 import { attribute, h, Keyed, say } from "./dom.ts";
 import { byNode, type Placed } from "./nodes.ts";
@@ -41,7 +41,7 @@ export function ranksView(store: Store): View {
   return { root, topics: ["ranks", "log", "link"], update, tick: log.tick, close: log.close };
 }
 
-/** The line above a node's ranks. */
+/** Heading above the ranks of a node. */
 function makeHeading(node: string, columns: number): Row {
   const cell = h("th", { class: "nbd-of-node", scope: "rowgroup", colspan: columns }, node);
   return { root: h("tr", {}, cell), show: () => {} };
@@ -74,9 +74,9 @@ function makeRow(open: () => void): Row {
   };
 }
 
-/** How long typing rests before the kernel is asked. */
+/** Delay after typing before the log is requested. */
 const REST_MS = 250;
-/** Between two questions for lines that have come since. */
+/** Interval between two requests for new lines. */
 const AGAIN_MS = 2000;
 
 interface LogView {
@@ -107,17 +107,17 @@ function logView(store: Store): LogView {
     window.clearTimeout(timer);
     timer = window.setTimeout(ask, REST_MS);
   }
-  /** Characters that the rank had printed when the panel last heard of it. */
+  /** Number of characters printed by the rank, as of the last update. */
   const printed = (): number => store.picture.ranks.find(({ rank }) => rank === wanted())?.written ?? 0;
   function ask(): void {
-    say(told, "asking the kernel …");
+    say(told, "loading …");
     askAgain();
   }
   function askAgain(): void {
     [askedAt, written] = [Date.now(), printed()];
     store.askLog(wanted(), search.value);
   }
-  /** Follow a rank that prints, but for a reader who has marked some of the text. */
+  /** Load new lines of a rank that prints, unless the user has selected text in the log. */
   function tick(): void {
     if (root.hidden || store.link !== "live" || printed() === written) return;
     const marked = document.getSelection();
@@ -140,7 +140,7 @@ function logView(store: Store): LogView {
       which.value = before;
     }
     if (store.log === shown || store.log?.rank !== wanted()) return;
-    if (store.log.search !== sought(search.value)) return; // another page's
+    if (store.log.search !== sought(search.value)) return; // the reply to another page's request
     shown = store.log;
     const found = store.log.lines;
     say(told, `${found.length} ${found.length === 1 ? "line" : "lines"}`);

@@ -1,5 +1,5 @@
-// The notebook server's own interrupt, for a kernel that is too busy to read our messages.
-// Only where the page says where its server is: JupyterLab and Notebook, not VS Code or Colab.
+// Interrupts the kernel through the notebook server's REST API, if the kernel is too busy to read messages.
+// Works only if the page contains the server's address: JupyterLab and Notebook, not VS Code or Colab.
 
 import type { Answer } from "./store.ts";
 
@@ -8,7 +8,7 @@ interface Server {
   token: string;
 }
 
-/** Where this page's server is; null where the page does not say. */
+/** Return the server of this page; null if the page does not contain it. */
 export function server(page: Document = document): Server | null {
   const told = page.getElementById("jupyter-config-data")?.textContent;
   if (!told) return null;
@@ -22,12 +22,12 @@ export function server(page: Document = document): Server | null {
   }
 }
 
-/** Interrupt a kernel through its server's REST API; says in words how that went. */
+/** Interrupt a kernel through its server's REST API. Returns the result as text. */
 export async function interruptKernel(kernelId: string | null): Promise<Answer> {
   const found = server();
-  // An id goes into a URL: letters, digits and hyphens are all that Jupyter gives.
+  // The ID becomes part of a URL; Jupyter's IDs contain only letters, digits and hyphens.
   if (!found || !kernelId || !/^[\w-]{1,64}$/.test(kernelId)) {
-    return failed("the kernel is busy and does not answer: use the notebook's own interrupt button");
+    return failed("the kernel is busy and does not respond: use the notebook's own interrupt button");
   }
   const base = new URL(found.baseUrl, document.baseURI);
   if (base.origin !== new URL(document.baseURI).origin) {
@@ -41,7 +41,7 @@ export async function interruptKernel(kernelId: string | null): Promise<Answer> 
     if (reply.ok) return { ok: true, text: "interrupted through the notebook server" };
     return failed(`the notebook server refused the interrupt (${reply.status})`);
   } catch (problem) {
-    if (problem instanceof TypeError) return failed("the notebook server does not answer");
+    if (problem instanceof TypeError) return failed("the notebook server does not respond");
     throw problem;
   }
 }

@@ -1,4 +1,4 @@
-// Saving under a name; a name that exists asks once more.
+// Form to save a checkpoint; asks for confirmation if the name exists.
 
 import { confirmation } from "./confirm.ts";
 import { h } from "./dom.ts";
@@ -23,7 +23,7 @@ export function saveForm(store: Store, over: () => void): HTMLElement {
   };
   const keys = (event: KeyboardEvent): void => {
     if (event.key === "Enter" && event.target === name) {
-      event.preventDefault(); // else it presses the button that gets the focus now
+      event.preventDefault(); // otherwise it presses the button that gets the focus
       save();
     }
     if (event.key === "Escape") over();

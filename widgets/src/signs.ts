@@ -1,19 +1,19 @@
-// What a chart has beside its line: marks of what happened, and values that have no place on it.
+// Marks of events in a chart, and signs for values that cannot be drawn on its line.
 
 import type { Mark } from "./protocol.ts";
 
-/** Upright line of a chart: one mark, or several that would lie on one another. */
+/** Vertical line of a chart: one mark, or several that would overlap. */
 export interface Upright {
   x: number;
-  /** Only of saves: nothing about the training has changed. */
+  /** True if all marks are saves, which do not change the training. */
   saves: boolean;
-  /** As much as a chart has room for. */
+  /** Label, shortened to the available space. */
   words: string;
-  /** Everything that happened there. */
+  /** All events at this line. */
   told: string;
 }
 
-/** The marks that have a place, from left to right; those within `reach` of another are one. */
+/** Sort the marks with a position from left to right and merge those within `reach`. */
 export function uprights(marks: readonly Mark[], place: (mark: Mark) => number | null, reach: number): Upright[] {
   const placed = marks.flatMap((mark) => {
     const x = place(mark);
@@ -36,7 +36,7 @@ export function uprights(marks: readonly Mark[], place: (mark: Mark) => number |
 
 const ROOM = 18;
 
-/** "base, best", or "a-long-name… +1" where there is no room for all. */
+/** "base, best", or "a-long-name… +1" if there is not enough space. */
 function inShort(names: readonly string[]): string {
   const all = names.join(", ");
   if (all.length <= ROOM) return all;
@@ -46,20 +46,20 @@ function inShort(names: readonly string[]): string {
   return `${first.length > room ? `${first.slice(0, room - 1)}…` : first}${more}`;
 }
 
-/** Why a value is not on the line: what a reader is told, the sign, and where the sign stands. */
+/** Name and sign of a value that cannot be drawn on the line. */
 export interface Odd {
   name: string;
   sign: "×" | "▲" | "▼";
 }
 
-/** As words.ODD in nbdist/display/panel_units.py; a finite value is one without a logarithm. */
+/** Same as ODD in nbdist/display/panel_units.py; a finite value is one without a logarithm. */
 export function oddity(value: number): Odd {
   if (Number.isNaN(value)) return { name: "NaN", sign: "×" };
   if (value === Infinity) return { name: "inf", sign: "▲" };
   return { name: value === -Infinity ? "-inf" : "0 or less", sign: "▼" };
 }
 
-/** "× NaN  ▲ inf": what the signs of a chart stand for; empty where there are none. */
+/** "× NaN  ▲ inf": legend of the signs in a chart; empty if there are none. */
 export function keyOf(values: Iterable<number>): string {
   const names = new Map<string, string>();
   for (const value of values) {
@@ -69,7 +69,7 @@ export function keyOf(values: Iterable<number>): string {
   return [...names].map(([name, sign]) => `${sign} ${name}`).join("  ");
 }
 
-/** Draw the sign of a value: a cross at the bottom, or a triangle that points where it lies. */
+/** Draw the sign of a value: a cross at the bottom, or a triangle that points up or down. */
 export function trace(path: CanvasPath, { sign }: Odd, x: number, top: number, bottom: number, size: number): void {
   if (sign === "×") {
     const y = bottom - size;

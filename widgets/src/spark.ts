@@ -1,4 +1,4 @@
-// A line over the last minutes, without axes.
+// Sparkline of the last minutes, without axes.
 
 import { attribute } from "./dom.ts";
 
@@ -13,7 +13,7 @@ export class Spark {
     this.root.append(this.line);
     attribute(this.root, "viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
     attribute(this.root, "class", "nbd-spark");
-    attribute(this.root, "aria-hidden", "true"); // the figure beside it says the latest value
+    attribute(this.root, "aria-hidden", "true"); // the text next to it contains the latest value
   }
 
   /** Values from oldest to newest; null is a gap. The scale is 0 to `full`. */

@@ -1,13 +1,13 @@
-// What one panel knows: made once per model, watched by each of its views.
+// State of one panel: created once per widget model, observed by each of its views.
 
 import { EMPTY, read } from "./protocol.ts";
 import type { CommandName, Incoming, Outgoing, Picture, Rows, Sample, Samples } from "./protocol.ts";
 import { Points } from "./points.ts";
 import { interruptKernel } from "./rest.ts";
 
-/** What a view can watch: a key of the picture, or one of these. */
+/** Topics that a view can watch: a key of the picture, or one of these. */
 export type Topic = keyof Picture | "series" | "samples" | "link" | "answers" | "log" | "choice";
-/** live: news arrive; stale: none for a while; gone: the kernel has closed the connection. */
+/** live: messages arrive; stale: none for a while; gone: the kernel has closed the connection. */
 export type Link = "waiting" | "live" | "stale" | "gone";
 
 export interface Asked {
@@ -18,10 +18,10 @@ export interface Asked {
 export interface Answer {
   ok: boolean;
   text: string;
-  /** What was refused only because something is there, which it could replace. */
+  /** Command that was refused only because its target exists, and that could replace it. */
   replacing?: Asked;
 }
-/** How curves are shown, kept here so that a second view and a redraw show the same. */
+/** Display options of curves, shared by all views of the panel. */
 export interface Choice {
   shown: string[] | null;
   x: "step" | "time";
@@ -34,16 +34,16 @@ export interface Log {
   lines: string[];
 }
 
-/** Three missed beats of two seconds, and one for the way. */
+/** Three missed heartbeats of two seconds, plus one second of latency. */
 export const STALE_S = 7;
-/** An interrupt that has no effect for this long goes to the server instead. */
+/** If an interrupt has no effect for this long, it is sent to the server instead. */
 export const PATIENCE_MS = 1000;
 const SAMPLES = 300;
 const MOST_SERIES = 2000;
-/** The kernel sends the points of so many names (MAX_NAMES in nbdist/panel/curves.py). */
+/** Number of names whose points the kernel sends (MAX_NAMES in nbdist/panel/curves.py). */
 export const SENT_SERIES = 200;
 
-/** As much of a search as the kernel takes. */
+/** Shorten a search to the length that the kernel accepts. */
 export function sought(search: string): string {
   return search.slice(0, 200);
 }
@@ -54,17 +54,17 @@ export class Store {
   samples: Samples = { times: [], devices: [] };
   link: Link = "waiting";
   answer: Answer | null = null;
-  /** When it came; unix seconds of the kernel. */
+  /** Time of the answer in Unix seconds of the kernel. */
   answered = 0;
   log: Log | null = null;
   choice: Choice = { shown: null, x: "step", log: false, smoothing: 0 };
   /** Commands sent and not yet answered, by id. */
   asked = new Map<string, Asked>();
-  /** Messages that could not be read. */
+  /** Number of invalid messages. */
   dropped = 0;
-  /** When the latest message came; unix seconds of this machine. */
+  /** Time of the latest message in Unix seconds of this machine. */
   heard = Date.now() / 1000;
-  /** The kernel's clock minus this machine's: they need not be the same machine. */
+  /** The kernel's clock minus this machine's, which may be a different machine. */
   private ahead = 0;
   private watchers = new Set<(topic: Topic) => void>();
   private numbered = 0;
@@ -72,12 +72,12 @@ export class Store {
 
   constructor(private readonly send: (message: Outgoing) => void) {}
 
-  /** Unix seconds on the kernel's clock. */
+  /** Return the Unix time of the kernel's clock. */
   now(): number {
     return Date.now() / 1000 + this.ahead;
   }
 
-  /** Call `seen` with each topic that changes; returns how to stop that. */
+  /** Call `seen` with each topic that changes. Returns a function that unsubscribes. */
   watch(seen: (topic: Topic) => void): () => void {
     this.watchers.add(seen);
     return () => this.watchers.delete(seen);
@@ -87,7 +87,7 @@ export class Store {
     for (const seen of this.watchers) seen(topic);
   }
 
-  /** Take a message of the kernel; what cannot be read is counted and changes nothing. */
+  /** Process a message of the kernel; invalid messages are counted and ignored. */
   receive(message: unknown, buffers: readonly unknown[] = []): void {
     const found = read(message, buffers);
     if (!found) {
@@ -121,7 +121,7 @@ export class Store {
         break;
       case "answer": {
         const asked = this.asked.get(message.id);
-        if (!asked) return; // by another view's store
+        if (!asked) return; // the command of another page's store
         this.asked.delete(message.id);
         this.say({ ok: message.ok, text: message.text, ...(message.replaces && { replacing: asked }) });
         break;
@@ -135,7 +135,7 @@ export class Store {
     }
   }
 
-  /** Tell what came of something; as topic "answers". */
+  /** Publish the result of a command, as topic "answers". */
   say(answer: Answer): void {
     this.answer = answer;
     this.answered = this.now();
@@ -174,9 +174,9 @@ export class Store {
     this.tell("samples");
   }
 
-  /** Say whether news have stopped coming; called once a second. */
+  /** Mark the link as stale if messages have stopped; called once a second. */
   checkLink(): void {
-    if (this.picture.header.state === "stopped") return; // its last word
+    if (this.picture.header.state === "stopped") return; // no further messages follow
     if (this.link === "live" && Date.now() / 1000 - this.heard > STALE_S) this.connect("stale");
   }
 
@@ -186,12 +186,12 @@ export class Store {
     this.tell("link");
   }
 
-  /** Ask the kernel for everything it knows. */
+  /** Request the full state from the kernel. */
   hello(): void {
     this.send({ kind: "hello" });
   }
 
-  /** Send a command; its answer comes as topic "answers". */
+  /** Send a command; its answer is published as topic "answers". */
   command(name: CommandName, args: Record<string, unknown>, words: string): string {
     this.numbered += 1;
     const id = `${this.name}-${this.numbered}`;
@@ -202,14 +202,14 @@ export class Store {
     return id;
   }
 
-  /** Ask again for what was refused because something is there: this time it is replaced. */
+  /** Repeat a command that was refused because its target exists, and replace the target. */
   replace({ name, args, words }: Asked): void {
     this.command(name, { ...args, overwrite: true }, words);
   }
 
   /**
-   * Interrupt the running cell. A kernel whose cell blocks may not read what we send, so where
-   * nothing has changed after a second the notebook server is asked to interrupt it.
+   * Interrupt the running cell. A kernel that is blocked by a cell may not read messages, so if
+   * nothing has changed after a second, the notebook server is asked to interrupt it.
    */
   stop(interrupt = interruptKernel): void {
     const state = this.picture.header.state;
@@ -224,7 +224,7 @@ export class Store {
     }, PATIENCE_MS);
   }
 
-  /** Ask for the log of a rank, or the launcher's; it comes as topic "log". */
+  /** Request the log of a rank or the launcher; it is published as topic "log". */
   askLog(rank: number | null, search: string): void {
     this.send({ kind: "log", rank, search: sought(search) });
   }

@@ -1,4 +1,4 @@
-// The plan's rows against the device's memory; choosing one offers the switch right there.
+// Rows of the plan against the memory of the device; selecting one offers to switch to it.
 
 import { inWords, percent, Stack } from "./bar.ts";
 import { confirmation } from "./confirm.ts";
@@ -9,7 +9,7 @@ import type { StrategyRow } from "./protocol.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
 
-/** States without ranks that could switch. */
+/** States in which no ranks can switch. */
 const RANKLESS = new Set(["new", "dead", "stopped"]);
 
 interface Row {
@@ -68,11 +68,11 @@ export function strategiesView(store: Store): View {
       if (now.command) more.append(h("code", {}, now.command));
       const args = now.arguments;
       if (store.link === "gone" || RANKLESS.has(store.picture.header.state)) return;
-      if (now.current || !Object.keys(args).length) return; // the command above is to be pasted
+      if (now.current || !Object.keys(args).length) return; // the user pastes the command above
       const words = now.words || now.backend;
       more.append(confirmation({
-        says: now.does || `Switch to ${words}: the model, its optimizer and variables are carried over.`,
-        label: now.fits ? "Switch to it" : "Switch although it may not fit",
+        says: now.does || `Switch to ${words}: the model, its optimizer and variables are kept.`,
+        label: now.fits ? "Switch to it" : "Switch anyway: it may not fit",
         does: () => store.command("switch", args, `switch to ${words}`),
         over: close,
       }));
@@ -106,19 +106,19 @@ export function strategiesView(store: Store): View {
 
   function update(): void {
     const { rows, note: told } = store.picture.strategies;
-    say(note, told || (rows.length ? "Predicted memory of the fullest rank." : "No plan yet: it is made when a model is prepared."));
+    say(note, told || (rows.length ? "Predicted memory of the rank with the highest peak." : "No plan yet: it is computed when a model is prepared."));
     const best = rows.find((row) => row.recommended);
     reason.hidden = !best;
     if (best) say(reason, `Recommended: ${best.words || best.backend}${best.why ? ` (${best.why})` : ""}`);
     const capacity = Math.max(0, ...rows.map((row) => row.capacity_bytes ?? 0));
     const largest = Math.max(1, ...rows.map((row) => row.device_bytes));
-    // One that needs ten times the memory must not squeeze the others into nothing.
+    // Limit the scale, so that a row that needs ten times the memory does not hide the others.
     scale = capacity ? Math.max(1.05 * capacity, Math.min(largest, 1.6 * capacity)) : largest;
     const few = rows.length <= 8;
     all.hidden = few;
     say(all, wide ? "Show fewer" : `Show all ${rows.length}`);
     plan.disabled = store.link === "gone";
-    if (store.link === "gone") chosen = null; // what is offered can no longer be done
+    if (store.link === "gone") chosen = null; // the offered switch is no longer possible
     const shown = few || wide ? rows : shortened(rows);
     keyed.show(shown);
     legend.root.hidden = rows.length === 0;
@@ -127,7 +127,7 @@ export function strategiesView(store: Store): View {
   return { root, topics: ["strategies", "link"], update };
 }
 
-/** The first of each backend, and whatever is current or recommended. */
+/** Return the first row of each backend, and the current and recommended ones. */
 function shortened(rows: readonly StrategyRow[]): StrategyRow[] {
   const seen = new Set<string>();
   return rows.filter((row) => {

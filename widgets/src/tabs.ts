@@ -1,4 +1,4 @@
-// Strategies, ranks and checkpoints: one at a time, as ARIA's tabs work.
+// Tabs for strategies, ranks and checkpoints, following the ARIA tabs pattern.
 
 import { attribute, h, say } from "./dom.ts";
 import type { Store } from "./store.ts";
@@ -60,7 +60,7 @@ export function tabsView(store: Store, parts: { name: string; view: View; count(
         part.view.update();
         say(counts[index]!, part.count() ? String(part.count()) : "");
       });
-      // Until somebody chooses: a plan is worth more than a list of ranks, a death more than both.
+      // Until the user selects a tab: show ranks if one is dead or there is no plan, otherwise the plan.
       const dead = store.picture.ranks.some((rank) => rank.state === "dead");
       if (!touched) open(dead || !store.picture.strategies.rows.length ? 1 : 0, false);
     },

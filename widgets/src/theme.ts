@@ -1,6 +1,6 @@
-// Colours that a canvas needs, read from the page; and the moment when they change.
+// Reads colors for the canvas from the page, and watches for theme changes.
 
-/** A colour of the panel's style sheet as the canvas wants it. */
+/** Return a color of the panel's style sheet for use in a canvas. */
 export function colourOf(element: Element, variable: string): string {
   return getComputedStyle(element).getPropertyValue(variable).trim() || "#888";
 }

@@ -1,11 +1,11 @@
-// Where a step's time goes: one colour and one pattern (panel.css) for each part, and its bar.
+// Parts of a step's time: one color and one pattern (panel.css) for each, and the bar.
 
 import { percent } from "./bar.ts";
 import { attribute, h, Keyed, style } from "./dom.ts";
 import { seconds } from "./format.ts";
 import type { ProfiledRank, Span } from "./protocol.ts";
 
-/** As in nbdist/display/profile.py; of middle luminance, as those of memory are. */
+/** Same as in nbdist/display/profile.py; of medium luminance, like the colors of memory. */
 export const COLOURS: Readonly<Record<string, string>> = {
   data: "#986f00",
   copies: "#9b6c41",
@@ -19,7 +19,7 @@ export const COLOURS: Readonly<Record<string, string>> = {
   idle: "#6c7785",
 };
 
-/** A swatch or a segment of a part. */
+/** Create the swatch or the segment of a part. */
 export function painted<K extends "i" | "div">(tag: K, part: string, kind: string): HTMLElementTagNameMap[K] {
   const root = h(tag, { class: `nbd-time ${kind}` });
   const known = Object.hasOwn(COLOURS, part);
@@ -38,7 +38,7 @@ export function share(part: number, whole: number): string {
   return found > 0 && found < 0.5 ? "<1 %" : `${Math.round(found)} %`;
 }
 
-/** Everything of a rank, as somebody hears it who does not see the bar. */
+/** Describe all parts of a rank, for screen readers. */
 export function inWords({ rank, step_s, parts, figures }: ProfiledRank): string {
   const all = parts.filter((part) => part.seconds > 0).map((part) => told(part, step_s));
   return [`rank ${rank}: step ${seconds(step_s)}: ${all.join("; ")}`, figures].filter(Boolean).join(". ");
@@ -65,12 +65,12 @@ export class TimeBar {
     this.segments.show(parts);
   }
 
-  /** Which segment an element is; -1 where it is none. */
+  /** Return the index of a segment, or -1. */
   indexOf(element: EventTarget | null): number {
     return [...this.root.children].indexOf(element as Element);
   }
 
-  /** Let one segment stand out, or none. */
+  /** Highlight one segment, or none (-1). */
   mark(index: number): void {
     [...this.root.children].forEach((segment, at) => attribute(segment, "data-on", at === index));
   }

@@ -1,14 +1,14 @@
-// What a part of the panel is to main.ts.
+// Interface between main.ts and the parts of the panel.
 
 import type { Topic } from "./store.ts";
 
 export interface View {
   root: HTMLElement;
-  /** Topics that this part shows. */
+  /** Topics that this part depends on. */
   topics: readonly Topic[];
-  /** Draw what the store has now. */
+  /** Draw the current state of the store. */
   update(): void;
-  /** Once a second: ages and running times. */
+  /** Update ages and running times; called once a second. */
   tick?(): void;
   close?(): void;
 }

@@ -1,4 +1,4 @@
-// A page for tests of elements: jsdom's, with what our modules take from the global scope.
+// jsdom page for tests, with the global names that the modules use.
 
 import { JSDOM } from "jsdom";
 

@@ -5,7 +5,7 @@ import { page } from "./page.ts";
 
 const config = (told: unknown): string => `<script id="jupyter-config-data" type="application/json">${JSON.stringify(told)}</script>`;
 
-/** Replace fetch; returns what it was called with. */
+/** Replace fetch. Returns the recorded calls. */
 function answered(status: number): { url: string; init: RequestInit }[] {
   const calls: { url: string; init: RequestInit }[] = [];
   globalThis.fetch = ((url: string, init: RequestInit) => {

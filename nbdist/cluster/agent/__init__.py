@@ -1,5 +1,4 @@
-"""The agent of a cluster node: runs the launcher there and forwards messages to the kernel.
+"""Agent of a cluster node: runs the launcher there and forwards messages to the kernel.
 
-Runs in a process that a cluster (Ray, Slurm) has started there. Called by `engines` alone, over
-the network.
+Runs in a process that the cluster (Ray, Slurm) starts on the node.
 """

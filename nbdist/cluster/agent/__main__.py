@@ -1,6 +1,6 @@
-"""Entry point of an agent: `python -m nbdist.cluster.agent` reads its ticket from standard input.
+"""Entry point of an agent: `python -m nbdist.cluster.agent` reads its ticket from stdin.
 
-The agent ends when that input does: whoever has started it is gone.
+The agent ends at the end of stdin: the process that started it has ended.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import os
 import sys
 import threading
 
-from nbdist.cluster.agent.serve import serve
+from nbdist.cluster.agent.serve import run_agent
 
 CHUNK_BYTES = 4096
 
 
-def end_with_input() -> None:
-    """Wait until nobody can write to this process any more, and end it; all it started follows."""
+def exit_on_stdin_close() -> None:
+    """Wait for the end of stdin, then exit; all child processes end too."""
     while os.read(0, CHUNK_BYTES):
-        continue  # nothing more is said to it
+        continue  # ignore further input
     os._exit(1)
 
 
 def main() -> None:
-    """Read the ticket and serve."""
+    """Read the ticket and run the agent."""
     ticket = sys.stdin.buffer.readline().decode()
-    threading.Thread(target=end_with_input, name="input", daemon=True).start()
-    serve(ticket)
+    threading.Thread(target=exit_on_stdin_close, name="input", daemon=True).start()
+    run_agent(ticket)
 
 
 if __name__ == "__main__":

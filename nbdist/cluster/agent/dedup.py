@@ -1,8 +1,8 @@
-"""What a node's ranks say on its way to the kernel: what they say alike travels once.
+"""Deduplicates messages of a node's ranks: equal messages are sent to the kernel once.
 
-Runs in the agent, which checks every signature: what is passed on is a rank's. Text is compared
-by lines, however each rank's messages cut it; other messages as wholes. Each rank's order on
-each channel is kept.
+Runs in the agent, which verifies every signature, so that only messages of ranks are forwarded.
+Text is compared line by line, independent of how it is split into messages; other messages are
+compared as a whole. The order of each rank's messages per channel is preserved.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from jupyter_client.session import DELIM
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-HOLD_S = 0.03
-"""How long something waits for ranks that may still say the same."""
-BUNDLE_BYTES = 4 << 20
-"""So much leaves at once, and one message more."""
-TEXT_CHARS = 1 << 20
-"""Text of one rank that waits is brought together up to about this."""
-KEPT_REQUESTS = 1024
-KEPT_SIGNATURES = 1 << 16
+MERGE_DELAY_S = 0.03
+"""Time for which a message is held for other ranks to send the same."""
+MAX_BATCH_BYTES = 4 << 20
+"""Approximate maximum size of a batch."""
+MAX_TEXT_CHARS = 1 << 20
+"""Approximate maximum length of a rank's queued text."""
+MAX_REQUESTS = 1024
+MAX_SIGNATURES = 1 << 16
 _Kind = tuple[bytes, str]
-"""Of text: what it answers, and the stream."""
+"""Identifies text: parent header and stream name."""
 
 
 @dataclass(slots=True, eq=False)
-class _Whole:
-    """A message that is compared as a whole."""
+class _QueuedMessage:
+    """A queued message that is compared as a whole."""
 
     head: tuple[object, ...]
-    """Equal for equal messages."""
+    """Comparison key, equal for equal messages."""
     parts: list[bytes]
     request: str
     at: float
 
 
 @dataclass(slots=True, eq=False)
-class _Text:
-    """What a rank has written to a stream and has not left yet."""
+class _QueuedText:
+    """Queued text of a rank for one stream."""
 
     kind: _Kind
     begin: list[bytes]
@@ -53,31 +53,31 @@ class _Text:
     request: str
     text: str = ""
     _ends: deque[tuple[int, float]] = field(default_factory=deque)
-    """Where each piece ends, and when it came."""
-    _gone: int = 0
+    """End position and arrival time of each piece."""
+    _num_removed: int = 0
 
     @property
     def head(self) -> tuple[object, ...]:
-        """Equal for texts that begin with the same line, or are the same open one."""
+        """Comparison key: the stream and the first line."""
         return self.kind, self.text[: self.text.find("\n") + 1] or self.text
 
     @property
     def at(self) -> float:
-        """When its beginning came."""
+        """Arrival time of the first piece."""
         return self._ends[0][1]
 
     @property
     def open(self) -> bool:
-        """Whether its line may go on."""
+        """True if its line is not terminated yet."""
         return "\n" not in self.text
 
     def add(self, text: str, at: float) -> None:
-        """Take more of it."""
+        """Append text."""
         self.text += text
-        self._ends.append((self._gone + len(self.text), at))
+        self._ends.append((self._num_removed + len(self.text), at))
 
     def lines(self, heads: set[tuple[object, ...]], most: int) -> str:
-        """The first line, and at most so many that are no other's head."""
+        """Return up to `most` lines; stop before a later line that is another rank's head."""
         end = 0
         for _ in range(most):
             begin, end = end, self.text.find("\n", end) + 1 or len(self.text)
@@ -88,16 +88,16 @@ class _Text:
         return self.text[:end]
 
     def cut(self, length: int) -> None:
-        """Let its beginning go."""
+        """Remove text from the beginning."""
         self.text = self.text[length:]
-        self._gone += length
-        while self._ends and self._ends[0][0] <= self._gone:
+        self._num_removed += length
+        while self._ends and self._ends[0][0] <= self._num_removed:
             self._ends.popleft()
 
 
 @dataclass(slots=True, eq=False)
-class _Leaving:
-    """What some ranks have said alike."""
+class _MergedMessage:
+    """A message with all ranks that have sent it."""
 
     ranks: list[int]
     parts: list[bytes]
@@ -105,49 +105,50 @@ class _Leaving:
     text: list[str] = field(default_factory=list)
 
     def whole(self) -> tuple[tuple[int, ...], list[bytes]]:
-        """The ranks and the message."""
+        """Return the ranks and the parts of the message."""
         if self.kind is None:
             return tuple(self.ranks), self.parts
         content = {"name": self.kind[1], "text": "".join(self.text)}
         return tuple(self.ranks), [*self.parts, json.dumps(content).encode()]
 
 
-class Together:
-    """The messages of one channel.
+class MessageDeduplicator:
+    """Queues and merges the messages of one channel.
 
     Args:
-        ranks: of this node.
-        key: that signs.
+        ranks: the ranks of this node.
+        key: signing key.
     """
 
     def __init__(self, ranks: Sequence[int], key: bytes) -> None:
-        """Hold nothing yet."""
         self._ranks, self._key = tuple(ranks), key
-        self._asked: dict[str, tuple[int, ...]] = {}
-        """Ranks by request, the newest last."""
-        self._queues: dict[int, deque[_Whole | _Text]] = {rank: deque() for rank in self._ranks}
-        self._came = dict.fromkeys(self._ranks, 0)
-        """How much each rank has said since a request went to it, in lines and other messages."""
-        self._left = dict.fromkeys(self._ranks, 0)
-        """How much of that has left."""
+        self._ranks_by_request: dict[str, tuple[int, ...]] = {}
+        """Ranks by request id, oldest first."""
+        self._queues: dict[int, deque[_QueuedMessage | _QueuedText]] = {
+            rank: deque() for rank in self._ranks
+        }
+        self._num_received = dict.fromkeys(self._ranks, 0)
+        """Number of lines and messages that each rank has sent since its last request."""
+        self._num_forwarded = dict.fromkeys(self._ranks, 0)
+        """Number of these that were forwarded."""
         self._seen: dict[bytes, None] = {}
-        """Signatures, the oldest first: what was recorded and is sent again is not taken."""
+        """Signatures, oldest first, to reject replayed messages."""
 
-    def asked(self, ranks: Sequence[int], frames: list[bytes]) -> None:
-        """Note who gets a request: they may answer the same."""
+    def record_request(self, ranks: Sequence[int], frames: list[bytes]) -> None:
+        """Record the ranks that receive a request: their replies may be equal."""
         try:
             request = json.loads(frames[frames.index(DELIM) + 2])["msg_id"]
         except (ValueError, LookupError, TypeError):
             return
-        self._asked[request] = tuple(ranks)
+        self._ranks_by_request[request] = tuple(ranks)
         for rank in ranks:
-            self._came[rank] -= self._left[rank]
-            self._left[rank] = 0
-        if len(self._asked) > KEPT_REQUESTS:
-            del self._asked[next(iter(self._asked))]
+            self._num_received[rank] -= self._num_forwarded[rank]
+            self._num_forwarded[rank] = 0
+        if len(self._ranks_by_request) > MAX_REQUESTS:
+            del self._ranks_by_request[next(iter(self._ranks_by_request))]
 
-    def put(self, rank: int, frames: list[bytes], now: float) -> bool:
-        """Take a message of a rank; False where it is not signed, or came before."""
+    def add_message(self, rank: int, frames: list[bytes], now: float) -> bool:
+        """Add a message of a rank; return False if it is unsigned or replayed."""
         parts = self._checked(frames)
         if parts is None:
             return False
@@ -157,157 +158,165 @@ class Together:
             content = json.loads(parts[3]) if kind == "stream" else None
             text = None if content is None else (str(content["name"]), str(content["text"]))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            # the kernel says what it thinks of it
-            queue.append(_Whole((object(),), parts, "", now))
-            self._came[rank] += 1
+            # malformed, but signed: forward it, the kernel reports it
+            queue.append(_QueuedMessage((object(),), parts, "", now))
+            self._num_received[rank] += 1
             return True
         if text is None:
-            # replies have in their metadata when they began, which nobody reads
+            # the metadata of a reply holds its start time, which is not used
             metadata = b"" if kind.endswith("_reply") else parts[2]
-            queue.append(_Whole((kind, parts[1], metadata, *parts[3:]), parts, request, now))
-            self._came[rank] += 1
+            queue.append(
+                _QueuedMessage((kind, parts[1], metadata, *parts[3:]), parts, request, now)
+            )
+            self._num_received[rank] += 1
         elif text[1]:
             self._put_text(queue, (parts[1], text[0]), text[1], parts, request, now)
-            self._came[rank] += text[1].count("\n")
+            self._num_received[rank] += text[1].count("\n")
         return True
 
-    def leave(self, now: float) -> list[tuple[tuple[int, ...], list[bytes]]]:
-        """What waits for nobody, with its ranks, in its order."""
-        leaving: list[_Leaving] = []
-        last: dict[int, _Leaving] = {}
+    def pop_ready(self, now: float) -> list[tuple[tuple[int, ...], list[bytes]]]:
+        """Remove and return the messages that are ready, with their ranks, in order."""
+        leaving: list[_MergedMessage] = []
+        last: dict[int, _MergedMessage] = {}
         size, most = 0, 1
-        while size < BUNDLE_BYTES and (ready := self._ready(now)):
+        while size < MAX_BATCH_BYTES and (ready := self._ready_groups(now)):
             heads = {queue[0].head for queue in self._queues.values() if queue}
             for ranks in ready:
-                size += self._let_go(ranks, leaving, last, heads=heads, most=most)
-            # the next line of a rank may be others' too; the longer none is, the less
+                size += self._forward_common(ranks, leaving, last, heads=heads, most=most)
+            # the next line may be equal on other ranks, less likely after many unequal ones
             most = most * 2 if all(len(ranks) == 1 for ranks in ready) else 1
-        return [one.whole() for one in leaving]
+        return [message.whole() for message in leaving]
 
     @property
-    def due(self) -> float | None:
-        """When the next one leaves at the latest; None: nothing is held."""
+    def next_deadline(self) -> float | None:
+        """Time at which the next held message must be sent; None if none is held."""
         heads = (queue[0].at for queue in self._queues.values() if queue)
-        return min((at + HOLD_S for at in heads), default=None)
+        return min((at + MERGE_DELAY_S for at in heads), default=None)
 
     def _checked(self, frames: list[bytes]) -> list[bytes] | None:
-        """The parts of a message whose signature is good and new."""
+        """Return the parts of a message; None if its signature is invalid or was seen before."""
         try:
             at = frames.index(DELIM) + 1
             signature, header, parent, metadata, content, *buffers = frames[at:]
         except ValueError:
             return None
         parts = [header, parent, metadata, content]
-        made = hmac.digest(self._key, b"".join(parts), "sha256").hex().encode()
-        if not hmac.compare_digest(signature, made) or signature in self._seen:
+        expected = hmac.digest(self._key, b"".join(parts), "sha256").hex().encode()
+        if not hmac.compare_digest(signature, expected) or signature in self._seen:
             return None
         self._seen[signature] = None
-        if len(self._seen) > KEPT_SIGNATURES:
+        if len(self._seen) > MAX_SIGNATURES:
             del self._seen[next(iter(self._seen))]
         return parts + buffers
 
     @staticmethod
     def _put_text(
-        queue: deque[_Whole | _Text],
+        queue: deque[_QueuedMessage | _QueuedText],
         kind: _Kind,
         text: str,
         parts: list[bytes],
         request: str,
         now: float,
     ) -> None:
-        """Append text to what the rank has written to this stream before, if that still waits."""
+        """Append text to the rank's last queued text if it is for the same stream."""
         last = queue[-1] if queue else None
-        if not isinstance(last, _Text) or last.kind != kind or len(last.text) > TEXT_CHARS:
-            last = _Text(kind, parts[:3], request)
+        if (
+            not isinstance(last, _QueuedText)
+            or last.kind != kind
+            or len(last.text) > MAX_TEXT_CHARS
+        ):
+            last = _QueuedText(kind, parts[:3], request)
             queue.append(last)
         last.add(text, now)
 
-    def _ready(self, now: float) -> list[list[int]]:
-        """Ranks whose next words are the same and wait for nobody."""
+    def _ready_groups(self, now: float) -> list[list[int]]:
+        """Return groups of ranks whose next messages are equal and need not be held longer."""
         ready = []
         alike: dict[tuple[object, ...], list[int]] = {}
         for rank, queue in self._queues.items():
             if queue:
                 alike.setdefault(queue[0].head, []).append(rank)
         least: dict[str, float] = {}
-        """By request how much the rank has said that has said least and of which nothing waits."""
+        """By request: the smallest count among the awaited ranks whose queues are empty."""
         for ranks in alike.values():
             items = [self._queues[rank][0] for rank in ranks]
             request = items[0].request
             if request not in least:
-                awaited = self._asked.get(request, self._ranks)
-                silent = (self._came[rank] for rank in awaited if not self._queues[rank])
+                awaited = self._ranks_by_request.get(request, self._ranks)
+                silent = (self._num_received[rank] for rank in awaited if not self._queues[rank])
                 least[request] = min(silent, default=math.inf)
-            settled = not any(self._may_go_on(rank) for rank in ranks)
-            turn = min(self._left[rank] for rank in ranks)
-            due = now >= min(item.at for item in items) + HOLD_S
+            settled = not any(self._has_open_line(rank) for rank in ranks)
+            turn = min(self._num_forwarded[rank] for rank in ranks)
+            due = now >= min(item.at for item in items) + MERGE_DELAY_S
             if due or (settled and least[request] > turn):
                 ready.append(ranks)
         return ready
 
-    def _may_go_on(self, rank: int) -> bool:
-        """Whether the line that a rank has begun may still get its end."""
+    def _has_open_line(self, rank: int) -> bool:
+        """Return True if the rank's open line may still be continued."""
         queue = self._queues[rank]
-        return len(queue) == 1 and isinstance(queue[0], _Text) and queue[0].open
+        return len(queue) == 1 and isinstance(queue[0], _QueuedText) and queue[0].open
 
-    def _let_go(
+    def _forward_common(
         self,
         ranks: list[int],
-        leaving: list[_Leaving],
-        last: dict[int, _Leaving],
+        leaving: list[_MergedMessage],
+        last: dict[int, _MergedMessage],
         *,
         heads: set[tuple[object, ...]],
         most: int,
     ) -> int:
-        """Take what these ranks have said alike; returns its size.
+        """Forward the common beginning of these ranks' queues; return its size.
 
         Args:
-            ranks: the first words of all are the same.
-            leaving: where it goes.
-            last: of `leaving` the last one of each rank.
-            heads: with what all ranks begin: a single one leaves no further than there.
-            most: lines of a single one.
+            ranks: ranks whose first queued messages are equal.
+            leaving: messages to send; extended here.
+            last: for each rank its last message in `leaving`.
+            heads: comparison keys of all queues: text of a single rank is cut before one.
+            most: maximum number of lines of a single rank.
         """
         first = self._queues[ranks[0]][0]
-        if isinstance(first, _Whole):
+        if isinstance(first, _QueuedMessage):
             for rank in ranks:
                 self._queues[rank].popleft()
-                self._left[rank] += 1
-            leaving.append(_Leaving(ranks, first.parts))
+                self._num_forwarded[rank] += 1
+            leaving.append(_MergedMessage(ranks, first.parts))
             last.update(dict.fromkeys(ranks, leaving[-1]))
             return sum(map(len, first.parts))
-        text = self._common(ranks) if len(ranks) > 1 else first.lines(heads, most)
-        self._cut(ranks, text)
-        one = last.get(ranks[0])
-        follows = one is not None and one.kind == first.kind and one.ranks == ranks
-        if one is None or not follows or any(last.get(rank) is not one for rank in ranks):
-            one = _Leaving(ranks, first.begin, first.kind)
-            leaving.append(one)
-            last.update(dict.fromkeys(ranks, one))
-        one.text.append(text)
+        text = self._common_lines(ranks) if len(ranks) > 1 else first.lines(heads, most)
+        self._remove_text(ranks, text)
+        message = last.get(ranks[0])
+        follows = message is not None and message.kind == first.kind and message.ranks == ranks
+        if message is None or not follows or any(last.get(rank) is not message for rank in ranks):
+            message = _MergedMessage(ranks, first.begin, first.kind)
+            leaving.append(message)
+            last.update(dict.fromkeys(ranks, message))
+        message.text.append(text)
         return len(text)
 
-    def _common(self, ranks: list[int]) -> str:
-        """The lines with which the text of all these begins."""
-        texts = (item.text for rank in ranks if isinstance(item := self._queues[rank][0], _Text))
-        shared = _shared(texts)
+    def _common_lines(self, ranks: list[int]) -> str:
+        """Return the lines that the text of all these ranks starts with."""
+        texts = (
+            item.text for rank in ranks if isinstance(item := self._queues[rank][0], _QueuedText)
+        )
+        shared = _common_prefix(texts)
         return shared[: shared.rfind("\n") + 1] or shared
 
-    def _cut(self, ranks: Iterable[int], text: str) -> None:
-        """Let the beginning of these ranks' text go."""
+    def _remove_text(self, ranks: Iterable[int], text: str) -> None:
+        """Remove text from the beginning of these ranks' queues."""
         lines = text.count("\n")
         for rank in ranks:
             queue = self._queues[rank]
             item = queue[0]
-            self._left[rank] += lines
-            if isinstance(item, _Text):
+            self._num_forwarded[rank] += lines
+            if isinstance(item, _QueuedText):
                 item.cut(len(text))
                 if not item.text:
                     queue.popleft()
 
 
-def _shared(texts: Iterable[str]) -> str:
-    """What all texts begin with."""
+def _common_prefix(texts: Iterable[str]) -> str:
+    """Return the common prefix of all texts."""
     texts = iter(texts)
     shared = next(texts)
     for text in texts:
@@ -325,5 +334,5 @@ def _shared(texts: Iterable[str]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _request(parent: bytes) -> str:
-    """Id of the request that a message answers; "" without one."""
+    """Id of the request that a message belongs to; "" without one."""
     return str(json.loads(parent).get("msg_id", ""))

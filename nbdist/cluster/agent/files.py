@@ -1,6 +1,6 @@
-"""Files of a node that come from the kernel or go to it, in its two private folders alone.
+"""File transfers between a node and the kernel, limited to the session's two private folders.
 
-Runs in the agent, on its one thread: a chunk at a time.
+Runs in the agent on its main thread, one chunk at a time.
 """
 
 from __future__ import annotations
@@ -15,70 +15,70 @@ from nbdist.cluster.protocol import CHUNK_BYTES
 if TYPE_CHECKING:
     from nbdist.cluster.run_dir import RunDir
 
-ROOM_BYTES = 64 << 20
-"""Left free in shared memory."""
+MIN_FREE_BYTES = 64 << 20
+"""Space to leave free in shared memory."""
 
 
-class Files:
+class TransferFiles:
     """Files in the private folders of a launcher."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        """Know the folders, best first."""
-        self._folders = [run_dir.bulk, run_dir.path]
+        """Remember the folders, preferred first."""
+        self._folders = [run_dir.payload_dir, run_dir.path]
 
-    def receive(self, name: str, size: int) -> str:
-        """Make an empty file in the first folder with room; returns its path.
+    def create_file(self, name: str, size: int) -> str:
+        """Create an empty file in the first folder with enough space; return its path.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the file cannot be created.
         """
         for folder in self._folders:
-            if shutil.disk_usage(folder).free > size + ROOM_BYTES:
+            if shutil.disk_usage(folder).free > size + MIN_FREE_BYTES:
                 break
         path = folder / Path(name).name
         path.touch(mode=0o600, exist_ok=False)
         return str(path)
 
-    def take(self, path: str, chunk: bytes) -> int:
-        """Add to a file; returns the bytes.
+    def append_chunk(self, path: str, chunk: bytes) -> int:
+        """Append to a file; return the number of bytes.
 
         Raises:
-            OSError: no room, or not here.
+            OSError: no space, or the path is outside the folders.
         """
         with self._own(path).open("ab") as file:
             return file.write(chunk)
 
-    def remove(self, path: str) -> bool:
-        """Remove a file; whether it was there."""
+    def remove_file(self, path: str) -> bool:
+        """Remove a file; return whether it existed."""
         file = self._own(path)
-        there = file.exists()
+        existed = file.exists()
         file.unlink(missing_ok=True)
-        return there
+        return existed
 
-    def size(self, path: str) -> int:
-        """Bytes of a file.
+    def file_size_bytes(self, path: str) -> int:
+        """Return the size of a file in bytes.
 
         Raises:
-            OSError: there is none, or not here.
+            OSError: no such file, or the path is outside the folders.
         """
         return self._own(path).stat().st_size
 
-    def read(self, path: str, offset: int) -> bytes:
-        """One chunk of a file.
+    def read_chunk(self, path: str, offset: int) -> bytes:
+        """Read one chunk of a file.
 
         Raises:
-            OSError: there is none, or not here.
+            OSError: no such file, or the path is outside the folders.
         """
         with self._own(path).open("rb") as file:
             file.seek(offset)
             return file.read(CHUNK_BYTES)
 
-    def sees(self, path: str, text: str) -> str:
-        """Why a folder that the kernel has written to cannot be used here; "" where it can.
+    def shared_folder_error(self, path: str, text: str) -> str:
+        """Return why a folder that the kernel has written to cannot be used here; "" if it can.
 
         Args:
-            path: of a file that the kernel has made in it.
-            text: what it holds.
+            path: a file that the kernel has created in the folder.
+            text: content of the file.
         """
         file = Path(path)
         try:
@@ -86,21 +86,21 @@ class Files:
         except OSError:
             same = False
         if not same:
-            return f"{file.parent} is another folder there than where the notebook runs, or none"
+            return f"{file.parent} is not the same folder there as on the notebook's machine"
         try:
-            (mine := file.with_name(f"{file.name}-{secrets.token_hex(8)}")).touch(exist_ok=False)
-            mine.unlink()
+            (trial := file.with_name(f"{file.name}-{secrets.token_hex(8)}")).touch(exist_ok=False)
+            trial.unlink()
         except OSError as error:
-            return f"{file.parent} cannot be written there ({error.strerror})"
+            return f"{file.parent} is not writable there ({error.strerror})"
         return ""
 
     def _own(self, path: str) -> Path:
-        """A path, if it lies in these folders.
+        """Return the path if it is in the session's folders.
 
         Raises:
-            PermissionError: it does not.
+            PermissionError: it is not.
         """
         file = Path(path)
         if file.parent not in self._folders or file.is_symlink():
-            raise PermissionError(f"{path} lies outside of this session's own folders")
+            raise PermissionError(f"{path} is outside this session's folders")
         return file

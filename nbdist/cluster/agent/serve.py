@@ -1,4 +1,4 @@
-"""Start an agent with its ticket; it ends with the notebook's session, or the network to it."""
+"""Runs an agent from its ticket until the session, or the connection to it, ends."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import contextlib
 import os
 import sys
 
-from nbdist.cluster.protocol import Ticket
+from nbdist.cluster.protocol import AgentTicket
 
 
-def serve(text: str) -> None:
-    """Serve one session on this node until it ends; then nothing of it is left here.
+def run_agent(text: str) -> None:
+    """Serve one session on this node until it ends; leave nothing behind.
 
     Args:
-        text: the ticket, as the session has made it.
+        text: the ticket as JSON.
 
     Raises:
-        ValueError: it is none.
+        ValueError: not a ticket.
     """
-    ticket = Ticket.from_json(text)
+    ticket = AgentTicket.from_json(text)
     sys.path[:] = [*dict.fromkeys([*ticket.path, *sys.path])]
-    with contextlib.suppress(OSError):  # told by the agent, with the other things it lacks
+    with contextlib.suppress(OSError):  # reported by the agent later
         os.chdir(ticket.cwd)
-    from nbdist.cluster.agent.agent import Agent  # the session's own path first
+    from nbdist.cluster.agent.agent import NodeAgent  # import with the session's own path
 
-    Agent(ticket).serve()
+    NodeAgent(ticket).serve()

@@ -1,7 +1,7 @@
-"""What this node holds and does now, measured while the kernel asks.
+"""Measures this node's usage on request of the kernel.
 
-Runs in the agent, on a thread of its own: NVML may take long, and the agent's own thread passes on
-messages. NVML is let go when nobody has asked for a while.
+Runs in the agent on its own thread: NVML can be slow, and the agent's main thread forwards
+messages. NVML is closed after some idle time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from nbdist.hardware import discovery
-from nbdist.hardware.telemetry import Gauge, Now
+from nbdist.hardware.telemetry import GpuMonitor, UsageSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,59 +22,60 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IDLE_S = 5.0
-"""Panels ask every second."""
+"""Idle time before NVML is closed; panels request usage every second."""
 
 
-class Watch:
-    """Answers one question after the other.
+class UsageMonitor:
+    """Measures usage, one request at a time.
 
     Args:
-        answer: gets the number of a question and its answer; called on the thread.
+        answer: called with the id of a request and its result, on the measuring thread.
     """
 
     def __init__(self, answer: Callable[[int, dict[str, Any]], None]) -> None:
-        """Measure nothing yet."""
-        self._answer = answer
-        self._gauge = Gauge()
-        self._asked: SimpleQueue[tuple[int, Ranks] | None] = SimpleQueue()
+        self._on_result = answer
+        self._monitor = GpuMonitor()
+        self._requests: SimpleQueue[tuple[int, Ranks] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def ask(self, number: int, ranks: Ranks) -> None:
-        """Ask; may not be called after `close`.
+    def request_usage(self, number: int, ranks: Ranks) -> None:
+        """Request a measurement. Not allowed after `close`.
 
         Args:
-            number: of the question.
-            ranks: the UUID of each rank's GPU, "" without one, and its process, if it has one yet.
+            number: id of the request.
+            ranks: per rank the UUID of its GPU, or "", and its process id if it has one yet.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="watch", daemon=True)
             self._thread.start()
-        self._asked.put((number, ranks))
+        self._requests.put((number, ranks))
 
     def close(self) -> None:
-        """Let NVML go and end the thread."""
-        self._asked.put(None)
+        """Close NVML and end the thread."""
+        self._requests.put(None)
 
     def _serve(self) -> None:
         idle_s: float | None = None
         while True:
             try:
-                asked = self._asked.get(timeout=idle_s)
+                request = self._requests.get(timeout=idle_s)
             except Empty:
-                self._gauge.close()
+                self._monitor.close()
                 idle_s = None
                 continue
-            if asked is None:
-                self._gauge.close()
+            if request is None:
+                self._monitor.close()
                 return
             idle_s = IDLE_S
-            number, ranks = asked
+            number, ranks = request
             try:
-                self._answer(number, self._now(ranks).to_json())
-            except Exception:  # a driver that is reset must not end the thread
-                log.exception("the devices could not be read")
+                self._on_result(number, self._now(ranks).to_json())
+            except Exception:  # a driver reset must not end the thread
+                log.exception("cannot read the devices")
 
-    def _now(self, ranks: Ranks) -> Now:
+    def _now(self, ranks: Ranks) -> UsageSnapshot:
         devices = [(uuid, () if pid is None else (pid,)) for uuid, pid in ranks.values()]
-        readings = self._gauge.read(devices)
-        return Now(discovery.host_free_bytes(), dict(zip(ranks, readings, strict=True)))
+        readings = self._monitor.read_gpus(devices)
+        return UsageSnapshot(
+            discovery.host_free_memory_bytes(), dict(zip(ranks, readings, strict=True))
+        )

@@ -1,7 +1,7 @@
-"""DDP's training step: every rank holds everything, and the gradients a second time.
+"""Memory timeline of DDP: every rank holds everything, and the gradients twice.
 
-What torch 2.13 and accelerate 1.15 do: `gradient_as_bucket_view` is off, so that the
-reducer's buckets are a copy of all gradients for as long as the model lives.
+torch 2.13 and accelerate 1.15 leave `gradient_as_bucket_view` off, so the reducer's buckets are a
+second copy of all gradients for the lifetime of the model.
 """
 
 from __future__ import annotations
@@ -10,72 +10,83 @@ from typing import TYPE_CHECKING
 
 from nbdist.planner import model_spec
 from nbdist.planner.memory import partitioning
-from nbdist.planner.memory.timeline import Held, Story
+from nbdist.planner.memory.timeline import Allocation, StepTimeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbdist.planner.memory.timeline import Parts
-    from nbdist.planner.memory_model import Setup
-    from nbdist.planner.model_spec import Group, MicroBatch, ModelSpec, Step
+    from nbdist.planner.memory.timeline import BytesByPart
+    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.model_spec import LayerGroup, MicroBatchActivations, ModelSpec, WalkStep
 
 
-class Whole(Story):
-    """A training step under DDP; of several micro-batches the last, which has the most."""
+class DdpTimeline(StepTimeline):
+    """A training step under DDP; of several micro-batches the last one, which uses the most."""
 
-    def __init__(self, model: ModelSpec, setup: Setup) -> None:
-        """Count what stays."""
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
         super().__init__(model)
         self._setup = setup
-        elements = model_spec.trainable(model)
+        elements = model_spec.num_trainable_params(model)
         self._kept = {
-            "parameters": model_spec.params(model) * model.element,
+            "parameters": model_spec.num_params(model) * model.element,
             "buffers": elements * model.element,
             "optimizer": setup.optimizer.state_bytes(elements, element=model.element),
         }
-        scratch = setup.optimizer.scratch(elements, model_spec.largest(model))
+        scratch = setup.optimizer.num_temporaries(elements, model_spec.largest_param_size(model))
         update = {
             "gradients": elements * model.element,
             "temporaries": model.element * scratch,
         }
-        self._update = Held(self._kept, update)
+        self._update = Allocation(self._kept, update)
 
-    def during(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, Held]]:
-        """Gradients, and copies of weights in 16 bits."""
+    def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
+        """Gradients, and weights cast to 16 bits."""
         for at, step in enumerate(steps):
             if step.phase not in {"before", "after"}:
                 casts = {"activations": _casts(self.model, step, self._setup)}
                 gradients = _gradients(self.model, step, self._setup)
-                yield at, Held(self._kept, gradients, casts)
+                yield at, Allocation(self._kept, gradients, casts)
 
-    def between(self, run: MicroBatch) -> Iterator[tuple[str, Held, int]]:  # noqa: ARG002
-        """The optimizer's step."""
+    def other_allocations(
+        self,
+        run: MicroBatchActivations,  # noqa: ARG002
+    ) -> Iterator[tuple[str, Allocation, int]]:
+        """The optimizer step."""
         yield "optimizer step", self._update, 0
 
 
-def _gradients(model: ModelSpec, step: Step, setup: Setup) -> Parts:
-    """Bytes of the gradients; those of earlier micro-batches take the new ones in, one by one."""
+def _gradients(model: ModelSpec, step: WalkStep, setup: TrainingSetup) -> BytesByPart:
+    """Bytes of gradients; those of earlier micro-batches accumulate the new ones one by one."""
     if setup.options.accumulate > 1:
-        elements, new = model_spec.trainable(model), partitioning.coming(model, step)
+        elements, new = (
+            model_spec.num_trainable_params(model),
+            partitioning.num_pending_gradients(model, step),
+        )
     elif step.phase == "backward":
-        elements, new = partitioning.finished(model, step) + step.grads, 0
+        elements, new = partitioning.num_finished_gradients(model, step) + step.num_grads, 0
     else:
         elements, new = 0, 0
     return {"gradients": elements * model.element, "temporaries": new * model.element}
 
 
-def _casts(model: ModelSpec, step: Step, setup: Setup) -> int:
-    """Bytes of the 16-bit weights that autocast keeps until a forward ends.
+def _casts(model: ModelSpec, step: WalkStep, setup: TrainingSetup) -> int:
+    """Bytes of the 16-bit weights that autocast caches until the forward ends.
 
-    Without checkpointing they are saved for the backward, and are among the activations.
+    Without checkpointing they are saved for the backward and counted as activations.
     """
-    if step.phase != "forward" or not setup.options.activation_checkpointing or not setup.half:
+    if (
+        step.phase != "forward"
+        or not setup.options.activation_checkpointing
+        or not setup.is_half_precision
+    ):
         return 0
-    blocks = [one.trainable * one.count for one in model.groups[: step.group] if _again(one)]
-    own = model.groups[step.group]
-    return 2 * (sum(blocks) + (step.nth * own.trainable if _again(own) else 0))
+    blocks = [
+        group.trainable * group.count for group in model.groups[: step.group_index] if _again(group)
+    ]
+    own = model.groups[step.group_index]
+    return 2 * (sum(blocks) + (step.block_index * own.trainable if _again(own) else 0))
 
 
-def _again(group: Group) -> bool:
-    """Whether its forward runs again in the backward."""
+def _again(group: LayerGroup) -> bool:
+    """Return whether the group's forward is recomputed in the backward."""
     return group.role == "block"

@@ -1,36 +1,42 @@
-"""A micro-batch under FSDP2: what one rank holds at its moments.
+"""Memory of a rank during a micro-batch under FSDP2.
 
-Read in torch 2.13 (`torch.distributed.fsdp._fully_shard`) and accelerate 1.15
-(`fsdp2_prepare_model`): each block is a unit, the embedding is one, final norm and head are
-one that stays whole from forward to backward; with tied weights the embedding belongs to
-that one. What no unit takes is the root's and stays whole as well.
+Follows torch 2.13 (`torch.distributed.fsdp._fully_shard`) and accelerate 1.15
+(`fsdp2_prepare_model`): each block is a unit, the embedding is one, and final norm and head form
+one that stays gathered from forward to backward. With tied weights the embedding belongs to the
+latter. The remaining parameters belong to the root, which also stays gathered.
 
-A unit is gathered into one buffer and copied out of it, so that it is there twice all through
-its forward; in backward the next unit's buffer is there beside a unit. Gradients are reduced
-in a buffer of the reduce type, which lives until the next unit reduces. While gradients
-accumulate they stay whole, in the reduce type, on every rank. With replicas across nodes a rank's
-share is one of its node's ranks; nodes reduce the shares of gradients in place, and torch keeps
-them to the end of the backward, also where they have gone to the host by then.
+A unit is gathered into a buffer and copied out of it, so it exists twice during its forward; in the
+backward the next unit's buffer exists besides the current unit. Gradients are reduced in a buffer
+of the reduce dtype, which lives until the next unit reduces. During accumulation, full gradients
+stay on every rank in the reduce dtype. With replicas across nodes, parameters are sharded over a
+node's ranks; nodes reduce the gradient shards in place, and torch keeps these until the end of the
+backward, even if they have been offloaded to the host by then.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.planner.memory.fsdp_units import Ground, Place, Unit, Widths, unit
+from nbdist.planner.memory.fsdp_units import (
+    DtypeBytes,
+    FsdpRankMemory,
+    FsdpUnit,
+    TransientMemory,
+    build_unit,
+)
 
 if TYPE_CHECKING:
-    from nbdist.planner.memory.fsdp_units import Micro
-    from nbdist.planner.memory.timeline import Held
-    from nbdist.planner.memory_model import Setup
-    from nbdist.planner.model_spec import Group, ModelSpec, Step
+    from nbdist.planner.memory.fsdp_units import MicroBatchPosition
+    from nbdist.planner.memory.timeline import Allocation
+    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.model_spec import LayerGroup, ModelSpec, WalkStep
 
 
-def ground(model: ModelSpec, setup: Setup) -> Ground:
-    """The model as FSDP2 shards it: by rows of each parameter."""
-    widths, ranks = Widths.of(model, setup), setup.shards
+def build_rank_memory(model: ModelSpec, setup: TrainingSetup) -> FsdpRankMemory:
+    """Return the model as FSDP2 shards it: by rows of each parameter."""
+    widths, ranks = DtypeBytes.for_model(model, setup), setup.num_shards
     units = [
-        unit(
+        build_unit(
             group,
             widths,
             _share(group, ranks),
@@ -40,158 +46,170 @@ def ground(model: ModelSpec, setup: Setup) -> Ground:
         )
         for group in model.groups
     ]
-    return Ground(model=model, setup=setup, widths=widths, units=tuple(units), flat=False)
+    return FsdpRankMemory(
+        model=model, setup=setup, dtype_bytes=widths, units=tuple(units), is_flat=False
+    )
 
 
-def _share(group: Group, ranks: int) -> int:
+def _share(group: LayerGroup, ranks: int) -> int:
     """Elements of the first rank's shard."""
     if not group.tensors:
-        return -(-group.params // ranks)
+        return -(-group.num_params // ranks)
     return sum(-(-rows // ranks) * (elements // rows) for rows, elements in group.tensors)
 
 
-def held_at(base: Ground, micro: Micro, step: Step) -> tuple[Held, ...]:
-    """What is held at a step of a micro-batch."""
+def allocations_at(
+    base: FsdpRankMemory, micro: MicroBatchPosition, step: WalkStep
+) -> tuple[Allocation, ...]:
+    """Return the memory held at a step of a micro-batch."""
     if step.phase == "before":
-        return (base.held(_before(base, step, micro)),)
+        return (base.allocation_for(_before(base, step, micro)),)
     if step.phase == "after":
-        tied = base.tied and step.group == base.tail
-        return () if tied else (base.held(_reduction(base, step, micro)),)
-    key = (micro, step.phase, step.group, step.nth)
-    if key not in base.places:
-        base.places[key] = _place(base, step, micro)
-    return (base.held(base.places[key], gradients=base.widths.compute * step.grads),)
+        tied = base.tied and step.group_index == base.last_group
+        return () if tied else (base.allocation_for(_reduction(base, step, micro)),)
+    key = (micro, step.phase, step.group_index, step.block_index)
+    if key not in base.transient_memory:
+        base.transient_memory[key] = _place(base, step, micro)
+    return (
+        base.allocation_for(
+            base.transient_memory[key], gradients=base.dtype_bytes.compute * step.num_grads
+        ),
+    )
 
 
-def _place(base: Ground, step: Step, micro: Micro) -> Place:
-    """What is there beside a unit at work."""
-    whole, shards = _gradients(base, step, micro)
+def _place(base: FsdpRankMemory, step: WalkStep, micro: MicroBatchPosition) -> TransientMemory:
+    """Transient memory besides the current unit."""
+    full, shards = _gradients(base, step, micro)
     gathered = _resident(base, step)
     if step.phase in {"before", "forward"}:
-        return Place(gathered + _buffers(base, step)[0], whole, shards)
+        return TransientMemory(gathered + _buffers(base, step)[0], full, shards)
     if step.phase == "loss":
-        # Where the tail has no parameters, nothing has freed the last block's buffer.
-        left = 0 if base.units[base.tail].whole else _buffer(base, base.tail)
-        return Place(gathered + left, whole, shards)
-    if base.tied and step.group != base.tail:
-        whole += base.units[base.tail].gradients
+        # If the tail has no parameters, nothing has freed the last block's buffer.
+        left = 0 if base.units[base.last_group].full_param_bytes else _buffer(base, base.last_group)
+        return TransientMemory(gathered + left, full, shards)
+    if base.tied and step.group_index != base.last_group:
+        full += base.units[base.last_group].gradient_bytes
     buffers = _in_flight(base, step, micro) + _left_behind(base, shards)
-    return Place(gathered + _ahead(base, step), whole, shards, buffers)
+    return TransientMemory(gathered + _ahead(base, step), full, shards, buffers)
 
 
-def _before(base: Ground, step: Step, micro: Micro) -> Place:
-    """The buffer of the unit before goes when this unit's has been copied."""
-    place = _place(base, step, micro)
-    besides = _buffers(base, step)[1] + _fetching(base, _gathering(base, step.group))
-    return place._replace(gathered=place.gathered + besides)
+def _before(base: FsdpRankMemory, step: WalkStep, micro: MicroBatchPosition) -> TransientMemory:
+    """The previous unit's buffer is freed once this unit's has been copied."""
+    transient = _place(base, step, micro)
+    besides = _buffers(base, step)[1] + _fetching(base, _gathering(base, step.group_index))
+    return transient._replace(gathered=transient.gathered + besides)
 
 
-def _fetching(base: Ground, over: Unit) -> int:
-    """What an offloaded shard takes on its way to the GPU, beyond the unit it becomes."""
-    if base.setup.kind == "cpu" or not base.offload:
+def _fetching(base: FsdpRankMemory, over: FsdpUnit) -> int:
+    """Bytes of an offloaded shard on its way to the GPU, beyond the gathered unit."""
+    if base.setup.kind == "cpu" or not base.is_offloaded:
         return 0
-    arrived = base.widths.stored * over.largest_shard
-    return max(0, arrived + over.whole // base.setup.shards - over.whole)
+    arrived = base.dtype_bytes.stored * over.largest_shard_size
+    return max(0, arrived + over.full_param_bytes // base.setup.num_shards - over.full_param_bytes)
 
 
-def _gradients(base: Ground, step: Step, micro: Micro) -> tuple[int, int]:
-    """Whole and sharded gradients of the units that are not at work."""
-    over = _over(base, step) if step.phase in {"backward", "after"} else (0, 0)
-    return base.waiting(micro, *over)
+def _gradients(base: FsdpRankMemory, step: WalkStep, micro: MicroBatchPosition) -> tuple[int, int]:
+    """Full gradients and gradient shards of the units other than the current one."""
+    finished = _over(base, step) if step.phase in {"backward", "after"} else (0, 0)
+    return base.pending_gradient_bytes(micro, *finished)
 
 
-def _over(base: Ground, step: Step) -> tuple[int, int]:
-    """Accumulated gradients and gradient shards of the units whose backward is over."""
-    counts = [(step.group, base.groups[step.group].count - 1 - step.nth)]
-    # Tied to the embedding, the tail is over when that is.
-    last = base.tail if base.tied else len(base.units)
-    counts += [(number, base.groups[number].count) for number in range(step.group + 1, last)]
-    accumulated = sum(count * base.units[number].accumulated for number, count in counts)
-    return accumulated, sum(count * base.units[number].kept for number, count in counts)
+def _over(base: FsdpRankMemory, step: WalkStep) -> tuple[int, int]:
+    """Accumulated gradients and gradient shards of the units whose backward has ended."""
+    counts = [(step.group_index, base.groups[step.group_index].count - 1 - step.block_index)]
+    # Tied to the embedding, the tail ends with it.
+    last = base.last_group if base.tied else len(base.units)
+    counts += [(number, base.groups[number].count) for number in range(step.group_index + 1, last)]
+    accumulated = sum(count * base.units[number].accumulated_grad_bytes for number, count in counts)
+    return accumulated, sum(count * base.units[number].grad_shard_bytes for number, count in counts)
 
 
-def _reduction(base: Ground, step: Step, micro: Micro) -> Place:
-    """A unit is in shards again; its gradients are copied to be reduced, or are kept whole."""
-    over = _gathering(base, step.group)
-    whole, shards = _gradients(base, step, micro)
+def _reduction(base: FsdpRankMemory, step: WalkStep, micro: MicroBatchPosition) -> TransientMemory:
+    """A unit is resharded; its gradients are copied to be reduced, or kept in full."""
+    finished = _gathering(base, step.group_index)
+    full, shards = _gradients(base, step, micro)
     buffers = 0
     if micro in {"only", "last"}:
-        buffers = over.reduced + over.reduced_shard + _left_behind(base, shards)
+        buffers = finished.reduce_bytes + finished.reduce_shard_bytes + _left_behind(base, shards)
     if micro == "first":
-        # One after the other becomes one of the reduce type.
-        whole += over.largest + over.accumulated
+        # Gradients are cast to the reduce dtype one after another.
+        full += finished.largest_grad_bytes + finished.accumulated_grad_bytes
     elif micro in {"only", "middle"}:
-        whole += over.gradients
-    gathered = _resident(base, step) - over.whole + _ahead(base, step)
-    return Place(gathered, whole, shards, buffers)
+        full += finished.gradient_bytes
+    gathered = _resident(base, step) - finished.full_param_bytes + _ahead(base, step)
+    return TransientMemory(gathered, full, shards, buffers)
 
 
-def _left_behind(base: Ground, shards: int) -> int:
-    """Gradient shards that have gone to the host and that nodes have reduced on the GPU."""
-    stays = base.setup.replicas > 1 and base.offload and base.setup.kind == "cuda"
-    return shards * base.widths.reduce // base.widths.stored if stays else 0
+def _left_behind(base: FsdpRankMemory, shards: int) -> int:
+    """Bytes of offloaded gradient shards that stay on the GPU as nodes reduced them there."""
+    stays = base.setup.num_replicas > 1 and base.is_offloaded and base.setup.kind == "cuda"
+    return shards * base.dtype_bytes.reduce // base.dtype_bytes.stored if stays else 0
 
 
-# -- which units are whole -------------------------------------------------------------------
+# -- which units are gathered ----------------------------------------------------------------
 
 
-def _gathering(base: Ground, number: int) -> Unit:
-    """The unit that a group's forward gathers: a tied embedding gathers the tail."""
+def _gathering(base: FsdpRankMemory, number: int) -> FsdpUnit:
+    """The unit that a group's forward gathers; for a tied embedding, the tail."""
     tied_embedding = base.tied and base.groups[number].role == "embedding"
-    return base.units[base.tail if tied_embedding else number]
+    return base.units[base.last_group if tied_embedding else number]
 
 
-def _buffers(base: Ground, step: Step) -> tuple[int, int]:
-    """The gather buffer that a unit's forward keeps, and that of the unit before."""
-    if base.tied and step.group == base.tail:
-        return _gathering(base, step.group - 1).whole, 0
-    own = _buffer(base, step.group)
-    if step.nth:
+def _buffers(base: FsdpRankMemory, step: WalkStep) -> tuple[int, int]:
+    """The gather buffer that a unit's forward keeps, and that of the previous unit."""
+    if base.tied and step.group_index == base.last_group:
+        return _gathering(base, step.group_index - 1).full_param_bytes, 0
+    own = _buffer(base, step.group_index)
+    if step.block_index:
         return own, own
-    gathers = _gathering(base, step.group).whole
-    return own, _buffer(base, step.group - 1) if step.group and gathers else 0
+    gathers = _gathering(base, step.group_index).full_param_bytes
+    return own, _buffer(base, step.group_index - 1) if step.group_index and gathers else 0
 
 
-def _buffer(base: Ground, number: int) -> int:
-    """The buffer of the last unit that was gathered: a group without parameters gathers none."""
-    wholes = (_gathering(base, before).whole for before in range(number, -1, -1))
-    return next((whole for whole in wholes if whole), 0)
+def _buffer(base: FsdpRankMemory, number: int) -> int:
+    """The buffer of the unit gathered last; a group without parameters gathers none."""
+    sizes = (_gathering(base, before).full_param_bytes for before in range(number, -1, -1))
+    return next((size for size in sizes if size), 0)
 
 
-def _resident(base: Ground, step: Step) -> int:
-    """Bytes of whole units: the one at work, tail and root; all where none is resharded."""
+def _resident(base: FsdpRankMemory, step: WalkStep) -> int:
+    """Bytes of gathered units: the current one, tail and root; all if none is resharded."""
     pairs = enumerate(zip(base.groups, base.units, strict=True))
-    return sum(one.whole * _whole_count(base, group, n, step) for n, (group, one) in pairs)
+    return sum(
+        each.full_param_bytes * _whole_count(base, group, n, step) for n, (group, each) in pairs
+    )
 
 
-def _whole_count(base: Ground, group: Group, number: int, step: Step) -> int:
-    """How many of a group are whole at a step."""
+def _whole_count(base: FsdpRankMemory, group: LayerGroup, number: int, step: WalkStep) -> int:
+    """Number of gathered units of a group at a step."""
     if group.role == "root":
         return 1
-    if number == base.tail:
-        return int(base.tied or step.phase == "loss" or step.group == base.tail)
-    if base.resharded:
-        return int(number == step.group and step.phase != "loss")
-    if step.phase == "loss" or number < step.group:
+    if number == base.last_group:
+        return int(base.tied or step.phase == "loss" or step.group_index == base.last_group)
+    if base.reshard_after_forward:
+        return int(number == step.group_index and step.phase != "loss")
+    if step.phase == "loss" or number < step.group_index:
         return group.count
-    return step.nth + 1 if number == step.group else 0
+    return step.block_index + 1 if number == step.group_index else 0
 
 
-def _ahead(base: Ground, step: Step) -> int:
+def _ahead(base: FsdpRankMemory, step: WalkStep) -> int:
     """The buffer of the unit whose backward is next."""
-    if not base.resharded:
+    if not base.reshard_after_forward:
         return 0
-    if step.nth:
-        return base.units[step.group].whole
-    pairs = zip(base.groups[: step.group], base.units, strict=False)
-    return next((one.whole for group, one in reversed([*pairs]) if group.role != "root"), 0)
+    if step.block_index:
+        return base.units[step.group_index].full_param_bytes
+    pairs = zip(base.groups[: step.group_index], base.units, strict=False)
+    return next(
+        (each.full_param_bytes for group, each in reversed([*pairs]) if group.role != "root"), 0
+    )
 
 
-def _in_flight(base: Ground, step: Step, micro: Micro) -> int:
-    """The reduction of the unit before, until the next one begins."""
-    if micro in {"first", "middle"} or step.group == base.tail:
+def _in_flight(base: FsdpRankMemory, step: WalkStep, micro: MicroBatchPosition) -> int:
+    """The previous unit's reduction, until the next one begins."""
+    if micro in {"first", "middle"} or step.group_index == base.last_group:
         return 0
-    if step.nth < base.groups[step.group].count - 1:
-        return base.units[step.group].reduced
-    after = step.group + 1
-    return 0 if after == base.tail and base.tied else base.units[after].reduced
+    if step.block_index < base.groups[step.group_index].count - 1:
+        return base.units[step.group_index].reduce_bytes
+    after = step.group_index + 1
+    return 0 if after == base.last_group and base.tied else base.units[after].reduce_bytes

@@ -1,6 +1,6 @@
-"""Units of FSDP on one rank, in bytes, and what a rank holds all step long.
+"""FSDP units of one rank, in bytes, and the memory that a rank holds throughout a step.
 
-What FSDP1 and FSDP2 have in common; their stories are in `fsdp1` and `fsdp2`.
+Shared by FSDP1 and FSDP2, whose timelines are in `fsdp1` and `fsdp2`.
 """
 
 from __future__ import annotations
@@ -9,123 +9,130 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from nbdist.planner.memory.timeline import Held
+from nbdist.planner.memory.timeline import Allocation
 
 if TYPE_CHECKING:
-    from nbdist.planner.memory.timeline import Parts
-    from nbdist.planner.memory_model import Setup
-    from nbdist.planner.model_spec import Group, ModelSpec
+    from nbdist.planner.memory.timeline import BytesByPart
+    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.model_spec import LayerGroup, ModelSpec
 
-Micro = Literal["only", "first", "middle", "last"]
-"""Which micro-batch of an optimizer step: gradients are reduced in the only or last one."""
+MicroBatchPosition = Literal["only", "first", "middle", "last"]
+"""Position of a micro-batch in an optimizer step; gradients are reduced in the last (or only)."""
 
 _HALF, _FULL = 2, 4
 
 
-class Unit(NamedTuple):
+class FsdpUnit(NamedTuple):
     """One FSDP unit, in bytes; all zero for a group without parameters."""
 
-    whole: int = 0
-    """All parameters in the type that is computed with, padded to equal shares."""
-    gradients: int = 0
+    full_param_bytes: int = 0
+    """All parameters in the compute dtype, padded to equal shards."""
+    gradient_bytes: int = 0
     """All gradients as autograd makes them."""
-    reduced: int = 0
-    """All gradients in the type they are reduced in, padded."""
-    accumulated: int = 0
-    """All gradients as they wait for the last micro-batch."""
-    largest: int = 0
+    reduce_bytes: int = 0
+    """All gradients in the reduce dtype, padded."""
+    accumulated_grad_bytes: int = 0
+    """All gradients as accumulated until the last micro-batch."""
+    largest_grad_bytes: int = 0
     """The largest gradient as autograd makes it."""
-    reduced_shard: int = 0
-    """This rank's share of the gradients, in the type they are reduced in."""
-    stored: int = 0
-    """This rank's share of the parameters."""
-    kept: int = 0
-    """This rank's share of the gradients, in the parameters' type."""
-    trained: int = 0
-    """This rank's share of the trainable parameters, in elements."""
-    largest_shard: int = 0
-    """Its share of the largest parameter, in elements."""
+    reduce_shard_bytes: int = 0
+    """This rank's gradient shard, in the reduce dtype."""
+    param_shard_bytes: int = 0
+    """This rank's parameter shard."""
+    grad_shard_bytes: int = 0
+    """This rank's gradient shard, in the parameters' dtype."""
+    num_trainable: int = 0
+    """Trainable elements of this rank's shard."""
+    largest_shard_size: int = 0
+    """Elements of this rank's shard of the largest parameter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Widths:
+class DtypeBytes:
     """Bytes per element."""
 
     compute: int
-    """Of parameters in use, and of the gradients that autograd makes."""
+    """Gathered parameters, and the gradients that autograd makes."""
     reduce: int
     stored: int
-    """Of trainable parameters in shards."""
+    """Trainable parameters in shards."""
     frozen: int
-    """Of frozen parameters in shards."""
+    """Frozen parameters in shards."""
 
     @classmethod
-    def of(cls, model: ModelSpec, setup: Setup) -> Widths:
-        """Under mixed precision accelerate 1.15 makes trainable shards fp32; nbdist reduces so."""
-        if setup.half:
+    def for_model(cls, model: ModelSpec, setup: TrainingSetup) -> DtypeBytes:
+        """Return the widths of a model under a setup."""
+        if setup.is_half_precision:
+            # In mixed precision accelerate 1.15 makes trainable shards fp32; nbdist reduces in it.
             return cls(compute=_HALF, reduce=_FULL, stored=_FULL, frozen=model.element)
         return cls(*[model.element] * 4)
 
 
-class Place(NamedTuple):
-    """What is there beside a unit at work, in bytes; the same for all moments of its work."""
+class TransientMemory(NamedTuple):
+    """Memory besides the current unit, in bytes, constant while the unit is at work."""
 
     gathered: int
-    """Whole parameters, and buffers they are gathered in."""
-    whole: int = 0
-    """Whole gradients that wait."""
-    shards: int = 0
+    """Gathered parameters and gather buffers."""
+    full_gradients: int = 0
+    """Pending full gradients."""
+    gradient_shards: int = 0
     """Gradient shards."""
     buffers: int = 0
-    """A reduction that is under way."""
+    """Buffers of a running reduction."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
-    """The units of a model on one rank, and what stays the same all step long."""
+class FsdpRankMemory:
+    """Units of a model on one rank, and the memory that is constant during a step."""
 
     model: ModelSpec
-    setup: Setup
-    widths: Widths
-    units: tuple[Unit, ...]
-    """Of one of each of the model's groups."""
-    flat: bool
-    """Shards are pieces of flat parameters."""
-    places: dict[tuple[Micro, str, int, int], Place] = field(default_factory=dict)
-    """Micro-batch, phase, group, index -> what is there; filled on the way."""
+    setup: TrainingSetup
+    dtype_bytes: DtypeBytes
+    units: tuple[FsdpUnit, ...]
+    """One unit for each of the model's groups."""
+    is_flat: bool
+    """True if shards are pieces of flat parameters."""
+    transient_memory: dict[tuple[MicroBatchPosition, str, int, int], TransientMemory] = field(
+        default_factory=dict
+    )
+    """Cache: micro-batch, phase, group, index -> transient memory."""
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[LayerGroup, ...]:
         """Groups of the model."""
         return self.model.groups
 
     @cached_property
     def tied(self) -> bool:
-        """The embedding's parameters are the tail's."""
+        """True if embedding and tail share a parameter."""
         return self.model.tied
 
     @cached_property
-    def tail(self) -> int:
+    def last_group(self) -> int:
         """Index of the last group."""
         return len(self.units) - 1
 
     @cached_property
-    def resharded(self) -> bool:
-        """Blocks are in shards between forward and backward."""
+    def reshard_after_forward(self) -> bool:
+        """True if blocks are sharded between forward and backward."""
         return self.setup.options.reshard_after_forward
 
     @cached_property
-    def all(self) -> Unit:
+    def total_unit(self) -> FsdpUnit:
         """The sum over all units of the model."""
         pairs = list(zip(self.units, self.groups, strict=True))
-        return Unit(*(sum(g.count * unit[n] for unit, g in pairs) for n in range(len(Unit()))))
+        return FsdpUnit(
+            *(sum(g.count * unit[n] for unit, g in pairs) for n in range(len(FsdpUnit())))
+        )
 
-    def waiting(self, micro: Micro, accumulated: int, kept: int) -> tuple[int, int]:
-        """Whole gradients that wait for the last micro-batch, and gradient shards, in bytes.
+    def pending_gradient_bytes(
+        self, micro: MicroBatchPosition, accumulated: int, kept: int
+    ) -> tuple[int, int]:
+        """Return pending full gradients and gradient shards, in bytes.
 
         Args:
-            micro: which micro-batch runs.
-            accumulated: whole gradients of the units whose backward is over in it.
+            micro: position of the micro-batch.
+            accumulated: full gradients of the units whose backward has ended in it.
             kept: their gradient shards.
         """
         if micro == "only":
@@ -133,71 +140,75 @@ class Ground:
         if micro == "first":
             return accumulated, 0
         if micro == "middle":
-            return self.all.accumulated, 0
-        return self.all.accumulated - accumulated, kept
+            return self.total_unit.accumulated_grad_bytes, 0
+        return self.total_unit.accumulated_grad_bytes - accumulated, kept
 
     @cached_property
-    def offload(self) -> bool:
-        """Shards, gradients and optimizer live in the host's memory."""
+    def is_offloaded(self) -> bool:
+        """True if shards, gradients and optimizer are in host memory."""
         return self.setup.options.offload_device != "none"
 
-    def held(self, place: Place, *, gradients: int = 0) -> Held:
-        """What is held at a place.
+    def allocation_for(self, place: TransientMemory, *, gradients: int = 0) -> Allocation:
+        """Return the memory held with this transient memory.
 
         Args:
-            place: what is there beside.
-            gradients: bytes of whole gradients on top of those that wait.
+            place: memory besides the current unit.
+            gradients: bytes of full gradients in addition to the pending ones.
         """
         parts = {
-            "gradients": place.whole + gradients,
+            "gradients": place.full_gradients + gradients,
             "buffers": place.buffers,
             "gathered": place.gathered,
         }
-        return self._placed(parts, place.shards)
+        return self._placed(parts, place.gradient_shards)
 
-    def optimizer_step(self) -> Held:
-        """All gradient shards, and the temporaries of the update."""
-        largest = max(unit.largest_shard for unit in self.units)
-        scratch = self.setup.optimizer.scratch(self.all.trained, largest)
-        return self._placed({}, self.all.kept, {"temporaries": self.widths.stored * scratch})
+    def optimizer_step_allocation(self) -> Allocation:
+        """Return the memory of the optimizer step: all gradient shards, and temporaries."""
+        largest = max(unit.largest_shard_size for unit in self.units)
+        scratch = self.setup.optimizer.num_temporaries(self.total_unit.num_trainable, largest)
+        return self._placed(
+            {}, self.total_unit.grad_shard_bytes, {"temporaries": self.dtype_bytes.stored * scratch}
+        )
 
-    def _placed(self, parts: Parts, shards: int, update: Parts | None = None) -> Held:
-        """Put shards and optimizer where they live: beside the rest, or in the host's memory."""
+    def _placed(
+        self, parts: BytesByPart, shards: int, update: BytesByPart | None = None
+    ) -> Allocation:
+        """Put shards and optimizer state on the device or in host memory."""
         where = (self._shards, {"gradients": shards}, update or {})
-        return Held(parts, host=where) if self.offload else Held(*where, parts)
+        return Allocation(parts, host=where) if self.is_offloaded else Allocation(*where, parts)
 
     @cached_property
-    def _shards(self) -> Parts:
+    def _shards(self) -> BytesByPart:
         """Bytes of parameters and optimizer state on this rank."""
         state = self.setup.optimizer.state_bytes(
-            self.all.trained, element=self.widths.stored, flat=self.flat
+            self.total_unit.num_trainable, element=self.dtype_bytes.stored, flat=self.is_flat
         )
-        return {"parameters": self.all.stored, "optimizer": state}
+        return {"parameters": self.total_unit.param_shard_bytes, "optimizer": state}
 
 
-def unit(
-    group: Group, widths: Widths, share: int, ranks: int, *, accumulate: int, largest: int
-) -> Unit:
-    """A group as a unit.
+def build_unit(
+    group: LayerGroup, widths: DtypeBytes, share: int, ranks: int, *, accumulate: int, largest: int
+) -> FsdpUnit:
+    """Return a group as a unit.
 
     Args:
         group: parameters that are used together.
         widths: bytes per element.
-        share: elements that the first rank keeps.
-        ranks: how many share it.
-        accumulate: bytes per element of gradients that wait for the last micro-batch.
-        largest: elements of the largest parameter that the first rank keeps.
+        share: elements of the first rank's shard.
+        ranks: number of shards.
+        accumulate: bytes per element of accumulated gradients.
+        largest: elements of the largest parameter in the first rank's shard.
     """
-    trained = share * group.trainable // group.params if group.params else 0
-    return Unit(
-        whole=widths.compute * share * ranks,
-        gradients=widths.compute * group.trainable,
-        reduced=widths.reduce * trained * ranks,
-        accumulated=accumulate * group.trainable,
-        largest=widths.compute * group.largest if group.trainable else 0,
-        reduced_shard=widths.reduce * trained,
-        stored=widths.stored * trained + widths.frozen * (share - trained),
-        kept=widths.stored * trained,
-        trained=trained,
-        largest_shard=largest if trained else 0,
+    trained = share * group.trainable // group.num_params if group.num_params else 0
+    return FsdpUnit(
+        full_param_bytes=widths.compute * share * ranks,
+        gradient_bytes=widths.compute * group.trainable,
+        reduce_bytes=widths.reduce * trained * ranks,
+        accumulated_grad_bytes=accumulate * group.trainable,
+        largest_grad_bytes=widths.compute * group.largest if group.trainable else 0,
+        reduce_shard_bytes=widths.reduce * trained,
+        param_shard_bytes=widths.stored * trained + widths.frozen * (share - trained),
+        grad_shard_bytes=widths.stored * trained,
+        num_trainable=trained,
+        largest_shard_size=largest if trained else 0,
     )

@@ -1,8 +1,8 @@
-"""Parameters one by one, in the module's order: what partitions and buckets are cut from.
+"""Parameters in the module's order, from which DeepSpeed cuts partitions and buckets.
 
-Pure arithmetic over `spec.Group`s, in elements. For the engines that do not follow the
-groups: DeepSpeed lays all parameters out in one row, cuts it into equal partitions, and
-reduces gradients in the order in which a backward makes them.
+Pure arithmetic over `LayerGroup`s, in elements. DeepSpeed does not follow the groups: it lays all
+parameters out in one row, cuts it into equal partitions, and reduces gradients in the order in
+which the backward makes them.
 """
 
 from __future__ import annotations
@@ -10,43 +10,43 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nbdist.planner.memory.timeline import records
+from nbdist.planner.memory.timeline import running_maxima
 
 if TYPE_CHECKING:
-    from nbdist.planner.model_spec import Group, ModelSpec, Step
+    from nbdist.planner.model_spec import LayerGroup, ModelSpec, WalkStep
 
 
-class Place(NamedTuple):
+class ParameterSlot(NamedTuple):
     """One trainable parameter."""
 
-    size: int
-    """Elements."""
-    group: int
-    nth: int
-    """Which of the group's `count`."""
+    num_elements: int
+    """Number of elements."""
+    group_index: int
+    block_index: int
+    """Index of the instance in its group."""
 
 
-class Reduction(NamedTuple):
-    """A bucket that is being reduced."""
+class BucketReduction(NamedTuple):
+    """A bucket being reduced."""
 
-    at: Place | None
-    """The gradient that found no room in it; None at the end of the backward."""
-    own: int
-    """Elements of that gradient's group that are done, itself included."""
-    filled: int
+    next_parameter: ParameterSlot | None
+    """The gradient that did not fit into it; None at the end of the backward."""
+    num_done_in_group: int
+    """Elements of that gradient's group that are done, including itself."""
+    num_in_bucket: int
     """Elements in the bucket."""
-    moved: int
-    """Elements reduced so far, the bucket's included."""
-    split: bool
-    """The bucket holds gradients of more than one rank's partition."""
+    num_reduced: int
+    """Elements reduced so far, including the bucket's."""
+    crosses_partitions: bool
+    """True if the bucket holds gradients of more than one rank's partition."""
 
 
-def sizes(group: Group) -> tuple[int, ...]:
-    """Elements of each trainable parameter of one group.
+def trainable_param_sizes(group: LayerGroup) -> tuple[int, ...]:
+    """Return the elements of each trainable parameter of one group.
 
-    Where they are not known: as many of the largest as fit, after what is left over, which
-    is how a transformer's block has them (attention, then the wider MLP). Beside frozen
-    parameters the trainable ones are adapters, small, and taken as one.
+    If unknown, they are assumed to be a remainder followed by as many of the largest size as fit,
+    as in a transformer block (attention, then the wider MLP). Trainable parameters besides frozen
+    ones are adapters, which are small and treated as one parameter.
     """
     if not group.trainable:
         return ()
@@ -55,15 +55,15 @@ def sizes(group: Group) -> tuple[int, ...]:
     return tuple(size for _, size in group.tensors) or _chunks(group.trainable, group.largest)
 
 
-def frozen_sizes(group: Group) -> tuple[int, ...]:
-    """Elements of each frozen parameter of one group."""
+def frozen_param_sizes(group: LayerGroup) -> tuple[int, ...]:
+    """Return the elements of each frozen parameter of one group."""
     if not group.trainable and group.tensors:
         return tuple(size for _, size in group.tensors)
     return _chunks(group.frozen, group.largest)
 
 
 def _chunks(elements: int, largest: int) -> tuple[int, ...]:
-    """Return what is left over, then pieces of the largest size."""
+    """Return the remainder, then pieces of the largest size."""
     if not elements:
         return ()
     each = min(largest or elements, elements)
@@ -71,65 +71,69 @@ def _chunks(elements: int, largest: int) -> tuple[int, ...]:
     return ((rest,) if rest else ()) + (each,) * many
 
 
-def finished(model: ModelSpec, step: Step) -> int:
-    """Elements of the gradients that a backward has made before it comes to a step's group."""
-    own = model.groups[step.group]
-    later = model.groups[step.group + 1 :]
-    rest = (own.count - 1 - step.nth) * own.trainable
+def num_finished_gradients(model: ModelSpec, step: WalkStep) -> int:
+    """Return the gradient elements that a backward has made before it reaches a step's group."""
+    own = model.groups[step.group_index]
+    later = model.groups[step.group_index + 1 :]
+    rest = (own.count - 1 - step.block_index) * own.trainable
     return rest + sum(group.count * group.trainable for group in later)
 
 
-def shared(model: ModelSpec) -> int:
-    """Elements of a tied head: its gradient waits for the embedding's part of it."""
-    return max(sizes(model.groups[-1]), default=0) if model.tied else 0
+def tied_head_size(model: ModelSpec) -> int:
+    """Return the elements of a tied head, or 0."""
+    # Its gradient is complete only after the embedding's contribution.
+    return max(trainable_param_sizes(model.groups[-1]), default=0) if model.tied else 0
 
 
-def coming(model: ModelSpec, step: Step) -> int:
-    """Elements of the gradients of a step that are on their way to where gradients are kept.
+def num_pending_gradients(model: ModelSpec, step: WalkStep) -> int:
+    """Return the gradient elements of a step that are not yet stored with the other gradients.
 
-    The newest, and in the groups before the tail a tied head's.
+    These are the newest gradient and, before the tail's group, the tied head's.
     """
     if step.phase != "backward":
         return 0
-    newest = min(step.grads, model.groups[step.group].largest)
-    return newest + (0 if step.group == len(model.groups) - 1 else shared(model))
+    newest = min(step.num_grads, model.groups[step.group_index].largest)
+    return newest + (0 if step.group_index == len(model.groups) - 1 else tied_head_size(model))
 
 
 @lru_cache(maxsize=64)
-def places(groups: tuple[Group, ...], *, tied: bool) -> tuple[Place, ...]:
-    """All trainable parameters in the module's order; a tied head stands in front."""
+def parameter_slots(groups: tuple[LayerGroup, ...], *, tied: bool) -> tuple[ParameterSlot, ...]:
+    """Return all trainable parameters in the module's order; a tied head comes first."""
     row = [
-        Place(size, number, index)
+        ParameterSlot(size, number, index)
         for number, group in enumerate(groups)
         for index in range(group.count)
-        for size in sizes(group)
+        for size in trainable_param_sizes(group)
     ]
-    head = max((place for place in row if place.group == len(groups) - 1), default=None)
+    head = max((slot for slot in row if slot.group_index == len(groups) - 1), default=None)
     if tied and head is not None:
         row.remove(head)
-        row.insert(0, Place(head.size, 0, 0))
+        row.insert(0, ParameterSlot(head.num_elements, 0, 0))
     return tuple(row)
 
 
-def partition(elements: int, world_size: int) -> int:
-    """Elements of one rank's partition; ZeRO-1/2 aligns to 2 elements a rank."""
+def partition_size(elements: int, world_size: int) -> int:
+    """Return the elements of one rank's partition."""
+    # ZeRO-1/2 aligns to 2 elements per rank.
     return 2 * -(-elements // (2 * world_size))
 
 
-class Share(NamedTuple):
-    """What one rank's partition has pieces of."""
+class PartitionContents(NamedTuple):
+    """Contents of one rank's partition."""
 
-    touched: int
-    """Elements of all parameters that reach into it, their other pieces included."""
-    piece: int
+    num_touched: int
+    """Elements of all parameters that overlap with it, including their other pieces."""
+    largest_piece: int
     """Elements of its largest piece."""
 
 
 @lru_cache(maxsize=256)
-def shares(groups: tuple[Group, ...], *, tied: bool, world_size: int) -> tuple[Share, ...]:
-    """For each rank what its equal piece of the whole row is made of."""
-    row = places(groups, tied=tied)
-    each = partition(sum(place.size for place in row), world_size)
+def partition_contents(
+    groups: tuple[LayerGroup, ...], *, tied: bool, world_size: int
+) -> tuple[PartitionContents, ...]:
+    """Return the contents of each rank's equal piece of the whole row."""
+    row = parameter_slots(groups, tied=tied)
+    each = partition_size(sum(slot.num_elements for slot in row), world_size)
     touched, pieces = [0] * world_size, [0] * world_size
     begin = 0
     for size, _, _ in row:
@@ -139,56 +143,56 @@ def shares(groups: tuple[Group, ...], *, tied: bool, world_size: int) -> tuple[S
             piece = min(end, (rank + 1) * each) - max(begin, rank * each)
             pieces[rank] = max(pieces[rank], piece)
         begin = end
-    return tuple(map(Share, touched, pieces))
+    return tuple(map(PartitionContents, touched, pieces))
 
 
 @lru_cache(maxsize=256)
-def reductions(
-    groups: tuple[Group, ...], *, tied: bool, world_size: int, bucket: int, backward: bool
-) -> tuple[Reduction, ...]:
-    """The reductions of one backward, as a bucket fills and is emptied.
+def bucket_reductions(
+    groups: tuple[LayerGroup, ...], *, tied: bool, world_size: int, bucket: int, backward: bool
+) -> tuple[BucketReduction, ...]:
+    """Return the reductions of one backward, as the bucket fills and is emptied.
 
     Args:
-        groups: the model's.
-        tied: the head stands in front.
+        groups: groups of the model.
+        tied: True if the head comes first.
         world_size: number of partitions.
         bucket: elements of a bucket; a larger parameter is reduced alone.
-        backward: gradients come from the last parameter to the first; else from the first.
+        backward: True if gradients come from the last parameter to the first, else reversed.
     """
-    row = places(groups, tied=tied)
-    total = sum(place.size for place in row)
-    each = max(1, partition(total, world_size))
-    made: list[Reduction] = []
+    row = parameter_slots(groups, tied=tied)
+    total = sum(slot.num_elements for slot in row)
+    each = max(1, partition_size(total, world_size))
+    reduced: list[BucketReduction] = []
     moved = filled = own = 0
-    at: Place | None = None
-    for place in (*(reversed(row) if backward else row), None):
-        same = place is not None and at is not None and place[1:] == at[1:]
-        own = (own if same else 0) + (place.size if place is not None else 0)
-        if filled and (place is None or filled + place.size > bucket):
+    previous: ParameterSlot | None = None
+    for slot in (*(reversed(row) if backward else row), None):
+        same = slot is not None and previous is not None and slot[1:] == previous[1:]
+        own = (own if same else 0) + (slot.num_elements if slot is not None else 0)
+        if filled and (slot is None or filled + slot.num_elements > bucket):
             low = total - moved if backward else moved - filled
             split = low // each != (low + filled - 1) // each
-            made.append(Reduction(place, own, filled, moved, split))
+            reduced.append(BucketReduction(slot, own, filled, moved, split))
             filled = 0
-        if place is not None:
-            filled += place.size
-            moved += place.size
-        at = place
-    return tuple(made)
+        if slot is not None:
+            filled += slot.num_elements
+            moved += slot.num_elements
+        previous = slot
+    return tuple(reduced)
 
 
-class Kept(NamedTuple):
+class RetainedGradients(NamedTuple):
     """Reduced gradients on the fullest rank, in elements, as a bucket is emptied."""
 
-    of: Reduction
+    reduction: BucketReduction
     before: int
     during: int
-    """While the bucket is copied out, but for the bucket itself."""
+    """While the bucket is copied out, without the bucket itself."""
     after: int
 
 
 @lru_cache(maxsize=256)
-def kept(
-    groups: tuple[Group, ...],
+def retained_gradients(
+    groups: tuple[LayerGroup, ...],
     *,
     tied: bool,
     world_size: int,
@@ -196,61 +200,75 @@ def kept(
     backward: bool,
     buffered: bool,
     large_stay: bool,
-) -> tuple[Kept, ...]:
-    """What a rank keeps of each of the `reductions` of one backward.
+) -> tuple[RetainedGradients, ...]:
+    """Return the gradients that a rank keeps at each of the `bucket_reductions` of a backward.
 
     Args:
-        groups: the model's.
-        tied: as in `reductions`, as are `world_size`, `bucket` and `backward`.
+        groups: groups of the model.
+        tied: as in `bucket_reductions`, like `world_size`, `bucket` and `backward`.
         world_size: number of partitions.
         bucket: elements of a bucket.
-        backward: gradients come from the last parameter to the first; else from the first.
-        buffered: a rank has a buffer for all that reaches into its partition, from the first
-            gradient of it on.
-        large_stay: a gradient above the bucket's size stays where it is, on ranks that have no
+        backward: True if gradients come from the last parameter to the first, else reversed.
+        buffered: True if a rank has a buffer for everything that overlaps with its partition, from
+            its first gradient on.
+        large_stay: True if a gradient above the bucket size stays in place on ranks without a
             buffer for it.
     """
-    found = shares(groups, tied=tied, world_size=world_size)
-    total = sum(place.size for place in places(groups, tied=tied))
-    each = max(1, partition(total, world_size))
-    own = [share.touched if buffered else 0 for share in found]
-    """What a rank has more than all large gradients that stay."""
+    contents = partition_contents(groups, tied=tied, world_size=world_size)
+    total = sum(slot.num_elements for slot in parameter_slots(groups, tied=tied))
+    each = max(1, partition_size(total, world_size))
+    own = [share.num_touched if buffered else 0 for share in contents]
+    """Elements that a rank has in addition to all large gradients that stay."""
     stay, passed, before = 0, -total, 0
-    told: list[Kept] = []
-    made = reductions(groups, tied=tied, world_size=world_size, bucket=bucket, backward=backward)
-    for one in made:
-        low = total - one.moved if backward else one.moved - one.filled
-        first, last = low // each, (low + one.filled - 1) // each
+    retained: list[RetainedGradients] = []
+    row = bucket_reductions(
+        groups, tied=tied, world_size=world_size, bucket=bucket, backward=backward
+    )
+    for reduction in row:
+        low = (
+            total - reduction.num_reduced
+            if backward
+            else reduction.num_reduced - reduction.num_in_bucket
+        )
+        first, last = low // each, (low + reduction.num_in_bucket - 1) // each
         edge, to_come = (first, first) if backward else (last, world_size - 1 - last)
         others = max(passed, 0 if to_come else -total)
         during = stay + max(others, *own[first : last + 1])
-        if large_stay and one.filled > bucket:
-            stay += one.filled
+        if large_stay and reduction.num_in_bucket > bucket:
+            stay += reduction.num_in_bucket
             for rank in range(first, last + 1):
-                own[rank] -= one.filled
+                own[rank] -= reduction.num_in_bucket
         after = stay + max(others, *own[first : last + 1])
-        told.append(Kept(one, before, during, after))
+        retained.append(RetainedGradients(reduction, before, during, after))
         before = after
         complete = [own[rank] for rank in range(first, last + 1) if rank != edge]
         passed = max(passed, *complete) if complete else passed
-    return tuple(told)
+    return tuple(retained)
 
 
 @lru_cache(maxsize=256)
-def telling(groups: tuple[Group, ...], **how: Any) -> tuple[Kept, ...]:
-    """What is `kept` at those reductions that may be the fullest, whatever an element's bytes.
+def peak_candidates(groups: tuple[LayerGroup, ...], **how: Any) -> tuple[RetainedGradients, ...]:
+    """Return the `retained_gradients` at reductions that may be the peak, for any element size.
 
-    Of alike ones the first has the most activations, and leaves the most to be reduced.
+    Among equivalent ones the first has the most activations and the most left to reduce.
     """
     return tuple(
-        records(
-            ((*alike(one.of), one.of.split), (one.before, one.during), one)
-            for one in kept(groups, **how)
+        running_maxima(
+            (
+                (*equivalence_key(gradients.reduction), gradients.reduction.crosses_partitions),
+                (gradients.before, gradients.during),
+                gradients,
+            )
+            for gradients in retained_gradients(groups, **how)
         )
     )
 
 
-def alike(one: Reduction) -> tuple[int, ...]:
-    """What equal reductions of a group's equal blocks have in common."""
-    waits = (one.at.group, one.at.size) if one.at is not None else ()
-    return (*waits, one.own, one.filled)
+def equivalence_key(reduction: BucketReduction) -> tuple[int, ...]:
+    """Return the key shared by equal reductions of a group's equal blocks."""
+    waits = (
+        (reduction.next_parameter.group_index, reduction.next_parameter.num_elements)
+        if reduction.next_parameter is not None
+        else ()
+    )
+    return (*waits, reduction.num_done_in_group, reduction.num_in_bucket)

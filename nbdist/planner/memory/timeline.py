@@ -1,8 +1,8 @@
-"""How an engine tells a training step: once for a model and a setup, for any micro-batch.
+"""Base class of an engine's memory timeline, made once per model and setup.
 
-What an engine holds does not depend on the size of a micro-batch; activations and logits do.
-So a story is made once and works out once what is `Held` at the steps of a walk; a micro-batch
-of another size takes two additions a step. Parts are added up by name for those who read them.
+An engine's memory does not depend on the micro-batch size; activations and logits do. So a timeline
+computes its `Allocation` at the steps of a walk once; another micro-batch size costs two additions
+per step. Parts are summed by name only for the moments that are reported.
 """
 
 from __future__ import annotations
@@ -14,133 +14,137 @@ from operator import attrgetter, gt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from nbdist.planner.model_spec import ends, walk
+from nbdist.planner.model_spec import end_blocks, walk_micro_batch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
-    from nbdist.planner.model_spec import MicroBatch, ModelSpec, Step, Visits
+    from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, VisitedBlocks, WalkStep
 
 T = TypeVar("T")
 
-Parts = Mapping[str, int]
-"""Bytes, by what they are for (`memory.PARTS`)."""
-_NOTHING: Parts = MappingProxyType({})
+BytesByPart = Mapping[str, int]
+"""Bytes by purpose (`memory_model.MEMORY_PARTS`)."""
+_NOTHING: BytesByPart = MappingProxyType({})
 
 
-class Held:
-    """What one rank holds at a moment beside a micro-batch's activations and logits."""
+class Allocation:
+    """Memory of a rank at a moment, without activations and logits of the micro-batch."""
 
     __slots__ = ("host", "host_bytes", "nvme", "parts", "total")
 
-    def __init__(self, *parts: Parts, host: tuple[Parts, ...] = (), nvme: int = 0) -> None:
-        """Count bytes.
+    def __init__(
+        self, *parts: BytesByPart, host: tuple[BytesByPart, ...] = (), nvme: int = 0
+    ) -> None:
+        """Sum up the bytes.
 
         Args:
-            parts: bytes on the rank's device; a part may be in several.
-            host: bytes in the host's memory for this rank, in the same manner.
+            parts: bytes on the rank's device; a part may occur several times.
+            host: bytes in host memory for this rank, in the same form.
             nvme: bytes on NVMe for this rank.
         """
         self.parts, self.host, self.nvme = parts, host, nvme
-        self.total = sum([sum(one.values()) for one in parts])
-        self.host_bytes = sum([sum(one.values()) for one in host])
+        self.total = sum([sum(part.values()) for part in parts])
+        self.host_bytes = sum([sum(part.values()) for part in host])
 
 
-class Moment(NamedTuple):
-    """What one rank holds at one moment."""
+class MemoryUsage(NamedTuple):
+    """Memory of one rank at one moment."""
 
     name: str
-    """For a reader: "forward of block 3", "loss", "backward of block 0", "optimizer step"."""
-    parts: Parts
+    """Display name: "forward of block 3", "loss", "backward of block 0", "optimizer step"."""
+    parts: BytesByPart
     """Bytes on the rank's device, by part."""
-    host: Parts = _NOTHING
-    """Bytes in the host's memory, for this rank."""
-    nvme: int = 0
-    """Bytes on NVMe, for this rank."""
+    host_parts: BytesByPart = _NOTHING
+    """Bytes in host memory for this rank."""
+    nvme_bytes: int = 0
+    """Bytes on NVMe for this rank."""
 
     @property
-    def total(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes on the device."""
         return sum(self.parts.values())
 
 
-class Story(ABC):
+class StepTimeline(ABC):
     """One engine's training step of one model."""
 
     def __init__(self, model: ModelSpec) -> None:
-        """Begin with nothing worked out."""
         self.model = model
-        self._told = cache(lambda steps: list(self.during(steps)))
+        self._allocations = cache(lambda steps: list(self.walk_allocations(steps)))
 
     @cached_property
-    def visited(self) -> Visits:
-        """Where a walk goes: to all blocks that may be the fullest."""
-        return ends(self.model.groups)
+    def visited_blocks(self) -> VisitedBlocks:
+        """Blocks that a walk visits: all that may be the peak."""
+        return end_blocks(self.model.groups)
 
     @abstractmethod
-    def during(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, Held]]:
-        """What is held at the steps of a walk, each with the step's index.
+    def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
+        """Yield the index of a step of the walk and the memory held at it.
 
-        A step may come several times, or not at all where the engine does nothing of its own.
+        A step may occur several times, or not at all if the engine does nothing of its own.
         """
 
     @abstractmethod
-    def between(self, run: MicroBatch) -> Iterator[tuple[str, Held, int]]:
-        """What is no step of a walk: a name, what is held, and bytes of activations."""
+    def other_allocations(
+        self, run: MicroBatchActivations
+    ) -> Iterator[tuple[str, Allocation, int]]:
+        """Yield name, memory and bytes of activations for moments that are not steps of a walk."""
 
-    def moments(self, run: MicroBatch) -> Iterator[Moment]:
-        """All moments of an optimizer step whose micro-batches are like this one."""
-        steps, activations, logits = walk(self.model, run, self.visited)
-        for at, held in self._told(steps):
-            yield _moment(steps[at].name, held, activations[at], logits[at], held.host)
-        for name, held, alive in self.between(run):
-            yield _moment(name, held, alive, run.outputs, held.host)
+    def memory_usage(self, run: MicroBatchActivations) -> Iterator[MemoryUsage]:
+        """Yield all moments of an optimizer step with such micro-batches."""
+        steps, activations, logits = walk_micro_batch(self.model, run, self.visited_blocks)
+        for at, allocation in self._allocations(steps):
+            yield _moment(steps[at].name, allocation, activations[at], logits[at], allocation.host)
+        for name, allocation, alive in self.other_allocations(run):
+            yield _moment(name, allocation, alive, run.output_bytes, allocation.host)
 
-    def peak(self, run: MicroBatch) -> Moment:
-        """The fullest moment; of host memory the most of any moment."""
-        steps, activations, logits = walk(self.model, run, self.visited)
-        told, between = self._told(steps), list(self.between(run))
-        totals = [held.total + activations[at] + logits[at] for at, held in told]
-        totals += [held.total + alive + run.outputs for _, held, alive in between]
-        every = [held for _, held in told] + [held for _, held, _ in between]
+    def peak_memory(self, run: MicroBatchActivations) -> MemoryUsage:
+        """Return the peak device usage, with the peak of host memory over all moments."""
+        steps, activations, logits = walk_micro_batch(self.model, run, self.visited_blocks)
+        timeline, between = self._allocations(steps), list(self.other_allocations(run))
+        totals = [allocation.total + activations[at] + logits[at] for at, allocation in timeline]
+        totals += [allocation.total + alive + run.output_bytes for _, allocation, alive in between]
+        every = [allocation for _, allocation in timeline]
+        every += [allocation for _, allocation, _ in between]
         host = max(every, key=_host_bytes).host
         first = totals.index(max(totals))
-        if first < len(told):
-            at, held = told[first]
-            return _moment(steps[at].name, held, activations[at], logits[at], host)
-        name, held, alive = between[first - len(told)]
-        return _moment(name, held, alive, run.outputs, host)
+        if first < len(timeline):
+            at, allocation = timeline[first]
+            return _moment(steps[at].name, allocation, activations[at], logits[at], host)
+        name, allocation, alive = between[first - len(timeline)]
+        return _moment(name, allocation, alive, run.output_bytes, host)
 
 
-def records(many: Iterable[tuple[Hashable, tuple[int, ...], T]]) -> list[T]:
-    """Those that have more of something than all before them that are alike.
+def running_maxima(many: Iterable[tuple[Hashable, tuple[int, ...], T]]) -> list[T]:
+    """Return the items that exceed all earlier ones with the same key in some size.
 
     Args:
-        many: what makes them alike, how much of each thing they have, and they themselves.
+        many: key, sizes and item of each.
     """
-    most: dict[Hashable, tuple[int, ...]] = {}
-    found: list[T] = []
-    for alike, sizes, one in many:
-        before = most.get(alike)
+    maxima: dict[Hashable, tuple[int, ...]] = {}
+    kept: list[T] = []
+    for key, sizes, item in many:
+        before = maxima.get(key)
         if before is None or any(map(gt, sizes, before)):
-            most[alike] = sizes if before is None else tuple(map(max, sizes, before))
-            found.append(one)
-    return found
+            maxima[key] = sizes if before is None else tuple(map(max, sizes, before))
+            kept.append(item)
+    return kept
 
 
 _host_bytes = attrgetter("host_bytes")
 
 
 def _moment(
-    name: str, held: Held, activations: int, logits: int, host: tuple[Parts, ...]
-) -> Moment:
-    """Add parts up by name."""
+    name: str, held: Allocation, activations: int, logits: int, host: tuple[BytesByPart, ...]
+) -> MemoryUsage:
+    """Sum up parts by name."""
     alive = {"activations": activations, "logits": logits}
-    return Moment(name, total((*held.parts, alive)), total(host), held.nvme)
+    return MemoryUsage(name, sum_parts((*held.parts, alive)), sum_parts(host), held.nvme)
 
 
-def total(many: Iterable[Parts]) -> dict[str, int]:
-    """Add parts up by name."""
+def sum_parts(many: Iterable[BytesByPart]) -> dict[str, int]:
+    """Sum up parts by name."""
     sums: dict[str, int] = {}
     for parts in many:
         for name, count in parts.items():

@@ -1,9 +1,9 @@
-"""DeepSpeed's training step under ZeRO-1 and 2; stage 3 is told in `zero3`.
+"""Memory timeline of DeepSpeed under ZeRO-1 and 2; stage 3 is in `zero3`.
 
-Every rank holds all parameters; the master copy, optimizer state and (stage 2) gradients
-are cut into equal partitions of one long row, so that ranks differ: a rank keeps the whole
-gradient of a parameter that reaches into its partition. The fullest rank counts.
-DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
+Every rank holds all parameters; the master copy, optimizer state and (stage 2) gradients are cut
+into equal partitions of one long row. Ranks differ, since a rank keeps the whole gradient of each
+parameter that overlaps with its partition; the fullest rank counts.
+Follows DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
 """
 
 from __future__ import annotations
@@ -13,140 +13,156 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nbdist.planner.memory import partitioning, zero3
-from nbdist.planner.memory.zero_common import CUTS_GRADIENTS, CUTS_PARAMETERS, MASTER, NORM, Story
-from nbdist.planner.model_spec import last_and
+from nbdist.planner.memory.zero_common import (
+    GRADIENT_PARTITIONING_STAGE,
+    MASTER_BYTES,
+    NORM_BYTES,
+    PARAMETER_PARTITIONING_STAGE,
+    ZeroTimeline,
+)
+from nbdist.planner.model_spec import last_blocks_and
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from nbdist.planner.memory.partitioning import Kept, Reduction
-    from nbdist.planner.memory.timeline import Held, Parts
-    from nbdist.planner.memory_model import Setup
-    from nbdist.planner.model_spec import ModelSpec, Step, Visits
+    from nbdist.planner.memory.partitioning import BucketReduction, RetainedGradients
+    from nbdist.planner.memory.timeline import Allocation, BytesByPart
+    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.model_spec import ModelSpec, VisitedBlocks, WalkStep
 
 
-def story(model: ModelSpec, setup: Setup) -> Story:
-    """A training step on the fullest rank."""
-    cuts_parameters = setup.options.strategy.level == CUTS_PARAMETERS
-    return zero3.Cut(model, setup) if cuts_parameters else _Whole(model, setup)
+def build_timeline(model: ModelSpec, setup: TrainingSetup) -> ZeroTimeline:
+    """Return the timeline of a training step on the fullest rank."""
+    cuts_parameters = setup.options.strategy.level == PARAMETER_PARTITIONING_STAGE
+    return zero3.Zero3Timeline(model, setup) if cuts_parameters else _Zero12Timeline(model, setup)
 
 
-class _Whole(Story):
+class _Zero12Timeline(ZeroTimeline):
     """Stages 1 and 2."""
 
-    def __init__(self, model: ModelSpec, setup: Setup) -> None:
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
         super().__init__(model, setup)
-        self._cuts_gradients = setup.options.strategy.level == CUTS_GRADIENTS
-        self._at_once = self._cuts_gradients or self.config.overlap
-        """Gradients are reduced while the backward runs, not after it."""
-        shares = partitioning.shares(model.groups, tied=model.tied, world_size=setup.world_size)
+        self._cuts_gradients = setup.options.strategy.level == GRADIENT_PARTITIONING_STAGE
+        self._at_once = self._cuts_gradients or self.config.overlap_comm
+        """True if gradients are reduced during the backward, not after it."""
+        shares = partitioning.partition_contents(
+            model.groups, tied=model.tied, world_size=setup.world_size
+        )
         self._shares = shares
-        self._most_touched = max(share.touched for share in shares)
+        self._most_touched = max(share.num_touched for share in shares)
 
-    def held(self) -> dict[str, int]:
-        """All parameters; the rest is here or in host memory."""
-        parameters = sum(one.count * one.params for one in self.model.groups)
-        parts = {"parameters": self.unit * parameters}
-        if self.offloaded:
-            # Through it gradients of a parameter come back from the host to be added to.
-            return parts | {"buffers": self.unit * self.largest}
-        return parts | self.state()
+    def device_parts(self) -> dict[str, int]:
+        """All parameters, and unless offloaded the optimizer state."""
+        parameters = sum(group.count * group.num_params for group in self.model.groups)
+        parts = {"parameters": self.element_bytes * parameters}
+        if self.is_offloaded:
+            # Buffer through which a parameter's gradients return from the host to be accumulated.
+            return parts | {"buffers": self.element_bytes * self.largest}
+        return parts | self.optimizer_state_parts()
 
-    def host(self) -> dict[str, int]:
-        """Master copy, its gradients, state, and a copy in 16 bits on its way back."""
-        if not self.offloaded:
+    def host_parts(self) -> dict[str, int]:
+        """Master copy, its gradients, optimizer state, and a 16-bit copy on its way back."""
+        if not self.is_offloaded:
             return {}
-        kept = self._most_touched if self.again and self._cuts_gradients else 0
-        return self.state() | {
-            "parameters": self.unit * self.partition,
-            "gradients": MASTER * self.partition + self.unit * kept,
-            "buffers": self.unit * self.largest
+        kept = self._most_touched if self.has_accumulated_gradients and self._cuts_gradients else 0
+        return self.optimizer_state_parts() | {
+            "parameters": self.element_bytes * self.partition_size,
+            "gradients": MASTER_BYTES * self.partition_size + self.element_bytes * kept,
+            "buffers": self.element_bytes * self.largest
             + self.page_locked(
-                MASTER * self.partition,  # the master copy
-                MASTER * self.partition,  # its gradients
-                self.unit * self.partition,
-                self.unit * self.largest,
+                MASTER_BYTES * self.partition_size,  # the master copy
+                MASTER_BYTES * self.partition_size,  # its gradients
+                self.element_bytes * self.partition_size,
+                self.element_bytes * self.largest,
             ),
         }
 
-    def during(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, Held]]:
-        """Forward, loss, backward."""
+    def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
+        """Memory during forward, loss and backward."""
         for at, step in enumerate(steps):
             if step.phase not in {"before", "after"}:
-                yield at, self.holding(self._during(step))
+                yield at, self.allocation_with(self._during(step))
 
     @cached_property
-    def visited(self) -> Visits:
-        """The last blocks; where the bucket comes; the first, or where a rank keeps more."""
+    def visited_blocks(self) -> VisitedBlocks:
+        """The last blocks, and those where the bucket appears or a rank keeps more gradients."""
         groups = self.model.groups
         if self._at_once:
-            grown = [one.of.at for one in self._kept if one.of.at and one.after > one.before]
-            begins = [(at.group, at.nth) for at in grown]
+            grown = [
+                kept.reduction.next_parameter
+                for kept in self._kept
+                if kept.reduction.next_parameter and kept.after > kept.before
+            ]
+            begins = [(at.group_index, at.block_index) for at in grown]
         else:
             begins = [(number, 0) for number in range(len(groups))]
-        # The bucket comes with the first gradient.
-        earliest = max(number for number, one in enumerate(groups) if one.trainable)
+        # The bucket is allocated with the first gradient.
+        earliest = max(number for number, group in enumerate(groups) if group.trainable)
         begins.append((earliest, groups[earliest].count - 1))
-        # Instants of a block may be before its gradient; those of the next one are after it.
+        # Moments of a block may precede its gradient; those of the next block follow it.
         also = [(number, max(0, nth)) for number, at in begins for nth in (at, at - 1)]
-        return last_and(groups, also)
+        return last_blocks_and(groups, also)
 
-    def reduced(self) -> Iterator[tuple[Reduction, Parts]]:
-        """Reductions while the backward runs, or after it."""
+    def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
+        """Reductions during the backward, or after it."""
         return self._reduced_at_once() if self._at_once else self._reduced_after()
 
     def _bucket(self) -> dict[str, int]:
-        return {"buffers": self.unit * self.config.bucket * self.config.buffers}
+        return {
+            "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
+        }
 
     @property
     def _adds_up(self) -> bool:
-        """Stage 1 adds to gradients of earlier micro-batches, which are all there."""
-        return self.again and not self._cuts_gradients
+        """True if stage 1 accumulates into gradients of earlier micro-batches."""
+        return self.has_accumulated_gradients and not self._cuts_gradients
 
     def _earlier(self, gone: int) -> int:
-        """Bytes of gradients of earlier micro-batches, `gone` elements being elsewhere.
+        """Bytes of gradients of earlier micro-batches without `gone` elements stored elsewhere.
 
-        In the last one, which is reduced, a gradient becomes a view of the bucket that it is
-        copied to, so that its own tensor is free (stage_1_and_2.py:1457 to 1461).
+        In the last micro-batch, which is reduced, a gradient becomes a view of the bucket it is
+        copied to, which frees its own tensor (stage_1_and_2.py:1457 to 1461).
         """
-        return self.unit * (self.trainable - gone) if self._adds_up else 0
+        return self.element_bytes * (self.trainable - gone) if self._adds_up else 0
 
-    def _during(self, step: Step) -> dict[str, int]:
-        """Bytes of gradients, and of the bucket they wait in."""
-        made = partitioning.finished(self.model, step) + step.grads
-        kept = self._mine(self._kept_at(step, made))
+    def _during(self, step: WalkStep) -> dict[str, int]:
+        """Bytes of gradients, and of the bucket that collects them."""
+        finished = partitioning.num_finished_gradients(self.model, step) + step.num_grads
+        kept = self._mine(self._kept_at(step, finished))
         if self._adds_up:
-            # The bucket stays too. The fullest is the last micro-batch, or the one before it.
+            # The bucket stays as well. The peak is in the last micro-batch or the one before.
             reduces = self._at_once and step.phase == "backward"
-            done = max(0, made - self.shared) if reduces else 0
+            done = max(0, finished - self.tied_head_size) if reduces else 0
             gradients = max(self._earlier(0), self._earlier(done) + kept)
-            return self._bucket() | {"gradients": gradients} | self.coming(step)
-        if step.phase != "backward" or not made:
+            return self._bucket() | {"gradients": gradients} | self.pending_gradient_parts(step)
+        if step.phase != "backward" or not finished:
             return {"gradients": kept}
         if not self._at_once:
-            return self._bucket() | {"gradients": self.unit * made}
-        return self._bucket() | {"gradients": kept} | self.coming(step)
+            return self._bucket() | {"gradients": self.element_bytes * finished}
+        return self._bucket() | {"gradients": kept} | self.pending_gradient_parts(step)
 
-    def _kept_at(self, step: Step, made: int) -> int:
-        """Elements of reduced gradients; a bucket waits for the gradient after it.
+    def _kept_at(self, step: WalkStep, made: int) -> int:
+        """Elements of reduced gradients; a bucket is reduced when the next gradient exists.
 
-        A large gradient waits as well (stage_1_and_2.py:1420, 1450).
+        So is a large gradient (stage_1_and_2.py:1420, 1450).
         """
         if step.phase != "backward" or not self._at_once:
             return 0
-        number = bisect_left(self._moved, made - self.shared)
+        number = bisect_left(self._moved, made - self.tied_head_size)
         return self._kept[number - 1].after if number else 0
 
     @cached_property
     def _moved(self) -> list[int]:
-        return [one.of.moved for one in self._kept]
+        return [kept.reduction.num_reduced for kept in self._kept]
 
     @cached_property
-    def _kept(self) -> tuple[Kept, ...]:
-        return self._stays(partitioning.kept, backward=True)
+    def _kept(self) -> tuple[RetainedGradients, ...]:
+        return self._stays(partitioning.retained_gradients, backward=True)
 
-    def _stays(self, read: Callable[..., tuple[Kept, ...]], *, backward: bool) -> tuple[Kept, ...]:
-        """What stays of each reduction; offloaded gradients go to the host.
+    def _stays(
+        self, read: Callable[..., tuple[RetainedGradients, ...]], *, backward: bool
+    ) -> tuple[RetainedGradients, ...]:
+        """Retained gradients of each reduction; offloaded gradients go to the host.
 
         Stage 2 clears what is in other ranks' partitions, stage 1 does not
         (stage_1_and_2.py:2261 to 2274).
@@ -155,72 +171,95 @@ class _Whole(Story):
             self.model.groups,
             tied=self.model.tied,
             world_size=self.setup.world_size,
-            bucket=self.config.bucket,
+            bucket=self.config.reduce_bucket_size,
             backward=backward,
-            buffered=not self.offloaded,
+            buffered=not self.is_offloaded,
             large_stay=not self._cuts_gradients,
         )
 
     def _mine(self, kept: int) -> int:
-        """Bytes of reduced gradients of this micro-batch, and under stage 2 of earlier ones."""
-        mine = self.unit * kept
-        if not self.again or not self._cuts_gradients or self.offloaded:
+        """Bytes of reduced gradients of this micro-batch and, in stage 2, of earlier ones."""
+        mine = self.element_bytes * kept
+        if not self.has_accumulated_gradients or not self._cuts_gradients or self.is_offloaded:
             return mine
-        return max(self.unit * self._most_touched, 2 * mine)
+        return max(self.element_bytes * self._most_touched, 2 * mine)
 
-    def _reduced_at_once(self) -> Iterator[tuple[Reduction, Parts]]:
-        """Buckets that fill while the backward runs, before and after each reduction.
+    def _reduced_at_once(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
+        """Buckets reduced during the backward, before and after each reduction.
 
-        Any may be it: activations become fewer, while more ranks have gradients of their own.
+        Any of them may be the peak: activations shrink while more ranks hold gradients.
         """
         bucket = self._bucket()
-        for kept in self._stays(partitioning.telling, backward=True):
-            one = kept.of
-            comes = one.at.size if one.at is not None else 0
-            around = self.outside(one) + self._earlier(one.moved + comes)
-            for grads, extra in ((kept.before, self._flat(one)), (kept.during, self._norm(one))):
+        for kept in self._stays(partitioning.peak_candidates, backward=True):
+            reduction = kept.reduction
+            comes = (
+                reduction.next_parameter.num_elements if reduction.next_parameter is not None else 0
+            )
+            around = self.unbucketed_gradient_bytes(reduction) + self._earlier(
+                reduction.num_reduced + comes
+            )
+            for grads, extra in (
+                (kept.before, self._flat(reduction)),
+                (kept.during, self._norm(reduction)),
+            ):
                 gradients = around + self._mine(grads)
-                yield one, bucket | {"gradients": gradients, "temporaries": extra}
+                yield reduction, bucket | {"gradients": gradients, "temporaries": extra}
 
-    def _flat(self, one: Reduction) -> int:
-        """Bytes of the copy that is reduced, where pieces go to several ranks.
+    def _flat(self, reduction: BucketReduction) -> int:
+        """Bytes of the flat copy that is reduced, if pieces go to several ranks.
 
-        A parameter above the bucket's size goes piece by piece, or a bucket of them at once.
+        A parameter above the bucket size is reduced piece by piece, or several pieces at once.
         """
-        if not one.split or (self.is_large(one) and self.partition > self.config.bucket):
+        if not reduction.crosses_partitions or (
+            self.exceeds_bucket(reduction) and self.partition_size > self.config.reduce_bucket_size
+        ):
             return 0
-        return self.unit * min(one.filled, self.config.bucket + self.partition)
+        return self.element_bytes * min(
+            reduction.num_in_bucket, self.config.reduce_bucket_size + self.partition_size
+        )
 
-    def _norm(self, one: Reduction) -> int:
-        """Bytes of the fp64 copy, for its norm, of a gradient on its way to the host."""
-        return NORM * min(one.filled, self.largest, self.partition) if self.offloaded else 0
+    def _norm(self, reduction: BucketReduction) -> int:
+        """Bytes of the fp64 copy of an offloaded gradient for its norm."""
+        return (
+            NORM_BYTES * min(reduction.num_in_bucket, self.largest, self.partition_size)
+            if self.is_offloaded
+            else 0
+        )
 
-    def _reduced_after(self) -> Iterator[tuple[Reduction, Parts]]:
-        """Stage 1: all gradients exist, and go through the bucket from the first to the last."""
-        for kept in self._stays(partitioning.telling, backward=False):
-            one = kept.of
-            rest = self.trainable - one.moved + (one.filled if self.is_large(one) else 0)
-            for grads, extra in ((kept.before, self._flat(one)), (kept.during, self._norm(one))):
-                parts = {"gradients": self.unit * (rest + grads), "temporaries": extra}
-                yield one._replace(at=None), self._bucket() | parts
+    def _reduced_after(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
+        """Stage 1: all gradients exist and pass through the bucket from the first to the last."""
+        for kept in self._stays(partitioning.peak_candidates, backward=False):
+            reduction = kept.reduction
+            large = reduction.num_in_bucket if self.exceeds_bucket(reduction) else 0
+            rest = self.trainable - reduction.num_reduced + large
+            for grads, extra in (
+                (kept.before, self._flat(reduction)),
+                (kept.during, self._norm(reduction)),
+            ):
+                parts = {"gradients": self.element_bytes * (rest + grads), "temporaries": extra}
+                yield reduction._replace(next_parameter=None), self._bucket() | parts
 
-    def updated(self) -> Iterator[tuple[str, Held]]:
-        """The norm, the flat fp32 gradients, the step."""
-        if self.offloaded:
-            yield "optimizer step", self.holding(host=self.host_update(self.partition))
+    def update_allocations(self) -> Iterator[tuple[str, Allocation]]:
+        """Gradient norm, flat fp32 gradients, optimizer step."""
+        if self.is_offloaded:
+            yield (
+                "optimizer step",
+                self.allocation_with(host=self.host_update_parts(self.partition_size)),
+            )
             return
-        reduced = {"gradients": self.unit * self._most_touched}
-        fullest = max(self._shares, key=lambda one: self.unit * one.touched + NORM * one.piece)
-        norm = {"gradients": self.unit * fullest.touched, "temporaries": NORM * fullest.piece}
-        yield "gradient norm", self.holding(norm)
-        cast = MASTER if self.unit != MASTER else 0
-        flat = {"temporaries": (self.unit + cast) * self.partition}
-        yield "gradients to fp32", self.holding(reduced, flat)
-        yield "optimizer step", self.holding(self.update(self.partition))
-
-
-def _telling(made: tuple[Reduction, ...]) -> list[Reduction]:
-    """Those reductions one of which is the worst: activations only become fewer."""
-    split = [one for one in made if one.split]
-    fullest = max(made, key=lambda one: one.filled)
-    return [made[0], *split[:1], fullest, made[-1]]
+        reduced = {"gradients": self.element_bytes * self._most_touched}
+        fullest = max(
+            self._shares,
+            key=lambda share: (
+                self.element_bytes * share.num_touched + NORM_BYTES * share.largest_piece
+            ),
+        )
+        norm = {
+            "gradients": self.element_bytes * fullest.num_touched,
+            "temporaries": NORM_BYTES * fullest.largest_piece,
+        }
+        yield "gradient norm", self.allocation_with(norm)
+        cast = MASTER_BYTES if self.element_bytes != MASTER_BYTES else 0
+        flat = {"temporaries": (self.element_bytes + cast) * self.partition_size}
+        yield "gradients to fp32", self.allocation_with(reduced, flat)
+        yield "optimizer step", self.allocation_with(self.update_parts(self.partition_size))

@@ -1,7 +1,7 @@
-"""DeepSpeed's training step under ZeRO-3.
+"""Memory timeline of DeepSpeed under ZeRO-3.
 
-Parameters are cut one by one and gathered for use (`gathering`); reduced gradients and the
-bucket have buffers that stay. DeepSpeed 0.19.8, runtime/zero/stage3.py.
+Parameters are partitioned one by one and gathered for use (`zero3_prefetch`); reduced gradients and
+the bucket have permanent buffers. Follows DeepSpeed 0.19.8, runtime/zero/stage3.py.
 """
 
 from __future__ import annotations
@@ -10,187 +10,231 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from nbdist.planner.memory import partitioning, zero3_prefetch
-from nbdist.planner.memory.timeline import records, total
-from nbdist.planner.memory.zero_common import MASTER, NORM, Story
-from nbdist.planner.model_spec import last_and
+from nbdist.planner.memory.timeline import running_maxima, sum_parts
+from nbdist.planner.memory.zero_common import MASTER_BYTES, NORM_BYTES, ZeroTimeline
+from nbdist.planner.model_spec import last_blocks_and
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from nbdist.planner.memory.partitioning import Reduction
-    from nbdist.planner.memory.timeline import Held, Parts
-    from nbdist.planner.memory.zero3_prefetch import Rules, Where
-    from nbdist.planner.memory_model import Setup
-    from nbdist.planner.model_spec import Group, ModelSpec, Step, Visits
+    from nbdist.planner.memory.partitioning import BucketReduction
+    from nbdist.planner.memory.timeline import Allocation, BytesByPart
+    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.memory.zero3_prefetch import GatherPoint, PrefetchLimits
+    from nbdist.planner.model_spec import LayerGroup, ModelSpec, VisitedBlocks, WalkStep
 
 _SWAP_BUFFERS = 4
 _PARAM_BUFFERS = 5
 _PARAM_BUFFER = 1e8
 _PARAMS_IN_HOST = 1e9
-"""Defaults of an offload to NVMe (runtime/zero/offload_config.py)."""
+"""Defaults of NVMe offload (runtime/zero/offload_config.py)."""
 
 
-class Cut(Story):
+class Zero3Timeline(ZeroTimeline):
     """Stage 3."""
 
-    def __init__(self, model: ModelSpec, setup: Setup) -> None:
-        """Replay what is gathered when."""
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
+        """Simulate which parameters are gathered when."""
         super().__init__(model, setup)
         self._params_away = setup.options.offload_params
         self._on_nvme = setup.options.offload_device == "nvme"
-        self._gathered = zero3_prefetch.gathered(
+        self._gathered = zero3_prefetch.simulate_prefetch(
             model.groups,
             tied=model.tied,
             recompute=setup.options.activation_checkpointing,
-            rules=self.config.rules,
+            rules=self.config.prefetch_limits,
         )
 
     @cached_property
-    def visited(self) -> Visits:
-        """Gathered bytes are not affine in a block's index; all else is the same in each."""
-        return last_and(self.model.groups, self._gathered.fullest)
+    def visited_blocks(self) -> VisitedBlocks:
+        """Blocks to visit: only gathered bytes are not affine in a block's index."""
+        return last_blocks_and(self.model.groups, self._gathered.peak_blocks)
 
     @cached_property
-    def partition(self) -> int:
-        """Elements of a rank's share; each parameter is cut by itself."""
-        return self._share(partitioning.sizes)
+    def partition_size(self) -> int:
+        """Elements of a rank's share; each parameter is partitioned separately."""
+        return self._share(partitioning.trainable_param_sizes)
 
-    def _share(self, sizes: Callable[[Group], tuple[int, ...]]) -> int:
-        """Elements that one rank has of parameters."""
+    def _share(self, sizes: Callable[[LayerGroup], tuple[int, ...]]) -> int:
+        """Elements of one rank's share of parameters."""
         ranks = self.setup.world_size
         return sum(
             group.count * -(-size // ranks) for group in self.model.groups for size in sizes(group)
         )
 
-    def held(self) -> dict[str, int]:
-        """Shares of parameters, gradients and state, and the bucket."""
-        parts = {"buffers": self.unit * self.config.bucket * self.config.buffers}
+    def device_parts(self) -> dict[str, int]:
+        """Shares of parameters, gradients and optimizer state, and the bucket."""
+        parts = {
+            "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
+        }
         if not self._params_away:
             parts["parameters"] = self._parameters()
-        if self.offloaded:
+        if self.is_offloaded:
             return parts
-        return parts | self.state() | {"gradients": self.unit * self.partition}
+        return (
+            parts
+            | self.optimizer_state_parts()
+            | {"gradients": self.element_bytes * self.partition_size}
+        )
 
     def _parameters(self) -> int:
         """Bytes of a rank's share of all parameters."""
-        return self.unit * (self.partition + self._share(partitioning.frozen_sizes))
+        return self.element_bytes * (
+            self.partition_size + self._share(partitioning.frozen_param_sizes)
+        )
 
-    def host(self) -> dict[str, int]:
-        """What an offload to the host holds, or passes through it on its way to NVMe."""
-        if not self.offloaded:
+    def host_parts(self) -> dict[str, int]:
+        """Offloaded memory on the host, including buffers for NVMe."""
+        if not self.is_offloaded:
             return {}
-        # Reduced gradients as they come, and in fp32 for the step.
-        parts = {"gradients": (self.unit + MASTER) * self.partition}
+        # Reduced gradients in the 16-bit type, and in fp32 for the step.
+        parts = {"gradients": (self.element_bytes + MASTER_BYTES) * self.partition_size}
         if not self._on_nvme:
-            locked = self.page_locked(self.unit * self.partition, MASTER * self.partition)
-            parts |= self.state() | {"buffers": locked}
+            locked = self.page_locked(
+                self.element_bytes * self.partition_size, MASTER_BYTES * self.partition_size
+            )
+            parts |= self.optimizer_state_parts() | {"buffers": locked}
             return parts | ({"parameters": self._parameters()} if self._params_away else {})
-        parts["buffers"] = MASTER * self._swap_buffers() * min(self.partition, self._sub_group())
-        return total((parts, self._params_in_host())) if self._params_away else parts
+        parts["buffers"] = (
+            MASTER_BYTES * self._swap_buffers() * min(self.partition_size, self._sub_group())
+        )
+        return sum_parts((parts, self._params_in_host())) if self._params_away else parts
 
     def _sub_group(self) -> int:
-        """Elements that are updated at once: no more than the config says, but one parameter."""
+        """Elements updated at once: limited by the config, but at least one parameter."""
         ranks = self.setup.world_size
-        return min(self.partition, max(self.config.sub_group, -(-self.largest // ranks)))
+        return min(self.partition_size, max(self.config.sub_group_size, -(-self.largest // ranks)))
 
     def _swap_buffers(self) -> int:
         return int(self.config.offload_optimizer.get("buffer_count", _SWAP_BUFFERS))
 
     def _params_in_host(self) -> dict[str, int]:
-        """Page-locked buffers of parameters on NVMe, and those that the host may keep."""
+        """Pinned buffers of parameters on NVMe, and parameters that may stay on the host."""
         section = self.config.offload_param
-        largest = max(one.largest for one in self.model.groups)
+        largest = max(group.largest for group in self.model.groups)
         buffers = int(section.get("buffer_count", _PARAM_BUFFERS))
-        kept = min(self.partition, int(section.get("max_in_cpu", _PARAMS_IN_HOST)))
+        kept = min(self.partition_size, int(section.get("max_in_cpu", _PARAMS_IN_HOST)))
         return {
-            # nbdist.worker.engines.deepspeed sizes them by the largest parameter.
-            "buffers": self.unit * buffers * int(section.get("buffer_size", largest)),
-            "parameters": self.unit * kept,
+            # nbdist.worker.engines.deepspeed sets their size by the largest parameter.
+            "buffers": self.element_bytes * buffers * int(section.get("buffer_size", largest)),
+            "parameters": self.element_bytes * kept,
         }
 
-    def nvme(self) -> int:
-        """Bytes of files: state, and parameters where they are offloaded too."""
+    def nvme_bytes(self) -> int:
+        """Bytes of files on NVMe: optimizer state, and parameters if offloaded too."""
         if not self._on_nvme:
             return 0
-        return sum(self.state().values()) + (self._parameters() if self._params_away else 0)
+        return sum(self.optimizer_state_parts().values()) + (
+            self._parameters() if self._params_away else 0
+        )
 
-    def during(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, Held]]:
-        """Gathered parameters and gradients of forward, loss, backward."""
+    def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
+        """Gathered parameters and gradients during forward, loss and backward."""
         for at, step in enumerate(steps):
             for parts in self._during(step):
-                yield at, self.holding(*parts)
+                yield at, self.allocation_with(*parts)
 
-    def _during(self, step: Step) -> Iterator[tuple[Parts, ...]]:
-        """What comes on top at a step."""
-        tail = self.model.groups[step.group].role == "tail"
+    def _during(self, step: WalkStep) -> Iterator[tuple[BytesByPart, ...]]:
+        """Additional memory at a step."""
+        tail = self.model.groups[step.group_index].role == "tail"
         if step.phase == "loss":
-            yield (self._gather(self._gathered.loss),)
+            yield (self._gather(self._gathered.num_at_loss),)
         elif step.phase == "backward":
-            yield self._at_work(("backward", step.group, step.nth)), self.coming(step)
+            yield (
+                self._at_work(("backward", step.group_index, step.block_index)),
+                self.pending_gradient_parts(step),
+            )
         elif step.phase != "after":
-            where: Where = ("forward", step.group, step.nth)
-            # The head is gathered before there are logits.
+            where: GatherPoint = ("forward", step.group_index, step.block_index)
+            # The head is gathered before the logits exist.
             if tail and step.phase == "forward":
-                yield (self._gather(self._gathered.least.get(where, 0)),)
+                yield (self._gather(self._gathered.min_at.get(where, 0)),)
             elif tail or step.phase == "forward":
                 yield (self._at_work(where),)
 
-    def _at_work(self, where: Where) -> dict[str, int]:
-        return self._gather(self._gathered.most.get(where, 0))
+    def _at_work(self, where: GatherPoint) -> dict[str, int]:
+        return self._gather(self._gathered.max_at.get(where, 0))
 
     def _gather(self, elements: int) -> dict[str, int]:
-        return {"gathered": self.unit * (self._gathered.persistent + elements)}
+        return {"gathered": self.element_bytes * (self._gathered.num_persistent + elements)}
 
-    def reduced(self) -> Iterator[tuple[Reduction, Parts]]:
-        """Buckets that fill while the backward runs, each copied for its reduction."""
-        found = _telling(
+    def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
+        """Buckets reduced during the backward, each copied for its reduction."""
+        candidates = _telling(
             self.model.groups,
             tied=self.model.tied,
             world_size=self.setup.world_size,
-            bucket=self.config.bucket,
+            bucket=self.config.reduce_bucket_size,
             recompute=self.setup.options.activation_checkpointing,
-            rules=self.config.rules,
+            rules=self.config.prefetch_limits,
         )
-        for one, gathered in found:
-            copied = 0 if self.is_large(one) else self.unit * one.filled
-            parts = {"gradients": self.outside(one), "temporaries": copied + self._norm(one)}
-            yield one, parts | self._gather(gathered)
+        for reduction, gathered in candidates:
+            copied = (
+                0
+                if self.exceeds_bucket(reduction)
+                else self.element_bytes * reduction.num_in_bucket
+            )
+            temporaries = copied + self._norm(reduction)
+            parts = {
+                "gradients": self.unbucketed_gradient_bytes(reduction),
+                "temporaries": temporaries,
+            }
+            yield reduction, parts | self._gather(gathered)
 
-    def _norm(self, one: Reduction) -> int:
-        """Bytes of the fp64 copy, for its norm, of a share of a gradient on its way to the host."""
-        if not self.offloaded:
+    def _norm(self, reduction: BucketReduction) -> int:
+        """Bytes of the fp64 copy of an offloaded gradient share for its norm."""
+        if not self.is_offloaded:
             return 0
-        return NORM * -(-min(one.filled, self.largest) // self.setup.world_size)
+        return NORM_BYTES * -(-min(reduction.num_in_bucket, self.largest) // self.setup.world_size)
 
-    def updated(self) -> Iterator[tuple[str, Held]]:
-        """One group of parameters after the other: fp32 gradients, the step."""
+    def update_allocations(self) -> Iterator[tuple[str, Allocation]]:
+        """One group of parameters after another: fp32 gradients, optimizer step."""
         size = self._sub_group()
-        if self.offloaded:
-            yield "optimizer step", self.holding(host=self.host_update(size))
+        if self.is_offloaded:
+            yield "optimizer step", self.allocation_with(host=self.host_update_parts(size))
             return
-        cast = MASTER if self.unit != MASTER else 0
-        flat = {"temporaries": (self.unit + cast) * size}
-        yield "gradients to fp32", self.holding(flat)
-        yield "optimizer step", self.holding(self.update(size))
+        cast = MASTER_BYTES if self.element_bytes != MASTER_BYTES else 0
+        flat = {"temporaries": (self.element_bytes + cast) * size}
+        yield "gradients to fp32", self.allocation_with(flat)
+        yield "optimizer step", self.allocation_with(self.update_parts(size))
 
 
 @lru_cache(maxsize=64)
 def _telling(
-    groups: tuple[Group, ...],
+    groups: tuple[LayerGroup, ...],
     *,
     tied: bool,
     world_size: int,
     bucket: int,
     recompute: bool,
-    rules: Rules,
-) -> tuple[tuple[Reduction, int], ...]:
-    """Those reductions that may be the fullest, and the elements that are gathered then."""
-    most = zero3_prefetch.gathered(groups, tied=tied, recompute=recompute, rules=rules).most
-    made = partitioning.reductions(
+    rules: PrefetchLimits,
+) -> tuple[tuple[BucketReduction, int], ...]:
+    """Reductions that may be the peak, with the elements gathered at that time."""
+    most = zero3_prefetch.simulate_prefetch(
+        groups, tied=tied, recompute=recompute, rules=rules
+    ).max_at
+    reductions = partitioning.bucket_reductions(
         groups, tied=tied, world_size=world_size, bucket=bucket, backward=True
     )
     pairs = [
-        (one, 0 if one.at is None else most.get(("backward", one.at.group, one.at.nth), 0))
-        for one in made
+        (
+            reduction,
+            0
+            if reduction.next_parameter is None
+            else most.get(
+                (
+                    "backward",
+                    reduction.next_parameter.group_index,
+                    reduction.next_parameter.block_index,
+                ),
+                0,
+            ),
+        )
+        for reduction in reductions
     ]
-    return tuple(records((partitioning.alike(one), (there,), (one, there)) for one, there in pairs))
+    return tuple(
+        running_maxima(
+            (partitioning.equivalence_key(reduction), (gathered,), (reduction, gathered))
+            for reduction, gathered in pairs
+        )
+    )

@@ -1,7 +1,7 @@
-"""What ZeRO's stages have in common: DeepSpeed's config, and a story's beginnings.
+"""Common parts of the ZeRO timelines: DeepSpeed's config and the base class.
 
-`zero` tells stages 1 and 2, `zero3` tells stage 3. Facts are of DeepSpeed 0.19.8, measured
-tensor by tensor with the config that `strategies` hands it.
+Stages 1 and 2 are in `zero12`, stage 3 in `zero3`. Based on DeepSpeed 0.19.8, measured tensor by
+tensor with the config that `strategies` passes to it.
 """
 
 from __future__ import annotations
@@ -14,71 +14,71 @@ from typing import TYPE_CHECKING, Any
 from nbdist.errors import PlanError
 from nbdist.planner import model_spec
 from nbdist.planner.memory import partitioning, timeline, zero3_prefetch
-from nbdist.planner.memory.timeline import Held
+from nbdist.planner.memory.timeline import Allocation
 from nbdist.strategies import Hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from nbdist.planner.memory.partitioning import Place, Reduction
-    from nbdist.planner.memory.timeline import Parts
-    from nbdist.planner.memory_model import Setup
-    from nbdist.planner.model_spec import MicroBatch, ModelSpec, Step
+    from nbdist.planner.memory.partitioning import BucketReduction, ParameterSlot
+    from nbdist.planner.memory.timeline import BytesByPart
+    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, WalkStep
 
-CUTS_GRADIENTS = 2
-CUTS_PARAMETERS = 3
-MASTER = 4
-"""Bytes of an element of the master copy, which is always fp32."""
-NORM = 8
-"""Bytes of an element while a norm is taken, in fp64."""
+GRADIENT_PARTITIONING_STAGE = 2
+PARAMETER_PARTITIONING_STAGE = 3
+MASTER_BYTES = 4
+"""Bytes per element of the master copy, which is always fp32."""
+NORM_BYTES = 8
+"""Bytes per element while a norm is computed in fp64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """What DeepSpeed was told, in elements; its own defaults elsewhere."""
+class ZeroConfig:
+    """DeepSpeed's config, in elements, completed by its defaults."""
 
-    bucket: int
-    buffers: int
-    """Buckets that exist at once."""
-    overlap: bool
-    sub_group: int
-    rules: zero3_prefetch.Rules
+    reduce_bucket_size: int
+    num_buffers: int
+    """Number of buckets that exist at once."""
+    overlap_comm: bool
+    sub_group_size: int
+    prefetch_limits: zero3_prefetch.PrefetchLimits
     offload_optimizer: Mapping[str, Any]
     offload_param: Mapping[str, Any]
 
 
-def read_config(model: ModelSpec, setup: Setup) -> Config:
-    """Read the session's config as DeepSpeed will (runtime/zero/config.py)."""
+def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
+    """Read the session's config as DeepSpeed does (runtime/zero/config.py)."""
     strategy = setup.options.strategy
     hardware = Hardware(kind=setup.kind, world_size=setup.world_size)
     zero = strategy.deepspeed_config(setup.options, hardware)["zero_optimization"]
-    number = _Numbers(zero, model)
-    cuts_parameters = strategy.level == CUTS_PARAMETERS
+    number = _ZeroConfigReader(zero, model)
+    cuts_parameters = strategy.level == PARAMETER_PARTITIONING_STAGE
     overlap = zero.get("overlap_comm")
     overlap = cuts_parameters if overlap is None else bool(overlap)
     contiguous = bool(zero.get("contiguous_gradients", True))
-    return Config(
-        bucket=number("reduce_bucket_size", 5e8),
-        buffers=int(contiguous) * (2 if overlap and not cuts_parameters else 1),
-        overlap=overlap,
-        sub_group=number("sub_group_size", 1e9),
-        rules=zero3_prefetch.Rules(
-            prefetch=number("stage3_prefetch_bucket_size", 5e7),
-            max_live=number("stage3_max_live_parameters", 1e9),
-            reuse=number("stage3_max_reuse_distance", 1e9),
-            persist=number("stage3_param_persistence_threshold", 1e5),
+    return ZeroConfig(
+        reduce_bucket_size=number("reduce_bucket_size", 5e8),
+        num_buffers=int(contiguous) * (2 if overlap and not cuts_parameters else 1),
+        overlap_comm=overlap,
+        sub_group_size=number("sub_group_size", 1e9),
+        prefetch_limits=zero3_prefetch.PrefetchLimits(
+            prefetch_bucket_size=number("stage3_prefetch_bucket_size", 5e7),
+            max_live_parameters=number("stage3_max_live_parameters", 1e9),
+            max_reuse_distance=number("stage3_max_reuse_distance", 1e9),
+            param_persistence_threshold=number("stage3_param_persistence_threshold", 1e5),
         ),
         offload_optimizer=zero.get("offload_optimizer", {}),
         offload_param=zero.get("offload_param", {}),
     )
 
 
-class _Numbers:
-    """Numbers of the zero_optimization section; accelerate 1.15 fills "auto" by hidden size."""
+class _ZeroConfigReader:
+    """Numbers of the zero_optimization section; accelerate 1.15 sets "auto" by hidden size."""
 
     def __init__(self, zero: Mapping[str, Any], model: ModelSpec) -> None:
-        # The smallest parameter beside the head is the final norm's, of hidden size.
-        hidden = min(partitioning.sizes(model.groups[-1]), default=0)
+        # The smallest parameter besides the head is the final norm's, of hidden size.
+        hidden = min(partitioning.trainable_param_sizes(model.groups[-1]), default=0)
         self._zero = zero
         self._automatic = {
             "reduce_bucket_size": hidden * hidden,
@@ -91,94 +91,102 @@ class _Numbers:
         return self._automatic.get(key, int(default)) if value == "auto" else int(value)
 
 
-class Story(timeline.Story):
-    """A training step under DeepSpeed; of several micro-batches the last, which has the most."""
+class ZeroTimeline(timeline.StepTimeline):
+    """A training step under DeepSpeed; of several micro-batches the last, which uses the most."""
 
-    def __init__(self, model: ModelSpec, setup: Setup) -> None:
-        """Work out what all moments need."""
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
+        """Read the config and compute sizes that all moments need."""
         super().__init__(model)
         self.setup = setup
         self.config = read_config(model, setup)
-        self.unit = 2 if setup.half else 4
-        """Bytes of an element of parameters and gradients in use."""
-        self.trainable = model_spec.trainable(model)
+        self.element_bytes = 2 if setup.is_half_precision else 4
+        """Bytes per element of parameters and gradients in use."""
+        self.trainable = model_spec.num_trainable_params(model)
         if not self.trainable:
-            message = "the model has no trainable parameter; DeepSpeed needs one, so unfreeze some."
+            message = "The model has no trainable parameter, which DeepSpeed needs. Unfreeze some."
             raise PlanError(message)
-        self.largest = max(max(partitioning.sizes(one), default=0) for one in model.groups)
+        self.largest = max(
+            max(partitioning.trainable_param_sizes(group), default=0) for group in model.groups
+        )
         """Elements of the largest trainable parameter."""
-        self.offloaded = setup.options.offload_device != "none"
-        self.again = setup.options.accumulate > 1
-        """Gradients of earlier micro-batches exist."""
-        self.shared = partitioning.shared(model)
+        self.is_offloaded = setup.options.offload_device != "none"
+        self.has_accumulated_gradients = setup.options.accumulate > 1
+        """True if gradients of earlier micro-batches exist."""
+        self.tied_head_size = partitioning.tied_head_size(model)
 
     @cached_property
-    def partition(self) -> int:
+    def partition_size(self) -> int:
         """Elements of a rank's share of the master copy."""
-        return partitioning.partition(self.trainable, self.setup.world_size)
+        return partitioning.partition_size(self.trainable, self.setup.world_size)
 
     @abstractmethod
-    def held(self) -> dict[str, int]:
-        """Bytes on the device that stay for good."""
+    def device_parts(self) -> dict[str, int]:
+        """Return the bytes that are always on the device."""
 
     @abstractmethod
-    def host(self) -> dict[str, int]:
-        """Bytes in host memory that stay for good."""
+    def host_parts(self) -> dict[str, int]:
+        """Return the bytes that are always in host memory."""
 
-    def nvme(self) -> int:
-        """Bytes on NVMe."""
+    def nvme_bytes(self) -> int:
+        """Return the bytes on NVMe."""
         return 0
 
     @abstractmethod
-    def reduced(self) -> Iterator[tuple[Reduction, Parts]]:
-        """What comes on top at those reductions that may be the fullest, in their order."""
+    def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
+        """Yield reductions that may be the peak, in order, with their additional memory."""
 
     @abstractmethod
-    def updated(self) -> Iterator[tuple[str, Held]]:
-        """What is held at the parts of an optimizer's step, each with its name."""
+    def update_allocations(self) -> Iterator[tuple[str, Allocation]]:
+        """Yield the parts of the optimizer step with the memory held."""
 
-    def between(self, run: MicroBatch) -> Iterator[tuple[str, Held, int]]:
-        """Reductions, then the optimizer's step."""
-        before = model_spec.saved_before(self.model, run)
-        for reduction, held in self._reduced:
-            yield "gradient reduction", held, self._alive(reduction, run, before)
-        for name, held in self._updated:
-            yield name, held, 0
+    def other_allocations(
+        self, run: MicroBatchActivations
+    ) -> Iterator[tuple[str, Allocation, int]]:
+        """Yield the reductions, then the optimizer step."""
+        before = model_spec.saved_bytes_before_groups(self.model, run)
+        for reduction, allocation in self._reduced:
+            yield "gradient reduction", allocation, self._alive(reduction, run, before)
+        for name, allocation in self._updated:
+            yield name, allocation, 0
 
     @cached_property
-    def _reduced(self) -> list[tuple[Reduction, Held]]:
-        """Reductions one of which is the fullest for any micro-batch."""
-        found: list[tuple[Reduction, int, Parts]] = []
-        for one, parts in self.reduced():
+    def _reduced(self) -> list[tuple[BucketReduction, Allocation]]:
+        """Reductions one of which is the peak, for any micro-batch."""
+        candidates: list[tuple[BucketReduction, int, BytesByPart]] = []
+        for reduction, parts in self.reduction_allocations():
             size = sum(parts.values())
-            if not any(more >= size and _is_before(other, one) for other, more, _ in found):
-                found.append((one, size, parts))
-        return [(one, self.holding(parts)) for one, _, parts in found]
+            if not any(
+                more >= size and _is_before(other, reduction) for other, more, _ in candidates
+            ):
+                candidates.append((reduction, size, parts))
+        return [(reduction, self.allocation_with(parts)) for reduction, _, parts in candidates]
 
     @cached_property
-    def _updated(self) -> list[tuple[str, Held]]:
-        return list(self.updated())
+    def _updated(self) -> list[tuple[str, Allocation]]:
+        return list(self.update_allocations())
 
-    def holding(self, *more: Parts, host: Parts | None = None) -> Held:
-        """Put together what is held for good and what comes on top."""
-        kept, away, files = self._for_good
-        return Held(kept, *more, host=(away, host) if host else (away,), nvme=files)
+    def allocation_with(self, *more: BytesByPart, host: BytesByPart | None = None) -> Allocation:
+        """Return the permanent memory combined with additional parts."""
+        on_device, on_host, files = self._for_good
+        return Allocation(
+            on_device, *more, host=(on_host, host) if host else (on_host,), nvme=files
+        )
 
     @cached_property
     def _for_good(self) -> tuple[dict[str, int], dict[str, int], int]:
-        """What stays on the device, in host memory and on NVMe."""
-        return self.held(), self.host(), self.nvme()
+        """Memory that stays on the device, in host memory and on NVMe."""
+        return self.device_parts(), self.host_parts(), self.nvme_bytes()
 
-    def state(self) -> dict[str, int]:
-        """Bytes of master copy and optimizer state, wherever they are."""
+    def optimizer_state_parts(self) -> dict[str, int]:
+        """Return the bytes of master copy and optimizer state, on any device."""
         optimizer = self.setup.optimizer
         return {
-            "master": MASTER * self.partition,
-            "optimizer": optimizer.state_bytes(self.partition, flat=True),
+            "master": MASTER_BYTES * self.partition_size,
+            "optimizer": optimizer.state_bytes(self.partition_size, flat=True),
         }
 
     def page_locked(self, *sizes: int) -> int:
-        """Bytes that page-locked tensors of these sizes take beyond them.
+        """Return the padding of pinned tensors of these sizes, in bytes.
 
         torch 2.13 rounds each one up to a power of two (CachingHostAllocator.h).
         """
@@ -186,70 +194,85 @@ class Story(timeline.Story):
             return 0
         return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
 
-    def update(self, elements: int) -> dict[str, int]:
-        """Bytes of updating so many elements: fp32 gradients and the optimizer's temporaries."""
+    def update_parts(self, elements: int) -> dict[str, int]:
+        """Return the bytes of updating these elements: fp32 gradients, optimizer temporaries."""
         return {
-            "gradients": MASTER * elements,
-            "temporaries": MASTER * self.setup.optimizer.scratch(elements, elements),
+            "gradients": MASTER_BYTES * elements,
+            "temporaries": MASTER_BYTES * self.setup.optimizer.num_temporaries(elements, elements),
         }
 
-    def host_update(self, elements: int) -> dict[str, int]:
-        """Bytes of temporaries of updating in host memory; DeepSpeed's own works in place."""
+    def host_update_parts(self, elements: int) -> dict[str, int]:
+        """Return the bytes of temporaries of an update in host memory."""
+        # DeepSpeed's own CPU optimizers work in place.
         optimizer = self.setup.optimizer
-        copies = 0 if optimizer.cpu_version else optimizer.alone
-        return {"temporaries": round(MASTER * copies * elements)}
+        copies = 0 if optimizer.has_cpu_version else optimizer.loop_copies
+        return {"temporaries": round(MASTER_BYTES * copies * elements)}
 
-    def coming(self, step: Step) -> dict[str, int]:
-        """Bytes of gradients that are made and not in the bucket yet."""
-        return {"temporaries": self.unit * partitioning.coming(self.model, step)}
+    def pending_gradient_parts(self, step: WalkStep) -> dict[str, int]:
+        """Return the bytes of gradients that exist but are not in the bucket yet."""
+        return {
+            "temporaries": self.element_bytes * partitioning.num_pending_gradients(self.model, step)
+        }
 
-    def outside(self, reduction: Reduction) -> int:
-        """Bytes of gradients in no bucket while one is reduced.
+    def unbucketed_gradient_bytes(self, reduction: BucketReduction) -> int:
+        """Return the bytes of gradients outside the bucket while one is reduced.
 
-        The one that comes next, a tied head's, which waits for the embedding's part until the
-        backward is over, and a large one, which is reduced where it is.
+        These are the next gradient, a tied head's, which is complete only after the embedding's
+        backward, and a large one, which is reduced in place.
         """
-        at = reduction.at
-        head = 0 if at is None or self._is_tied_head(at) else self.shared
-        waits = 0 if at is None else at.size + head
-        large = reduction.filled if self.is_large(reduction) else 0
-        return self.unit * (waits + large)
+        at = reduction.next_parameter
+        head = 0 if at is None or self._is_tied_head(at) else self.tied_head_size
+        waits = 0 if at is None else at.num_elements + head
+        large = reduction.num_in_bucket if self.exceeds_bucket(reduction) else 0
+        return self.element_bytes * (waits + large)
 
-    def is_large(self, reduction: Reduction) -> bool:
-        """Whether it is of one parameter above the bucket's size."""
-        return reduction.filled > self.config.bucket
+    def exceeds_bucket(self, reduction: BucketReduction) -> bool:
+        """Return whether it is a single parameter above the bucket size."""
+        return reduction.num_in_bucket > self.config.reduce_bucket_size
 
-    def _alive(self, reduction: Reduction, run: MicroBatch, before: list[int]) -> int:
-        """Bytes of activations when a reduction begins, those `before` its group's included.
+    def _alive(
+        self, reduction: BucketReduction, run: MicroBatchActivations, before: list[int]
+    ) -> int:
+        """Bytes of activations when a reduction begins, including those saved `before` its group.
 
-        It begins when the gradient that finds no room exists: at the first instant of its group
-        with so many gradients.
+        It begins when the gradient that does not fit exists: at the first moment of its group with
+        at least that many gradients.
         """
-        place = reduction.at
+        place = reduction.next_parameter
         if place is None or self._is_tied_head(place):
             return 0
-        own = run.passes[place.group]
-        made = [one.held for one in own.backward if one.grads >= reduction.own]
-        held = max(made or [one.held for one in own.backward], default=0)
-        return before[place.group] + place.nth * own.saved + held
+        own = run.layers[place.group_index]
+        held_then = [
+            moment.held_bytes
+            for moment in own.backward_moments
+            if moment.num_grads >= reduction.num_done_in_group
+        ]
+        held = max(held_then or [moment.held_bytes for moment in own.backward_moments], default=0)
+        return before[place.group_index] + place.block_index * own.saved_bytes + held
 
-    def _is_tied_head(self, place: Place) -> bool:
-        """Whether it is the first of all: its gradient is complete when the backward is over."""
-        return self.model.tied and place == partitioning.places(self.model.groups, tied=True)[0]
+    def _is_tied_head(self, place: ParameterSlot) -> bool:
+        """True for the first parameter: its gradient is complete at the end of the backward."""
+        return (
+            self.model.tied
+            and place == partitioning.parameter_slots(self.model.groups, tied=True)[0]
+        )
 
-    def reductions(self, *, backward: bool) -> tuple[Reduction, ...]:
-        """The reductions of this model's gradients."""
-        return partitioning.reductions(
+    def bucket_reductions(self, *, backward: bool) -> tuple[BucketReduction, ...]:
+        """Return the reductions of this model's gradients."""
+        return partitioning.bucket_reductions(
             self.model.groups,
             tied=self.model.tied,
             world_size=self.setup.world_size,
-            bucket=self.config.bucket,
+            bucket=self.config.reduce_bucket_size,
             backward=backward,
         )
 
 
-def _is_before(other: Reduction, one: Reduction) -> bool:
-    """Whether another reduction, not later than one, has its activations and perhaps more."""
-    if one.at is None or other.at is None:
-        return one.at is None
-    return other.at.group == one.at.group and other.own <= one.own
+def _is_before(other: BucketReduction, reduction: BucketReduction) -> bool:
+    """True if the other reduction is not later and has at least the same activations."""
+    if reduction.next_parameter is None or other.next_parameter is None:
+        return reduction.next_parameter is None
+    return (
+        other.next_parameter.group_index == reduction.next_parameter.group_index
+        and other.num_done_in_group <= reduction.num_done_in_group
+    )

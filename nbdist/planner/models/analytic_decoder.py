@@ -1,14 +1,21 @@
-"""Llama-like and GPT-2-like models, operation by operation as transformers 5.23 runs them."""
+"""Analytic specs of Llama-like and GPT-2-like models, following transformers 5.23."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.planner.models.autograd_tape import FULL, Tape, Tensor
-from nbdist.planner.models.config import MOST_LAYERS, attention, check_divides, element, rate, size
-from nbdist.planner.models.decoder import Decoder
-from nbdist.planner.models.transformer import Weight
+from nbdist.planner.models.autograd_tape import FULL_BYTES, AutogradTape, TapeTensor
+from nbdist.planner.models.config import (
+    MAX_LAYERS,
+    attention_implementation,
+    check_divides,
+    param_dtype_bytes,
+    read_dropout_rate,
+    read_size,
+)
+from nbdist.planner.models.decoder import DecoderSpec
+from nbdist.planner.models.transformer import WeightShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,163 +24,185 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama(Decoder):
+class Llama(DecoderSpec):
     """Llama, Mistral, Qwen2, Qwen3: RMSNorm, rotary positions, grouped heads, gated MLP."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Queries and keys are normed per head."""
+    """True if queries and keys are normalized per head."""
     window: int | None = None
-    """Sliding window, in tokens."""
+    """Sliding window in tokens."""
 
-    def embeddings(self) -> list[Weight]:
-        """None: positions are rotations."""
+    def extra_embeddings(self) -> list[WeightShape]:
+        """Return no weights: positions are rotary."""
         return []
 
-    def linears(self) -> list[tuple[int, int]]:
-        """q, k, v, o, gate, up, down."""
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """Return the shapes of q, k, v, o, gate, up, down."""
         h, ff = self.hidden, self.ff
-        heads = [(self.wide_q, h), (self.wide_kv, h), (self.wide_kv, h), (h, self.wide_q)]
+        heads = [
+            (self.num_q_features, h),
+            (self.num_kv_features, h),
+            (self.num_kv_features, h),
+            (h, self.num_q_features),
+        ]
         return [*heads, (ff, h), (ff, h), (h, ff)]
 
-    def block_weights(self) -> list[Weight]:
-        """Linear layers, their biases, two norms."""
+    def block_weights(self) -> list[WeightShape]:
+        """Return linear layers, their biases, and norms."""
         biased = [self.qkv_bias] * 3 + [self.out_bias] + [self.mlp_bias] * 3
-        shapes = self.linears()
-        weights = [Weight(out, out * into) for out, into in shapes]
-        biases = [Weight(o, o) for (o, _), bias in zip(shapes, biased, strict=True) if bias]
-        norms = [Weight(self.hidden, self.hidden)] * 2
-        head_norms = [Weight(self.head_dim, self.head_dim)] * (2 if self.qk_norm else 0)
+        shapes = self.linear_shapes()
+        weights = [WeightShape(out, out * into) for out, into in shapes]
+        biases = [WeightShape(o, o) for (o, _), bias in zip(shapes, biased, strict=True) if bias]
+        norms = [WeightShape(self.hidden, self.hidden)] * 2
+        head_norms = [WeightShape(self.head_dim, self.head_dim)] * (2 if self.qk_norm else 0)
         return weights + biases + norms + head_norms
 
-    def norm_weights(self) -> list[Weight]:
-        """The scale."""
-        return [Weight(self.hidden, self.hidden)]
+    def norm_weights(self) -> list[WeightShape]:
+        """Return the scale."""
+        return [WeightShape(self.hidden, self.hidden)]
 
-    def shared(self, tape: Tape, work: Workload) -> int:
-        """Cosines and sines, and the mask where one is kept."""
-        rotary = 2 * work.seq_len * self.head_dim * tape.width
-        return rotary + self.mask(tape, work, made=self._masked(work))
+    def shared_bytes(self, tape: AutogradTape, work: Workload) -> int:
+        """Return the bytes of cosines and sines, and of the mask if one is kept."""
+        rotary = 2 * work.seq_len * self.head_dim * tape.element_bytes
+        return rotary + self.attention_mask_bytes(tape, work, made=self._masked(work))
 
-    def write_embedding(self, tape: Tape, work: Workload) -> Tensor:
-        """Look the tokens up."""
-        return self.looked_up(tape, work)
+    def record_embedding(self, tape: AutogradTape, work: Workload) -> TapeTensor:
+        """Record the embedding lookup."""
+        return self.embed_tokens(tape, work)
 
-    def write_block(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
-        """LlamaDecoderLayer.forward."""
-        attended = self._attention(tape, work, self.write_norm(tape, work, x))
+    def record_block(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
+        """Record LlamaDecoderLayer.forward."""
+        attended = self._attention(tape, work, self.record_norm(tape, work, x))
         x = tape.add(x, attended)
-        return tape.add(x, self._mlp(tape, work, self.write_norm(tape, work, x)))
+        return tape.add(x, self._mlp(tape, work, self.record_norm(tape, work, x)))
 
-    def write_norm(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
-        """RMSNorm."""
-        return tape.rms_norm(x, work.tokens, self.hidden, trainable=self.base_trainable)
+    def record_norm(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
+        """Record an RMSNorm."""
+        return tape.rms_norm(x, work.num_tokens, self.hidden, trainable=self.has_trainable_base)
 
-    def eager(self, tape: Tape, work: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Scores in the compute type, softmax in fp32, probabilities back."""
+    def record_eager_attention(
+        self, tape: AutogradTape, work: Workload, q: TapeTensor, k: TapeTensor, v: TapeTensor
+    ) -> TapeTensor:
+        """Record attention with scores in the compute dtype and softmax in fp32."""
         if self.heads != self.kv_heads:
             k, v = (tape.copy(t, self.heads // self.kv_heads) for t in (k, v))
-        raw = tape.unary(tape.matmul(q, k, self.scores(work)))
-        probabilities = tape.softmax(tape.cast(_masked(tape, raw), FULL))
+        raw = tape.unary(tape.matmul(q, k, self.num_attention_scores(work)))
+        probabilities = tape.softmax(tape.cast(_masked(tape, raw), FULL_BYTES))
         probabilities = tape.dropout(tape.cast(probabilities, q.width), self.attention_dropout)
         return tape.copy(tape.matmul(probabilities, v, q.elements))
 
     def _masked(self, work: Workload) -> bool:
-        """Whether sequences are longer than the sliding window, which takes an explicit mask."""
+        """True if samples are longer than the sliding window, which needs an explicit mask."""
         return self.window is not None and work.seq_len > self.window
 
-    def _attention(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
-        shapes = self.linears()
-        q, k, v = (self.linear(tape, work, x, s, bias=self.qkv_bias) for s in shapes[:3])
+    def _attention(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
+        shapes = self.linear_shapes()
+        q, k, v = (self.record_linear(tape, work, x, s, bias=self.qkv_bias) for s in shapes[:3])
         if self.qk_norm:
             q, k = (self._head_norm(tape, work, t) for t in (q, k))
         q, k = (_rotated(tape, tape.view(t)) for t in (q, k))
         if self._masked(work) and self.attention == "sdpa":
             k, v = (tape.copy(t, self.heads // self.kv_heads) for t in (k, v))
-            tape.hold(Tensor(work.seq_len**2, q.width))
-        out = self.attend(tape, work, q, k, v)
-        return self.linear(tape, work, out, shapes[3], bias=self.out_bias)
+            tape.save_for_backward(TapeTensor(work.seq_len**2, q.width))
+        out = self.record_attention(tape, work, q, k, v)
+        return self.record_linear(tape, work, out, shapes[3], bias=self.out_bias)
 
-    def _head_norm(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
-        heads = x.elements // self.head_dim // work.tokens
-        return tape.rms_norm(x, work.tokens * heads, self.head_dim, trainable=self.base_trainable)
+    def _head_norm(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
+        heads = x.elements // self.head_dim // work.num_tokens
+        return tape.rms_norm(
+            x, work.num_tokens * heads, self.head_dim, trainable=self.has_trainable_base
+        )
 
-    def _mlp(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
-        gate, up, down = self.linears()[4:]
-        opened = tape.unary(self.linear(tape, work, x, gate, bias=self.mlp_bias), keeps="input")
-        raised = self.linear(tape, work, x, up, bias=self.mlp_bias)
-        return self.linear(tape, work, tape.multiply(opened, raised), down, bias=self.mlp_bias)
+    def _mlp(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
+        gate, up, down = self.linear_shapes()[4:]
+        opened = tape.unary(
+            self.record_linear(tape, work, x, gate, bias=self.mlp_bias), keeps="input"
+        )
+        raised = self.record_linear(tape, work, x, up, bias=self.mlp_bias)
+        return self.record_linear(
+            tape, work, tape.multiply(opened, raised), down, bias=self.mlp_bias
+        )
 
 
-def _masked(tape: Tape, scores: Tensor) -> Tensor:
-    """Scores plus the mask, which has the embedding's type."""
-    return tape.unary(scores, width=tape.width)
+def _masked(tape: AutogradTape, scores: TapeTensor) -> TapeTensor:
+    """Scores plus the mask, which has the embedding's dtype."""
+    return tape.unary(scores, width=tape.element_bytes)
 
 
-def _rotated(tape: Tape, x: Tensor) -> Tensor:
-    """`x * cos + rotate_half(x) * sin`; cosines have the residual stream's type."""
-    straight = tape.unary(x, width=tape.width)
-    crossed = tape.unary(tape.unary(x), width=tape.width)
+def _rotated(tape: AutogradTape, x: TapeTensor) -> TapeTensor:
+    """`x * cos + rotate_half(x) * sin`; cosines have the residual stream's dtype."""
+    straight = tape.unary(x, width=tape.element_bytes)
+    crossed = tape.unary(tape.unary(x), width=tape.element_bytes)
     return tape.add(straight, crossed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpt2(Decoder):
+class Gpt2(DecoderSpec):
     """GPT-2: layer norms, learned positions, one projection for q, k and v, dropout."""
 
     positions: int = 1024
     embedding_dropout: float = 0.1
     residual_dropout: float = 0.1
 
-    def embeddings(self) -> list[Weight]:
-        """The positions' table."""
-        return [Weight(self.positions, self.positions * self.hidden)]
+    def extra_embeddings(self) -> list[WeightShape]:
+        """Return the position embedding."""
+        return [WeightShape(self.positions, self.positions * self.hidden)]
 
-    def linears(self) -> list[tuple[int, int]]:
-        """qkv, o, up, down."""
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """Return the shapes of qkv, o, up, down."""
         h, ff = self.hidden, self.ff
         return [(3 * h, h), (h, h), (ff, h), (h, ff)]
 
-    def block_weights(self) -> list[Weight]:
-        """Conv1D has its weight transposed: rows are the input's features."""
-        weights = [Weight(into, out * into) for out, into in self.linears()]
-        biases = [Weight(out, out) for out, _ in self.linears()]
-        return weights + biases + [Weight(self.hidden, self.hidden)] * 4
+    def block_weights(self) -> list[WeightShape]:
+        """Return linear layers, their biases, and norms."""
+        # The weight of Conv1D is transposed: rows are input features.
+        weights = [WeightShape(into, out * into) for out, into in self.linear_shapes()]
+        biases = [WeightShape(out, out) for out, _ in self.linear_shapes()]
+        return weights + biases + [WeightShape(self.hidden, self.hidden)] * 4
 
-    def norm_weights(self) -> list[Weight]:
-        """Scale and shift."""
-        return [Weight(self.hidden, self.hidden)] * 2
+    def norm_weights(self) -> list[WeightShape]:
+        """Return scale and shift."""
+        return [WeightShape(self.hidden, self.hidden)] * 2
 
-    def shared(self, tape: Tape, work: Workload) -> int:
-        """Position numbers, and the mask where one is kept."""
-        return 8 * work.seq_len + self.mask(tape, work, made=False)
+    def shared_bytes(self, tape: AutogradTape, work: Workload) -> int:
+        """Return the bytes of position numbers, and of the mask if one is kept."""
+        return 8 * work.seq_len + self.attention_mask_bytes(tape, work, made=False)
 
-    def write_embedding(self, tape: Tape, work: Workload) -> Tensor:
-        """Token plus position, dropped out."""
-        tokens = self.looked_up(tape, work)
-        places = tape.embedding(work.seq_len, self.positions, self.hidden, counted=False)
-        return tape.dropout(tape.add(tokens, places), self.embedding_dropout)
+    def record_embedding(self, tape: AutogradTape, work: Workload) -> TapeTensor:
+        """Record token plus position embedding, with dropout."""
+        tokens = self.embed_tokens(tape, work)
+        position_embedding = tape.embedding(
+            work.seq_len, self.positions, self.hidden, counted=False
+        )
+        return tape.dropout(tape.add(tokens, position_embedding), self.embedding_dropout)
 
-    def write_block(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
-        """GPT2Block.forward."""
-        qkv, out, up, down = self.linears()
-        joined = self.linear(tape, work, self.write_norm(tape, work, x), qkv, bias=True)
+    def record_block(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
+        """Record GPT2Block.forward."""
+        qkv, out, up, down = self.linear_shapes()
+        joined = self.record_linear(tape, work, self.record_norm(tape, work, x), qkv, bias=True)
         q, k, v = (tape.view(part) for part in tape.split(joined, 3))
-        attended = self.linear(tape, work, self.attend(tape, work, q, k, v), out, bias=True)
+        attended = self.record_linear(
+            tape, work, self.record_attention(tape, work, q, k, v), out, bias=True
+        )
         x = tape.add(tape.dropout(attended, self.residual_dropout), x)
-        raised = self.linear(tape, work, self.write_norm(tape, work, x), up, bias=True)
-        lowered = self.linear(tape, work, self.activated(tape, raised), down, bias=True)
+        raised = self.record_linear(tape, work, self.record_norm(tape, work, x), up, bias=True)
+        lowered = self.record_linear(
+            tape, work, self.record_activation(tape, raised), down, bias=True
+        )
         return tape.add(x, tape.dropout(lowered, self.residual_dropout))
 
-    def write_norm(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
-        """LayerNorm."""
-        return tape.layer_norm(x, work.tokens, self.hidden, trainable=self.base_trainable)
+    def record_norm(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
+        """Record a LayerNorm."""
+        return tape.layer_norm(x, work.num_tokens, self.hidden, trainable=self.has_trainable_base)
 
-    def eager(self, tape: Tape, work: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Softmax in the type of the scores, or in fp32 under a GPU's autocast."""
-        raw = tape.unary(tape.matmul(q, k, self.scores(work)))
+    def record_eager_attention(
+        self, tape: AutogradTape, work: Workload, q: TapeTensor, k: TapeTensor, v: TapeTensor
+    ) -> TapeTensor:
+        """Record attention with softmax in the scores' dtype, or in fp32 under a GPU's autocast."""
+        raw = tape.unary(tape.matmul(q, k, self.num_attention_scores(work)))
         probabilities = tape.cast(tape.softmax(_masked(tape, raw)), v.width)
         dropped = tape.dropout(probabilities, self.attention_dropout)
         return tape.copy(tape.matmul(dropped, v, q.elements))
@@ -181,25 +210,25 @@ class Gpt2(Decoder):
 
 def _llama(config: Mapping[str, Any]) -> Llama:
     model_type = config["model_type"]
-    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-    kv_heads = size(config, "num_key_value_heads", default=_KV_HEADS.get(model_type, heads))
+    hidden, heads = read_size(config, "hidden_size"), read_size(config, "num_attention_heads")
+    kv_heads = read_size(config, "num_key_value_heads", default=_KV_HEADS.get(model_type, heads))
     check_divides(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
     biases = bool(config.get("attention_bias", False))
     layered = model_type == "mistral" or config.get("use_sliding_window")
     return Llama(
         model_type=model_type,
         hidden=hidden,
-        ff=size(config, "intermediate_size"),
-        layers=size(config, "num_hidden_layers", most=MOST_LAYERS),
+        ff=read_size(config, "intermediate_size"),
+        layers=read_size(config, "num_hidden_layers", most=MAX_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=size(config, "head_dim", default=_head_dim(model_type, hidden, heads)),
-        vocab=size(config, "vocab_size"),
+        head_dim=read_size(config, "head_dim", default=_head_dim(model_type, hidden, heads)),
+        vocab=read_size(config, "vocab_size"),
         activation=str(config.get("hidden_act", "silu")),
         tied=bool(config.get("tie_word_embeddings", False)),
-        attention=attention(config),
-        attention_dropout=rate(config, "attention_dropout", 0.0),
-        element=element(config),
+        attention=attention_implementation(config),
+        attention_dropout=read_dropout_rate(config, "attention_dropout", 0.0),
+        element=param_dtype_bytes(config),
         qkv_bias=biases or model_type == "qwen2",
         out_bias=biases and model_type != "qwen2",
         mlp_bias=bool(config.get("mlp_bias", False)),
@@ -209,7 +238,7 @@ def _llama(config: Mapping[str, Any]) -> Llama:
 
 
 _KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
-"""Defaults of transformers' config classes; Llama's is the number of heads."""
+"""Defaults of transformers' config classes; Llama's default is the number of heads."""
 
 
 def _head_dim(model_type: str, hidden: int, heads: int) -> int:
@@ -217,43 +246,43 @@ def _head_dim(model_type: str, hidden: int, heads: int) -> int:
 
 
 def _gpt2(config: Mapping[str, Any]) -> Gpt2:
-    hidden = size(config, "n_embd", "hidden_size")
-    heads = size(config, "n_head", "num_attention_heads")
+    hidden = read_size(config, "n_embd", "hidden_size")
+    heads = read_size(config, "n_head", "num_attention_heads")
     check_divides(hidden, heads, "n_embd", "n_head")
     return Gpt2(
         model_type="gpt2",
         hidden=hidden,
-        ff=size(config, "n_inner", default=4 * hidden),
-        layers=size(config, "n_layer", "num_hidden_layers", most=MOST_LAYERS),
+        ff=read_size(config, "n_inner", default=4 * hidden),
+        layers=read_size(config, "n_layer", "num_hidden_layers", most=MAX_LAYERS),
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,
-        vocab=size(config, "vocab_size"),
-        positions=size(config, "n_positions", "max_position_embeddings", default=1024),
+        vocab=read_size(config, "vocab_size"),
+        positions=read_size(config, "n_positions", "max_position_embeddings", default=1024),
         activation=str(config.get("activation_function", "gelu_new")),
         tied=bool(config.get("tie_word_embeddings", True)),
-        attention=attention(config),
-        attention_dropout=rate(config, "attn_pdrop", 0.1),
-        embedding_dropout=rate(config, "embd_pdrop", 0.1),
-        residual_dropout=rate(config, "resid_pdrop", 0.1),
-        element=element(config),
+        attention=attention_implementation(config),
+        attention_dropout=read_dropout_rate(config, "attn_pdrop", 0.1),
+        embedding_dropout=read_dropout_rate(config, "embd_pdrop", 0.1),
+        residual_dropout=read_dropout_rate(config, "resid_pdrop", 0.1),
+        element=param_dtype_bytes(config),
     )
 
 
-FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
+SPEC_BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
 }
-"""model_type -> reader of its config."""
-TRAINED: Mapping[str, frozenset[str]] = {
+"""model_type -> function that builds a spec from its config."""
+SUPPORTED_MODEL_CLASSES: Mapping[str, frozenset[str]] = {
     "gpt2": frozenset({"GPT2LMHeadModel"}),
     "llama": frozenset({"LlamaForCausalLM"}),
     "mistral": frozenset({"MistralForCausalLM"}),
     "qwen2": frozenset({"Qwen2ForCausalLM"}),
     "qwen3": frozenset({"Qwen3ForCausalLM"}),
 }
-"""model_type -> classes of transformers that are written down here."""
-CLASSES: Mapping[str, Any] = {"Llama": Llama, "Gpt2": Gpt2}
+"""model_type -> classes of transformers that have an analytic spec."""
+SPEC_CLASSES: Mapping[str, Any] = {"Llama": Llama, "Gpt2": Gpt2}

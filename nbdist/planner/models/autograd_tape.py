@@ -1,13 +1,13 @@
-"""A tape of a forward pass: what autograd keeps, and what its backward allocates.
+"""Records a forward pass to compute what autograd saves and what its backward allocates.
 
-A model's family writes its operations on a `Tape` once, as its `forward` would run them; the
-tape then knows the bytes saved, and the bytes alive at every moment of forward and backward.
-The rules are torch's eager autograd: a tensor lives while a later operation needs it or a
-node has saved it, a node's saved tensors and its incoming gradient go when it has run,
-gradients that meet are added out of place. Casts follow torch.autocast's lists (torch 2.13,
-"Automatic Mixed Precision": CUDA and CPU differ).
+A model family records the operations of its `forward` once; the tape then returns the saved bytes
+and the bytes alive at every moment of forward and backward. It follows torch's eager autograd: a
+tensor lives while a later operation needs it or a node has saved it, a node's saved tensors and
+incoming gradient are freed after it has run, and gradients of the same tensor are added out of
+place. Casts follow torch.autocast's lists (torch 2.13, "Automatic Mixed Precision"; CUDA and CPU
+differ).
 
-Pure arithmetic on sizes, about 3 us an operation.
+Pure arithmetic on sizes, about 3 us per operation.
 """
 
 from __future__ import annotations
@@ -16,239 +16,252 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.planner.model_spec import Instant
+from nbdist.planner.model_spec import BackwardMoment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-HALF = 2
-FULL = 4
-BATCH = 1 << 64
-"""A batch size that stands for any: every size is a + b * BATCH, so that one walk over a tape
-tells all of them."""
+HALF_BYTES = 2
+FULL_BYTES = 4
+SYMBOLIC_BATCH_SIZE = 1 << 64
+"""Symbolic batch size: every size is a + b * SYMBOLIC_BATCH_SIZE, so that one walk over a tape
+holds for all batch sizes."""
 
 
-class Tensor:
-    """A tensor of a forward pass: its elements, bytes per element, and whose memory it is."""
+class TapeTensor:
+    """Elements, bytes per element and storage of a tensor of a forward pass."""
 
     __slots__ = ("elements", "elsewhere", "root", "width")
 
     def __init__(
-        self, elements: int, width: int, *, of: Tensor | None = None, elsewhere: bool = False
+        self, elements: int, width: int, *, of: TapeTensor | None = None, elsewhere: bool = False
     ) -> None:
-        """Make a tensor, or a view of one; one that is `elsewhere` is not the tape's to count."""
+        """Make a tensor, or a view; the tape does not count one that is `elsewhere`."""
         self.elements, self.width = elements, width
         self.elsewhere = elsewhere
-        self.root: Tensor = of.root if of else self
+        self.root: TapeTensor = of.root if of else self
 
     @property
-    def bytes(self) -> int:
-        """Bytes of it, or of its gradient."""
+    def size_bytes(self) -> int:
+        """Bytes of the tensor, or of its gradient."""
         return self.elements * self.width
 
     @property
-    def counted(self) -> int:
-        """Bytes of it that a tape counts."""
-        return 0 if self.elsewhere else self.bytes
+    def counted_bytes(self) -> int:
+        """Bytes that the tape counts."""
+        return 0 if self.elsewhere else self.size_bytes
 
 
 @dataclass(slots=True)
-class Node:
+class TapeNode:
     """One operation."""
 
-    out: Tensor
-    inputs: tuple[Tensor, ...]
-    keeps: tuple[Tensor, ...] = ()
-    """Saved for its backward."""
-    sends: tuple[Tensor, ...] = ()
-    """Inputs that get a gradient of their own."""
-    passes: tuple[Tensor, ...] = ()
+    out: TapeTensor
+    inputs: tuple[TapeTensor, ...]
+    keeps: tuple[TapeTensor, ...] = ()
+    """Tensors saved for the backward."""
+    sends: tuple[TapeTensor, ...] = ()
+    """Inputs that get a new gradient."""
+    passes: tuple[TapeTensor, ...] = ()
     """Inputs whose gradient is the incoming one, in the same memory."""
-    siblings: tuple[Tensor, ...] = ()
-    """Further outputs: slices, whose gradients are put together with that of `out`."""
+    siblings: tuple[TapeTensor, ...] = ()
+    """Further outputs: slices, whose gradients are concatenated with that of `out`."""
     weights: int = 0
-    """Elements of parameter gradients that its backward makes, for the parameters to keep."""
+    """Elements of parameter gradients that its backward makes."""
     workspace: int = 0
-    """Bytes that its backward needs at its worst, on top of what it makes."""
+    """Peak bytes that its backward needs in addition to the gradients it makes."""
 
 
 @dataclass(slots=True)
-class Tape:
+class AutogradTape:
     """Operations in forward order."""
 
-    width: int
-    """Bytes per element of the parameters, and of what no rule casts."""
+    element_bytes: int
+    """Bytes per element of the parameters, and of everything that is not cast."""
     autocast: Literal["cuda", "cpu"] | None = None
-    """Whose lists torch.autocast follows, where it runs."""
+    """Device whose autocast lists apply; None without autocast."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """Whose kernels run."""
-    nodes: list[Node] = field(default_factory=list)
+    """Device whose kernels run."""
+    nodes: list[TapeNode] = field(default_factory=list)
 
-    # -- what a family writes with ---------------------------------------------------------
+    # -- recording -------------------------------------------------------------------------
 
-    def cast(self, x: Tensor, width: int) -> Tensor:
-        """`x.to(dtype)`."""
+    def cast(self, x: TapeTensor, width: int) -> TapeTensor:
+        """Record `x.to(dtype)`."""
         if x.width == width:
             return x
-        out = Tensor(x.elements, width)
-        return self._add(Node(out, (x,), sends=(x,)))
+        out = TapeTensor(x.elements, width)
+        return self._add(TapeNode(out, (x,), sends=(x,)))
 
-    def upcast(self, x: Tensor) -> Tensor:
-        """What autocast does to the input of an operation that a GPU runs in fp32."""
-        return self.cast(x, FULL) if self.autocast == "cuda" else x
+    def upcast(self, x: TapeTensor) -> TapeTensor:
+        """Record autocast's cast of an input of an operation that a GPU runs in fp32."""
+        return self.cast(x, FULL_BYTES) if self.autocast == "cuda" else x
 
     def linear(
         self,
-        x: Tensor,
+        x: TapeTensor,
         tokens: int,
         wide: int,
         *,
         narrow: int,
         trainable: bool = True,
         bias: bool = False,
-    ) -> Tensor:
-        """A matrix product with a weight of wide x narrow; x is (tokens, narrow)."""
-        weight: tuple[Tensor, ...] = ()
+    ) -> TapeTensor:
+        """Record a product with a wide x narrow weight; x is (tokens, narrow)."""
+        weight: tuple[TapeTensor, ...] = ()
         if self.autocast:
-            if self.width == FULL:
+            if self.element_bytes == FULL_BYTES:
                 weight = (self._weight_cast(wide * narrow, trainable=trainable),)
-            x = self.cast(x, HALF)
+            x = self.cast(x, HALF_BYTES)
         own = trainable and not weight
-        out = Tensor(tokens * wide, x.width)
+        out = TapeTensor(tokens * wide, x.width)
         keeps = ((x,) if trainable else ()) + weight
         sends = (x,) + (weight if trainable else ())
-        made = wide * narrow if own else 0
-        made += wide if bias and trainable else 0
-        return self._add(Node(out, (x, *weight), keeps=keeps, sends=sends, weights=made))
+        grad_elements = wide * narrow if own else 0
+        grad_elements += wide if bias and trainable else 0
+        return self._add(
+            TapeNode(out, (x, *weight), keeps=keeps, sends=sends, weights=grad_elements)
+        )
 
     def embedding(
         self, tokens: int, rows: int, columns: int, *, counted: bool, tied: bool = False
-    ) -> Tensor:
-        """Rows of a table.
+    ) -> TapeTensor:
+        """Record an embedding lookup.
 
-        The indices are the caller's, as is a gradient that is not counted. A table that is tied
-        has one from the head already: a second is made, and their sum.
+        The indices belong to the caller, as does a gradient that is not counted. A tied table
+        already has a gradient from the head: a second one and their sum are made.
         """
-        out, table = Tensor(tokens * columns, self.width), Tensor(rows * columns, self.width)
+        out, table = (
+            TapeTensor(tokens * columns, self.element_bytes),
+            TapeTensor(rows * columns, self.element_bytes),
+        )
         weights = table.elements if counted else 0
-        return self._add(Node(out, (), weights=weights, workspace=2 * table.bytes if tied else 0))
+        return self._add(
+            TapeNode(out, (), weights=weights, workspace=2 * table.size_bytes if tied else 0)
+        )
 
-    def hold(self, x: Tensor) -> None:
-        """Something that the last operation saves as well."""
+    def save_for_backward(self, x: TapeTensor) -> None:
+        """Add a tensor to those that the last operation saves."""
         self.nodes[-1].keeps += (x,)
 
-    def linger(self, *tensors: Tensor) -> None:
-        """Tensors that are still there when the last operation runs, though nothing uses them."""
+    def keep_alive(self, *tensors: TapeTensor) -> None:
+        """Keep tensors alive until the last operation, though nothing uses them."""
         self.nodes[-1].inputs += tensors
 
     def unary(
-        self, x: Tensor, *, keeps: Literal["input", "output", "nothing"] = "nothing", width: int = 0
-    ) -> Tensor:
-        """An elementwise function of one tensor, or a product with what is kept anyway."""
-        out = Tensor(x.elements, max(x.width, width))
+        self,
+        x: TapeTensor,
+        *,
+        keeps: Literal["input", "output", "nothing"] = "nothing",
+        width: int = 0,
+    ) -> TapeTensor:
+        """Record an elementwise function of one tensor, or a product with a kept tensor."""
+        out = TapeTensor(x.elements, max(x.width, width))
         kept = {"input": (x,), "output": (out,), "nothing": ()}[keeps]
-        return self._add(Node(out, (x,), keeps=kept, sends=(x,)))
+        return self._add(TapeNode(out, (x,), keeps=kept, sends=(x,)))
 
-    def power(self, x: Tensor) -> Tensor:
-        """`x.pow(n)`; its backward makes x^(n-1) and n * x^(n-1) on the way."""
+    def power(self, x: TapeTensor) -> TapeTensor:
+        """Record `x.pow(n)`; its backward makes x^(n-1) and n * x^(n-1) on the way."""
         x = self.upcast(x)
-        out = Tensor(x.elements, x.width)
-        return self._add(Node(out, (x,), keeps=(x,), sends=(x,), workspace=2 * x.bytes))
+        out = TapeTensor(x.elements, x.width)
+        return self._add(TapeNode(out, (x,), keeps=(x,), sends=(x,), workspace=2 * x.size_bytes))
 
-    def mean(self, x: Tensor, tokens: int) -> Tensor:
-        """A mean over the last dimension."""
-        return self._add(Node(Tensor(tokens, x.width), (x,), sends=(x,)))
+    def mean(self, x: TapeTensor, tokens: int) -> TapeTensor:
+        """Record a mean over the last dimension."""
+        return self._add(TapeNode(TapeTensor(tokens, x.width), (x,), sends=(x,)))
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """`x + y` of equal shapes."""
-        out = Tensor(x.elements, max(x.width, y.width))
+    def add(self, x: TapeTensor, y: TapeTensor) -> TapeTensor:
+        """Record `x + y` of equal shapes."""
+        out = TapeTensor(x.elements, max(x.width, y.width))
         same = tuple(t for t in (x, y) if t.width == out.width)
         other = tuple(t for t in (x, y) if t.width != out.width)
-        return self._add(Node(out, (x, y), sends=other, passes=same))
+        return self._add(TapeNode(out, (x, y), sends=other, passes=same))
 
-    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
-        """`x * y`; y may be smaller, its gradient is then summed."""
-        out = Tensor(x.elements, max(x.width, y.width))
-        extra = out.bytes if y.elements < x.elements else 0
-        return self._add(Node(out, (x, y), keeps=(x, y), sends=(x, y), workspace=extra))
+    def multiply(self, x: TapeTensor, y: TapeTensor) -> TapeTensor:
+        """Record `x * y`; y may be smaller, its gradient is then summed."""
+        out = TapeTensor(x.elements, max(x.width, y.width))
+        extra = out.size_bytes if y.elements < x.elements else 0
+        return self._add(TapeNode(out, (x, y), keeps=(x, y), sends=(x, y), workspace=extra))
 
-    def scale_by_weight(self, x: Tensor, elements: int, *, trainable: bool) -> Tensor:
-        """`weight * x`, the weight a vector."""
-        out = Tensor(x.elements, max(x.width, self.width))
+    def scale_by_weight(self, x: TapeTensor, elements: int, *, trainable: bool) -> TapeTensor:
+        """Record `weight * x` with a weight vector."""
+        out = TapeTensor(x.elements, max(x.width, self.element_bytes))
         keeps = (x,) if trainable else ()
         return self._add(
-            Node(
+            TapeNode(
                 out,
                 (x,),
                 keeps=keeps,
                 sends=(x,),
                 weights=elements if trainable else 0,
-                workspace=out.bytes if trainable else 0,
+                workspace=out.size_bytes if trainable else 0,
             )
         )
 
-    def view(self, x: Tensor) -> Tensor:
-        """A view whose gradient has to be copied back into x's layout."""
-        return self._add(Node(Tensor(x.elements, x.width, of=x), (x,), sends=(x,)))
+    def view(self, x: TapeTensor) -> TapeTensor:
+        """Record a view whose gradient has to be copied back into x's layout."""
+        return self._add(TapeNode(TapeTensor(x.elements, x.width, of=x), (x,), sends=(x,)))
 
-    def rows(self, x: Tensor, elements: int) -> Tensor:
-        """A slice, which is a view; its gradient is put into one of x's size, zeros elsewhere."""
-        return self._add(Node(Tensor(elements, x.width, of=x), (x,), sends=(x,)))
+    def slice_rows(self, x: TapeTensor, elements: int) -> TapeTensor:
+        """Record a slice, a view whose gradient is copied into zeros of x's size."""
+        return self._add(TapeNode(TapeTensor(elements, x.width, of=x), (x,), sends=(x,)))
 
-    def copy(self, x: Tensor, times: int = 1) -> Tensor:
-        """A contiguous copy of a view, `times` as large when it is repeated."""
-        out = Tensor(x.elements * times, x.width)
+    def copy(self, x: TapeTensor, times: int = 1) -> TapeTensor:
+        """Record a contiguous copy of a view, `times` as large if it is repeated."""
+        out = TapeTensor(x.elements * times, x.width)
         if times == 1:
-            return self._add(Node(out, (x,), passes=(x,)))
-        return self._add(Node(out, (x,), sends=(x,)))
+            return self._add(TapeNode(out, (x,), passes=(x,)))
+        return self._add(TapeNode(out, (x,), sends=(x,)))
 
-    def split(self, x: Tensor, count: int) -> tuple[Tensor, ...]:
-        """Equal slices, which are views; their gradients are put together in one copy."""
-        parts = tuple(Tensor(x.elements // count, x.width, of=x) for _ in range(count))
-        self._add(Node(parts[0], (x,), sends=(x,), siblings=parts[1:]))
+    def split(self, x: TapeTensor, count: int) -> tuple[TapeTensor, ...]:
+        """Record equal slices, views whose gradients are concatenated."""
+        parts = tuple(TapeTensor(x.elements // count, x.width, of=x) for _ in range(count))
+        self._add(TapeNode(parts[0], (x,), sends=(x,), siblings=parts[1:]))
         return parts
 
-    def biased(self, x: Tensor, gradient: int) -> Tensor:
-        """A sum with what all samples share, whose gradient waits from block to block.
+    def add_shared_bias(self, x: TapeTensor, gradient: int) -> TapeTensor:
+        """Record a sum with a tensor shared by all samples, whose gradient accumulates over blocks.
 
         Args:
-            x: the larger one.
-            gradient: bytes of the other's: a new one is made, and its sum with that of before.
+            x: the larger tensor.
+            gradient: bytes of the other's gradient: a new one is made, and its sum with the old.
         """
-        out = Tensor(x.elements, x.width)
-        return self._add(Node(out, (x,), passes=(x,), workspace=2 * gradient))
+        out = TapeTensor(x.elements, x.width)
+        return self._add(TapeNode(out, (x,), passes=(x,), workspace=2 * gradient))
 
-    def matmul(self, x: Tensor, y: Tensor, elements: int) -> Tensor:
-        """A batched matrix product."""
+    def matmul(self, x: TapeTensor, y: TapeTensor, elements: int) -> TapeTensor:
+        """Record a batched matrix product."""
         if self.autocast:
-            x, y = self.cast(x, HALF), self.cast(y, HALF)
-        out = Tensor(elements, x.width)
-        return self._add(Node(out, (x, y), keeps=(x, y), sends=(x, y)))
+            x, y = self.cast(x, HALF_BYTES), self.cast(y, HALF_BYTES)
+        out = TapeTensor(elements, x.width)
+        return self._add(TapeNode(out, (x, y), keeps=(x, y), sends=(x, y)))
 
-    def fp32_matmul(self, x: Tensor, y: Tensor, elements: int) -> Tensor:
-        """A batched matrix product inside a kernel that computes in fp32."""
-        out = Tensor(elements, FULL)
-        return self._add(Node(out, (x, y), keeps=(x, y), sends=(x, y)))
+    def fp32_matmul(self, x: TapeTensor, y: TapeTensor, elements: int) -> TapeTensor:
+        """Record a batched matrix product inside a kernel that computes in fp32."""
+        out = TapeTensor(elements, FULL_BYTES)
+        return self._add(TapeNode(out, (x, y), keeps=(x, y), sends=(x, y)))
 
-    def softmax(self, x: Tensor) -> Tensor:
-        """A softmax over the last dimension."""
+    def softmax(self, x: TapeTensor) -> TapeTensor:
+        """Record a softmax over the last dimension."""
         return self.unary(self.upcast(x), keeps="output")
 
-    def dropout(self, x: Tensor, rate: float) -> Tensor:
-        """Dropout: a GPU keeps one byte an element, a CPU a mask of x's own type."""
+    def dropout(self, x: TapeTensor, rate: float) -> TapeTensor:
+        """Record dropout: a GPU keeps one byte per element, a CPU a mask of x's dtype."""
         if not rate:
             return x
-        mask = Tensor(x.elements, 1 if self.device == "cuda" else x.width)
-        out = Tensor(x.elements, x.width)
-        return self._add(Node(out, (x, mask), keeps=(mask,), sends=(x,)))
+        mask = TapeTensor(x.elements, 1 if self.device == "cuda" else x.width)
+        out = TapeTensor(x.elements, x.width)
+        return self._add(TapeNode(out, (x, mask), keeps=(mask,), sends=(x,)))
 
-    def layer_norm(self, x: Tensor, tokens: int, columns: int, *, trainable: bool) -> Tensor:
-        """Torch's layer norm; keeps its input, mean and 1/std."""
+    def layer_norm(
+        self, x: TapeTensor, tokens: int, columns: int, *, trainable: bool
+    ) -> TapeTensor:
+        """Record torch's layer norm, which keeps its input, mean and 1/std."""
         x = self.upcast(x)
-        out = Tensor(x.elements, x.width)
-        statistics = Tensor(2 * tokens, x.width if self.device == "cpu" else FULL)
+        out = TapeTensor(x.elements, x.width)
+        statistics = TapeTensor(2 * tokens, x.width if self.device == "cpu" else FULL_BYTES)
         return self._add(
-            Node(
+            TapeNode(
                 out,
                 (x, statistics),
                 keeps=(x, statistics),
@@ -257,113 +270,117 @@ class Tape:
             )
         )
 
-    def rms_norm(self, x: Tensor, tokens: int, columns: int, *, trainable: bool) -> Tensor:
-        """The RMSNorm of transformers' models, operation by operation, in fp32 inside."""
-        wide = self.cast(x, FULL)
+    def rms_norm(self, x: TapeTensor, tokens: int, columns: int, *, trainable: bool) -> TapeTensor:
+        """Record the RMSNorm of transformers, operation by operation, in fp32 inside."""
+        wide = self.cast(x, FULL_BYTES)
         squares = self.mean(self.power(wide), tokens)
         inverse = self.unary(self.unary(squares, keeps="nothing"), keeps="output")
         normed = self.cast(self.multiply(wide, inverse), x.width)
         return self.scale_by_weight(normed, columns, trainable=trainable)
 
-    def flash_attention(self, q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
-        """Fused attention; keeps q, k, v, its output, and fp32 log-sums of `rows`."""
+    def flash_attention(self, q: TapeTensor, k: TapeTensor, v: TapeTensor, rows: int) -> TapeTensor:
+        """Record fused attention, which keeps q, k, v, its output, and fp32 log-sums of `rows`."""
         if self.autocast:
-            q, k, v = (self.cast(t, HALF) for t in (q, k, v))
-        out, sums = Tensor(q.elements, q.width), Tensor(rows, FULL)
-        return self._add(Node(out, (q, k, v, sums), keeps=(q, k, v, out, sums), sends=(q, k, v)))
+            q, k, v = (self.cast(t, HALF_BYTES) for t in (q, k, v))
+        out, sums = TapeTensor(q.elements, q.width), TapeTensor(rows, FULL_BYTES)
+        return self._add(
+            TapeNode(out, (q, k, v, sums), keeps=(q, k, v, out, sums), sends=(q, k, v))
+        )
 
-    # -- what is read off ------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------
 
-    def saved(self) -> int:
-        """Bytes kept from forward to backward."""
-        return sum(t.counted for t in self._kept())
+    def saved_bytes(self) -> int:
+        """Return the bytes saved from forward to backward."""
+        return sum(t.counted_bytes for t in self._kept())
 
-    def keeps(self, x: Tensor) -> bool:
-        """Whether a node saves a tensor's memory."""
+    def is_saved(self, x: TapeTensor) -> bool:
+        """Return whether a node saves a tensor's memory."""
         return x.root in self._kept()
 
-    def forward(self, first: Tensor | None = None) -> int:
-        """Most bytes alive inside the forward with what it keeps.
+    def forward_peak_bytes(self, first: TapeTensor | None = None) -> int:
+        """Return the peak bytes inside the forward, including what it saves.
 
-        `first` is its input, which whoever runs it holds until it is over.
+        `first` is its input, which the caller holds until the forward ends.
         """
         return self._forward(keeping=True, first=first)
 
-    def forward_only(self, first: Tensor) -> int:
-        """Most bytes alive inside a forward that keeps nothing."""
+    def inference_peak_bytes(self, first: TapeTensor) -> int:
+        """Return the peak bytes inside a forward that saves nothing."""
         return self._forward(keeping=False, first=first)
 
-    def backward(self, incoming: int, held: int = 0) -> tuple[Instant, ...]:
-        """The worst moments of the backward.
+    def backward_moments(self, incoming: int, held: int = 0) -> tuple[BackwardMoment, ...]:
+        """Return the moments of the backward that may be its peak.
 
         Args:
-            incoming: bytes of the gradient that comes in.
-            held: bytes kept all along besides, such as a checkpointed input.
+            incoming: bytes of the incoming gradient.
+            held: additional bytes held throughout, such as a checkpointed input.
         """
-        return worst(_Backward(self.nodes, incoming, held).instants())
+        return worst_moments(_BackwardPass(self.nodes, incoming, held).instants())
 
-    # -- how -------------------------------------------------------------------------------
+    # -- implementation --------------------------------------------------------------------
 
-    def _add(self, node: Node) -> Tensor:
+    def _add(self, node: TapeNode) -> TapeTensor:
         self.nodes.append(node)
         return node.out
 
-    def _weight_cast(self, elements: int, *, trainable: bool) -> Tensor:
-        """The bf16 copy that autocast makes of a weight; its gradient is cast back."""
-        copy = Tensor(elements, HALF)
-        return self._add(Node(copy, (), weights=elements if trainable else 0))
+    def _weight_cast(self, elements: int, *, trainable: bool) -> TapeTensor:
+        """Record autocast's bf16 copy of a weight, whose gradient is cast back."""
+        copy = TapeTensor(elements, HALF_BYTES)
+        return self._add(TapeNode(copy, (), weights=elements if trainable else 0))
 
-    def _kept(self) -> dict[Tensor, None]:
-        """Memory that nodes save, each once."""
+    def _kept(self) -> dict[TapeTensor, None]:
+        """Storages that nodes save, each once."""
         return {t.root: None for node in self.nodes for t in node.keeps}
 
-    def _forward(self, *, keeping: bool, first: Tensor | None) -> int:
+    def _forward(self, *, keeping: bool, first: TapeTensor | None) -> int:
         kept = (set(self._kept()) if keeping else set()) | ({first} if first else set())
-        last: dict[Tensor, int] = {}
+        last: dict[TapeTensor, int] = {}
         for number, node in enumerate(self.nodes):
             for tensor in node.inputs:
                 last[tensor.root] = number
-        alive = first.bytes if first else 0
+        alive = first.size_bytes if first else 0
         seen = {first} if first else set()
         peak = alive
         for number, node in enumerate(self.nodes):
-            made = {t.root for t in (node.out, *node.inputs)} - seen
-            seen |= made
-            alive += sum(t.counted for t in made)
+            created = {t.root for t in (node.out, *node.inputs)} - seen
+            seen |= created
+            alive += sum(t.counted_bytes for t in created)
             peak = max(peak, alive)
             for tensor in {t.root for t in node.inputs}:
                 if last[tensor] == number and tensor not in kept:
-                    alive -= tensor.counted
+                    alive -= tensor.counted_bytes
         return peak
 
 
-class _Backward:
-    """The engine's walk back over the nodes, and what is alive on the way."""
+class _BackwardPass:
+    """Autograd's walk back over the nodes, and the bytes alive meanwhile."""
 
-    def __init__(self, nodes: Sequence[Node], incoming: int, held: int) -> None:
+    def __init__(self, nodes: Sequence[TapeNode], incoming: int, held: int) -> None:
         self.nodes = nodes
         self.uses = Counter(t.root for node in nodes for t in node.keeps)
-        self.alive = held + incoming + sum(tensor.counted for tensor in self.uses)
+        self.alive = held + incoming + sum(tensor.counted_bytes for tensor in self.uses)
         self.grads = 0
-        self.waiting: dict[Tensor, _Gradient] = {nodes[-1].out: _Gradient(incoming)}
+        self.waiting: dict[TapeTensor, _PendingGradient] = {
+            nodes[-1].out: _PendingGradient(incoming)
+        }
 
-    def instants(self) -> Iterator[Instant]:
-        """Every moment at which something is allocated."""
+    def instants(self) -> Iterator[BackwardMoment]:
+        """Yield a moment for every allocation."""
         yield self.now()
         for node in reversed(self.nodes):
             gradient = self.waiting.pop(node.out, None)
             if gradient is not None:
                 yield from self.run(node, gradient)
 
-    def now(self, more: int = 0) -> Instant:
-        """What is alive."""
-        return Instant(self.alive + more, self.grads)
+    def now(self, more: int = 0) -> BackwardMoment:
+        """Return the bytes and gradients alive."""
+        return BackwardMoment(self.alive + more, self.grads)
 
-    def run(self, node: Node, gradient: _Gradient) -> Iterator[Instant]:
-        """Make gradients, let go of what the node had, hand the gradients on."""
+    def run(self, node: TapeNode, gradient: _PendingGradient) -> Iterator[BackwardMoment]:
+        """Make gradients, free what the node held, pass the gradients on."""
         slices = [self.waiting.pop(part) for part in node.siblings]
-        sent = [(tensor, _Gradient(tensor.bytes)) for tensor in node.sends]
-        self.alive += sum(tensor.bytes for tensor in node.sends)
+        sent = [(tensor, _PendingGradient(tensor.size_bytes)) for tensor in node.sends]
+        self.alive += sum(tensor.size_bytes for tensor in node.sends)
         gradient.owners += len(node.passes)
         sent += [(tensor, gradient) for tensor in node.passes]
         self.grads += node.weights
@@ -371,24 +388,24 @@ class _Backward:
         self.alive -= gradient.drop() + sum(part.drop() for part in slices)
         for tensor in node.keeps:
             self.uses[tensor.root] -= 1
-            self.alive -= 0 if self.uses[tensor.root] else tensor.root.counted
+            self.alive -= 0 if self.uses[tensor.root] else tensor.root.counted_bytes
         for tensor, new in sent:
             yield from self.deliver(tensor, new)
 
-    def deliver(self, tensor: Tensor, new: _Gradient) -> Iterator[Instant]:
-        """Hand a gradient to the node that made a tensor; a second one is added to the first."""
+    def deliver(self, tensor: TapeTensor, new: _PendingGradient) -> Iterator[BackwardMoment]:
+        """Pass a gradient to the node that made a tensor; add it to an earlier one."""
         old = self.waiting.get(tensor)
         if old is None:
             self.waiting[tensor] = new
             return
-        self.alive += tensor.bytes
+        self.alive += tensor.size_bytes
         yield self.now()
         self.alive -= old.drop() + new.drop()
-        self.waiting[tensor] = _Gradient(tensor.bytes)
+        self.waiting[tensor] = _PendingGradient(tensor.size_bytes)
 
 
-class _Gradient:
-    """Memory of a gradient on its way, and how many are waiting with it."""
+class _PendingGradient:
+    """Memory of a pending gradient and its number of owners."""
 
     __slots__ = ("bytes", "owners")
 
@@ -396,17 +413,17 @@ class _Gradient:
         self.bytes, self.owners = size, 1
 
     def drop(self) -> int:
-        """Let one owner go; the bytes that are freed by it."""
+        """Remove one owner; return the bytes that are freed."""
         self.owners -= 1
         return 0 if self.owners else self.bytes
 
 
-def worst(instants: Iterable[Instant]) -> tuple[Instant, ...]:
-    """The instants that no other one exceeds in every respect, whatever the batch size."""
-    best: list[tuple[int, Instant]] = []
-    for one in sorted(set(instants), reverse=True):
-        fixed = one.held % BATCH
-        # Sorted, so that each of an earlier one is as large or larger.
-        if not any(f >= fixed and i.grads >= one.grads for f, i in best):
-            best.append((fixed, one))
-    return tuple(one for _, one in best)
+def worst_moments(instants: Iterable[BackwardMoment]) -> tuple[BackwardMoment, ...]:
+    """Return the moments that no other one exceeds in every respect, for any batch size."""
+    best: list[tuple[int, BackwardMoment]] = []
+    for moment in sorted(set(instants), reverse=True):
+        fixed = moment.held_bytes % SYMBOLIC_BATCH_SIZE
+        # Sorted, so that each part of an earlier one is as large or larger.
+        if not any(f >= fixed and i.num_grads >= moment.num_grads for f, i in best):
+            best.append((fixed, moment))
+    return tuple(moment for _, moment in best)

@@ -1,7 +1,7 @@
-"""What decoder-only language models share: groups of parameters, and a micro-batch of a tape.
+"""Base class of decoder-only language models: groups of parameters, and a micro-batch.
 
-A family (`closed_decoder`) says which parameters a block has and writes the block's operations
-on a `Tape`; here they become a `ModelSpec`.
+A family (`analytic_decoder`) defines the parameters of a block and records its operations on an
+`AutogradTape`; this class turns them into a `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -11,121 +11,144 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from nbdist.planner.model_spec import Group, MicroBatch
+from nbdist.planner.model_spec import LayerGroup, MicroBatchActivations
 from nbdist.planner.models import transformer
-from nbdist.planner.models.autograd_tape import Tensor
-from nbdist.planner.models.transformer import INDEX, NOTHING, Family, Weight, group
+from nbdist.planner.models.autograd_tape import TapeTensor
+from nbdist.planner.models.transformer import (
+    INDEX_BYTES,
+    NO_ACTIVATIONS,
+    TransformerSpec,
+    WeightShape,
+    build_layer_group,
+)
 
 if TYPE_CHECKING:
-    from nbdist.planner.model_spec import Pass, Workload
-    from nbdist.planner.models.autograd_tape import Tape
+    from nbdist.planner.model_spec import LayerActivations, Workload
+    from nbdist.planner.models.autograd_tape import AutogradTape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoder(Family):
+class DecoderSpec(TransformerSpec):
     """A stack of causal blocks between an embedding and a head."""
 
     causal: ClassVar[bool] = True
 
-    # -- what a family says ----------------------------------------------------------------
+    # -- defined by a family ---------------------------------------------------------------
 
     @abstractmethod
-    def embeddings(self) -> list[Weight]:
-        """Tables beside the token embedding, used by no other group."""
+    def extra_embeddings(self) -> list[WeightShape]:
+        """Return embedding tables other than the token embedding, used by no other group."""
 
     @abstractmethod
-    def block_weights(self) -> list[Weight]:
-        """Parameters of one block, adapters left out."""
+    def block_weights(self) -> list[WeightShape]:
+        """Return the parameters of one block without adapters."""
 
     @abstractmethod
-    def norm_weights(self) -> list[Weight]:
-        """Parameters of the final norm."""
+    def norm_weights(self) -> list[WeightShape]:
+        """Return the parameters of the final norm."""
 
     @abstractmethod
-    def write_embedding(self, tape: Tape, work: Workload) -> Tensor:
-        """From tokens to the first block's input."""
+    def record_embedding(self, tape: AutogradTape, work: Workload) -> TapeTensor:
+        """Record the operations from tokens to the first block's input."""
 
     @abstractmethod
-    def write_block(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
-        """One block."""
+    def record_block(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
+        """Record one block."""
 
     @abstractmethod
-    def write_norm(self, tape: Tape, work: Workload, x: Tensor) -> Tensor:
-        """The final norm."""
+    def record_norm(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
+        """Record the final norm."""
 
     @abstractmethod
-    def shared(self, tape: Tape, work: Workload) -> int:
-        """Bytes that all blocks use and that live as long as any of them."""
+    def shared_bytes(self, tape: AutogradTape, work: Workload) -> int:
+        """Return the bytes that all blocks share, alive as long as any block."""
 
-    # -- a ModelSpec -----------------------------------------------------------------------
+    # -- ModelSpec -------------------------------------------------------------------------
 
     @functools.cached_property
-    def groups(self) -> tuple[Group, ...]:
-        """Positions (where there are any), embedding, blocks, tail."""
-        positions = self.base(self.embeddings())
-        block = self.adapted(self.block_weights(), self.linears())
-        found = (
-            group("positions", "root", positions),
-            group("embedding", "embedding", [] if self.tied else self.base([self.table])),
-            group("block", "block", block, self.layers),
-            group("tail", "tail", self.base([*self.norm_weights(), self.table])),
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """Position embeddings (if any), embedding, blocks, tail."""
+        positions = self.base_weights(self.extra_embeddings())
+        block = self.add_adapters(self.block_weights(), self.linear_shapes())
+        groups = (
+            build_layer_group("positions", "root", positions),
+            build_layer_group(
+                "embedding",
+                "embedding",
+                [] if self.tied else self.base_weights([self.embedding_weight]),
+            ),
+            build_layer_group("block", "block", block, self.layers),
+            build_layer_group(
+                "tail", "tail", self.base_weights([*self.norm_weights(), self.embedding_weight])
+            ),
         )
-        return found if positions else found[1:]
+        return groups if positions else groups[1:]
 
-    def products(self, work: Workload) -> tuple[int, int]:
-        """Half of the products of queries with keys, and of scores with values, are masked."""
+    def num_multiplications(self, work: Workload) -> tuple[int, int]:
+        """Return the multiplications of a forward: in the head, and of attention."""
+        # The causal mask halves both matrix products of attention.
         attended = self.layers * self.heads * self.head_dim * work.seq_len
-        return work.tokens * self.vocab * self.hidden, work.tokens * attended
+        return work.num_tokens * self.vocab * self.hidden, work.num_tokens * attended
 
-    def passes(self, work: Workload) -> MicroBatch:
-        """Bytes of one micro-batch."""
+    def compute_activations(self, work: Workload) -> MicroBatchActivations:
+        """Compute the activations of one micro-batch."""
         embedding, stream = self._embedding(work)
         tail = self._tail(work, stream)
-        places = [NOTHING] if self.embeddings() else []
-        passes = (*places, embedding, self._block(work, stream), tail.last)
-        return MicroBatch(passes=passes, loss=tail.loss, outputs=tail.outputs)
+        positions = [NO_ACTIVATIONS] if self.extra_embeddings() else []
+        passes = (*positions, embedding, self._block(work, stream), tail.head)
+        return MicroBatchActivations(
+            layers=passes, loss_bytes=tail.loss_bytes, output_bytes=tail.output_bytes
+        )
 
-    # -- how -------------------------------------------------------------------------------
+    # -- implementation --------------------------------------------------------------------
 
-    def looked_up(self, tape: Tape, work: Workload) -> Tensor:
-        """The tokens' rows of the embedding."""
-        trained = self.base_trainable
+    def embed_tokens(self, tape: AutogradTape, work: Workload) -> TapeTensor:
+        """Record the lookup of the tokens in the embedding."""
+        trained = self.has_trainable_base
         return tape.embedding(
-            work.tokens,
+            work.num_tokens,
             self.vocab,
             self.hidden,
             counted=trained and not self.tied,
             tied=trained and self.tied,
         )
 
-    def mask(self, tape: Tape, work: Workload, *, made: bool) -> int:
-        """Bytes of the attention mask that checkpointed blocks hold among their arguments."""
+    def attention_mask_bytes(self, tape: AutogradTape, work: Workload, *, made: bool) -> int:
+        """Return the bytes of the attention mask that checkpointed blocks hold as argument."""
         if not work.activation_checkpointing or not (made or self.attention == "eager"):
             return 0
-        return work.batch_size * work.seq_len**2 * tape.width
+        return work.batch_size * work.seq_len**2 * tape.element_bytes
 
-    def _embedding(self, work: Workload) -> tuple[Pass, Tensor]:
-        """Tokens to the residual stream; returns one tensor of it as well."""
-        tape = self.tape(work)
-        out = self.write_embedding(tape, work)
-        # Gradients of positions are there already.
-        beside = sum(one.elements for one in self.embeddings())
-        beside *= tape.width if self.base_trainable else 0
-        kept = INDEX * work.tokens + self.shared(tape, work)
-        return transformer.embedding_pass(tape, out, kept=kept, beside=beside), out
+    def _embedding(self, work: Workload) -> tuple[LayerActivations, TapeTensor]:
+        """Tokens to the residual stream; returns a tensor of its size as well."""
+        tape = self.new_tape(work)
+        out = self.record_embedding(tape, work)
+        # Gradients of position embeddings exist already.
+        beside = sum(weight.num_elements for weight in self.extra_embeddings())
+        beside *= tape.element_bytes if self.has_trainable_base else 0
+        kept = INDEX_BYTES * work.num_tokens + self.shared_bytes(tape, work)
+        return transformer.embedding_activations(tape, out, kept=kept, beside=beside), out
 
-    def _block(self, work: Workload, stream: Tensor) -> Pass:
-        tape = self.tape(work)
-        x = Tensor(stream.elements, stream.width)
-        out = self.write_block(tape, work, x)
-        return transformer.block_pass(tape, x, out, checkpointed=work.activation_checkpointing)
-
-    def _tail(self, work: Workload, stream: Tensor) -> transformer.Tail:
-        """Final norm, head, loss."""
-        tape = self.tape(work)
-        x = Tensor(stream.elements, stream.width)
-        normed = self.write_norm(tape, work, x)
-        logits = tape.linear(
-            normed, work.tokens, self.vocab, narrow=self.hidden, trainable=self.base_trainable
+    def _block(self, work: Workload, stream: TapeTensor) -> LayerActivations:
+        tape = self.new_tape(work)
+        x = TapeTensor(stream.elements, stream.width)
+        out = self.record_block(tape, work, x)
+        return transformer.block_activations(
+            tape, x, out, checkpointed=work.activation_checkpointing
         )
-        return transformer.tail_pass(tape, x, logits, labels=INDEX * work.tokens, in_fp32=True)
+
+    def _tail(self, work: Workload, stream: TapeTensor) -> transformer.HeadActivations:
+        """Final norm, head, loss."""
+        tape = self.new_tape(work)
+        x = TapeTensor(stream.elements, stream.width)
+        normed = self.record_norm(tape, work, x)
+        logits = tape.linear(
+            normed,
+            work.num_tokens,
+            self.vocab,
+            narrow=self.hidden,
+            trainable=self.has_trainable_base,
+        )
+        return transformer.head_activations(
+            tape, x, logits, labels=INDEX_BYTES * work.num_tokens, in_fp32=True
+        )

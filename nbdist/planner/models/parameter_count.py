@@ -1,4 +1,4 @@
-"""A model that is known by its size only: "7b"."""
+"""Model specs from a parameter count such as "7b"."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ _PUBLISHED: Mapping[str, tuple[int, int, int, int, int, int, bool]] = {
 _SCALE = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SCALE |= {"million": 1e6, "bn": 1e9, "billion": 1e9}
 _LIKE = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,3})?)\s*([a-z]{0,8})")
-"""A number, and perhaps a unit."""
+"""A number, optionally with a unit."""
 _SMALLEST, _LARGEST = 1e6, 10_000e9
 _HEAD_DIM = 128
 _VOCAB = 32_000
 
 
-def is_size(text: str) -> bool:
-    """Whether a text is written like a size, possible or not: "7b", "1.5 B", "1e9", "7 bn"."""
+def is_parameter_count(text: str) -> bool:
+    """Return whether a text looks like a size, valid or not: "7b", "1.5 B", "1e9", "7 bn"."""
     return _LIKE.fullmatch(text.strip().lower()) is not None
 
 
-def with_size(text: str) -> ModelSpec:
-    """Return a Llama of about so many parameters: "7b", "1.3 B", "350m", "7e9".
+def spec_from_parameter_count(text: str) -> ModelSpec:
+    """Return a Llama with approximately this many parameters: "7b", "1.3 B", "350m", "7e9".
 
-    Published shapes where one has that size; else width 128 times depth (Kaplan et al. 2020
-    find loss flat around it), Llama-2's MLP and vocabulary.
+    Uses a published shape if there is one; otherwise width 128 times depth (Kaplan et al. 2020
+    find loss flat around it), with Llama-2's MLP and vocabulary.
 
     Raises:
-        PlanError: not a size.
+        PlanError: not a valid size.
     """
     count = _parameters(text.strip().lower())
     if not _SMALLEST <= count <= _LARGEST:
         message = (
-            f'size {text[:60]!r} is not known; write one between "1m" and "10000b", such as "7b",'
+            f'Invalid model size {text[:60]!r}. Use a size between "1m" and "10000b", such as "7b",'
             ' "350m" or "7e9".'
         )
         raise PlanError(message)
@@ -76,19 +76,19 @@ def with_size(text: str) -> ModelSpec:
 
 
 def _parameters(text: str) -> float:
-    """The number that a text says; 0 where it says none."""
-    found = _LIKE.fullmatch(text)
-    if found is None or found[2] not in _SCALE:
+    """Parse a number with unit; 0 if the text is invalid."""
+    match = _LIKE.fullmatch(text)
+    if match is None or match[2] not in _SCALE:
         return 0
-    return float(re.sub("[_,]", "", found[1])) * _SCALE[found[2]]
+    return float(re.sub("[_,]", "", match[1])) * _SCALE[match[2]]
 
 
 def _shape(count: float) -> tuple[int, int, int, int, int, int, bool]:
-    """A shape with the closest number of parameters, near width = 128 depth."""
+    """Return the shape with the closest number of parameters, near width = 128 depth."""
     ideal = (count * 128 / 12) ** (1 / 3)
     step = 128 if ideal > 1024 else 64  # noqa: PLR2004
     centre = max(1, round(ideal / step))
-    widths = [step * one for one in range(max(1, centre - 3), centre + 4)]
+    widths = [step * multiple for multiple in range(max(1, centre - 3), centre + 4)]
     return min((_at_width(count, width) for width in widths), key=lambda s: abs(_count(s) - count))
 
 

@@ -1,7 +1,7 @@
-"""Which model types the installed transformers knows, read off its sources; pure, milliseconds.
+"""Model types of the installed transformers, parsed from its source files; pure, milliseconds.
 
-Importing transformers takes seconds, because torch comes with it; a config that nobody can
-build need not wait for that.
+Importing transformers takes seconds because it imports torch; a config that cannot be built is
+rejected without that.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PAIR = re.compile(r'"([^"\n]+)"[,:]\s*"\w+Config"')
-"""A model type and its class, as transformers 5.23 writes its mapping."""
+"""A model type and its config class in the mapping of transformers 5.23."""
 _FILES = ("configuration_auto.py", "auto_mappings.py")
 _GIVE = "give the model itself with example inputs: nbdist.plan(model, inputs=...)"
 
 
-def check(config: Mapping[str, Any]) -> None:
-    """Refuse a config that transformers certainly cannot build.
+def check_model_type(config: Mapping[str, Any]) -> None:
+    """Reject a config that transformers cannot build.
 
     Raises:
-        PlanError: it names neither type nor class, or a type that transformers does not have.
+        PlanError: neither type nor class is given, or transformers lacks the type.
     """
     model_type = config.get("model_type")
     if model_type is None:
@@ -38,40 +38,40 @@ def check(config: Mapping[str, Any]) -> None:
         return
     types = model_types()
     if types and str(model_type) not in types:
-        raise PlanError(unknown(str(model_type), remote="auto_map" in config))
+        raise PlanError(unknown_type_message(str(model_type), remote="auto_map" in config))
 
 
-def unknown(model_type: str, *, remote: bool) -> str:
-    """Say that transformers has no such type.
+def unknown_type_message(model_type: str, *, remote: bool) -> str:
+    """Return the error message for a type that transformers lacks.
 
     Args:
-        model_type: of the config.
-        remote: the config names code of its author.
+        model_type: type in the config.
+        remote: True if the config refers to the author's own code.
     """
     near = get_close_matches(model_type, sorted(model_types()), n=2, cutoff=0.8)
-    hint = f"did you mean {' or '.join(near)}? Or " if near else ""
-    code = " (its auto_map names code of its author, which is not run)" if remote else ""
-    return f"transformers {_version()} has no model_type {model_type!r}{code}; {hint}{_GIVE}."
+    hint = f"Did you mean {' or '.join(near)}? Or {_GIVE}" if near else _GIVE.capitalize()
+    code = " (its auto_map names the author's code, which is not run)" if remote else ""
+    return f"transformers {_version()} has no model_type {model_type!r}{code}. {hint}."
 
 
 @functools.cache
 def model_types() -> frozenset[str]:
-    """All types; empty where they cannot be read, so that the import of transformers decides."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or found.origin is None:
+    """Return all types, or an empty set if they cannot be read (importing transformers decides)."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
         return frozenset()
-    folder = Path(found.origin).parent / "models" / "auto"
+    folder = Path(spec.origin).parent / "models" / "auto"
     texts = [(folder / name).read_text() for name in _FILES if (folder / name).is_file()]
     return frozenset(name for text in texts for name in _PAIR.findall(text))
 
 
 def _nameless(config: Mapping[str, Any]) -> str:
-    """Say that a config names neither its type nor its class."""
+    """Return the error message for a config with neither type nor class."""
     if "_class_name" in config:
-        return f"the config is that of a {config['_class_name']} of diffusers; {_GIVE}."
+        return f"The config belongs to {config['_class_name']} of diffusers. {_GIVE.capitalize()}."
     return (
-        "the config has neither model_type nor architectures, so that it is not known what it"
-        f" describes; complete it as a config.json of transformers, or {_GIVE}."
+        "The config has neither model_type nor architectures, so its model is unknown. Use a"
+        f" complete config.json of transformers, or {_GIVE}."
     )
 
 

@@ -1,9 +1,9 @@
-"""What a GPU does otherwise than a CPU, put on fake CPU tensors.
+"""Emulates on fake CPU tensors where CUDA saves different tensors than a CPU.
 
-torch 2.13 ends the process when a fake CUDA tensor requires a gradient on a CPU-only build,
-so a GPU's step is traced with CPU tensors, and three differences that show in memory are
-made up for: autocast computes norms, softmax and powers in fp32, dropout keeps a mask of
-one byte, attention with dropout stays fused.
+torch 2.13 aborts the process when a fake CUDA tensor requires a gradient on a CPU-only build, so a
+GPU's step is traced with CPU tensors. Three differences that affect memory are emulated: autocast
+computes norms, softmax and powers in fp32, dropout keeps a mask of one byte per element, and
+attention with dropout stays fused.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ IN_FP32 = (
     *("cosine_similarity", "dist", "pdist"),
     *("frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
 )
-"""Operations whose arguments autocast turns into fp32 on a GPU and not on a CPU, torch 2.13
+"""Operations whose arguments autocast casts to fp32 on a GPU but not on a CPU, torch 2.13
 (aten/src/ATen/autocast_mode.h)."""
 TO_FP32 = (
     *("softmax.int", "log_softmax.int", "cumsum", "cumprod"),
     *("sum", "sum.dim_IntList", "linalg_vector_norm"),
 )
-"""Operations that it tells to return fp32, of the same kind."""
+"""Operations whose results autocast makes fp32 on a GPU but not on a CPU."""
 
 
 @contextlib.contextmanager
-def behaviour() -> Iterator[None]:
-    """Let this process's CPU operations keep what a GPU's would."""
+def emulate_cuda() -> Iterator[None]:
+    """Make CPU operations of this process save what a GPU's would."""
     library = torch.library.Library("aten", "IMPL")
     for name in IN_FP32:
         library.impl(name, _with_fp32_arguments(_operation(name)), "AutocastCPU")
@@ -47,23 +47,23 @@ def behaviour() -> Iterator[None]:
         with _fused():
             yield
     finally:
-        library._destroy()  # noqa: SLF001 - torch 2.13 has no other way to take it back
+        library._destroy()  # noqa: SLF001 - torch 2.13 has no public way to unregister it
 
 
 def _operation(name: str) -> Any:
-    """The overload that a dotted name means."""
+    """Return the overload of a dotted name."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _without_autocast() -> Any:
-    """Leave out autocast below, as its kernels do."""
+    """Disable autocast in nested calls, as its kernels do."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001
     return torch._C._ExcludeDispatchKeyGuard(keys)  # noqa: SLF001
 
 
 def _low(tensor: torch.Tensor) -> bool:
-    """Whether autocast turns a tensor into fp32."""
+    """Return whether autocast casts a tensor to fp32."""
     return tensor.dtype in {torch.bfloat16, torch.float16}
 
 
@@ -72,7 +72,9 @@ def _with_fp32_arguments(operation: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(
-            torch.Tensor, lambda one: one.float() if _low(one) else one, (args, kwargs)
+            torch.Tensor,
+            lambda tensor: tensor.float() if _low(tensor) else tensor,
+            (args, kwargs),
         )
         with _without_autocast():
             return operation(*args, **kwargs)
@@ -96,11 +98,9 @@ def _with_fp32_result(operation: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _fused() -> Iterator[None]:
-    """Put a GPU's dropout and attention in the place of the functions that modules call.
-
-    A torch function mode would not see what functions of torch call themselves, such as
-    those of `nn.MultiheadAttention`, nor what is recomputed in a backward.
-    """
+    """Replace the dropout and attention functions by a GPU's."""
+    # A torch function mode would miss calls inside torch's own functions, such as those of
+    # `nn.MultiheadAttention`, and recomputation in a backward.
     plain = functional.dropout, functional.scaled_dot_product_attention
     functional.dropout, functional.scaled_dot_product_attention = _dropout, _attention(plain[1])
     try:
@@ -112,22 +112,22 @@ def _fused() -> Iterator[None]:
 def _dropout(
     input: torch.Tensor,  # noqa: A002 - torch's name
     p: float = 0.5,
-    training: bool = True,  # noqa: FBT001, FBT002 - torch's place
-    inplace: bool = False,  # noqa: ARG001, FBT001, FBT002 - of no consequence to what is kept
+    training: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+    inplace: bool = False,  # noqa: ARG001, FBT001, FBT002 - does not affect what is saved
 ) -> torch.Tensor:
-    """Drop out as torch's fused kernel does, with a mask of one byte an element."""
+    """Dropout as in torch's fused kernel, with a mask of one byte per element."""
     return torch.native_dropout(input, p, True)[0] if training and p > 0 else input  # noqa: FBT003
 
 
 def _attention(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Attention whose fused kernel takes dropout: a GPU keeps nothing for it."""
+    """Attention whose fused kernel supports dropout, for which a GPU saves nothing."""
 
     def attention(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,  # noqa: ARG001 - the CPU's fused kernel takes none
+        dropout_p: float = 0.0,  # noqa: ARG001 - unsupported by the CPU's fused kernel
         *rest: Any,
         **named: Any,
     ) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""From recordings of two batch sizes to the figures of a plan; no torch.
+"""Fits figures for any batch size to recordings of two batch sizes; no torch.
 
-Bytes are affine in the batch size, moment by moment: casts of weights and buffers are
-constant, activations grow. Two batch sizes whose micro-batches ran the same operations give
-both coefficients of every moment; where they did not (a batch of one may skip a copy), all
-is taken as proportional to the batch size that was asked for.
+Bytes are affine in the batch size, moment by moment: casts of weights and buffers are constant,
+activations grow. Two batch sizes whose micro-batches ran the same operations yield both
+coefficients of every moment; otherwise (a batch of one may skip a copy), all bytes are taken as
+proportional to the requested batch size.
 """
 
 from __future__ import annotations
@@ -14,123 +14,127 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from nbdist.planner.tracing.tracer import Moment, Recording
+    from nbdist.planner.tracing.tracer import MicroBatchRecording, TraceMoment
 
-Line = tuple[float, float]
-"""Bytes: a constant, and a slope by sample."""
-Front = list[tuple[Line, int]]
+LinearFit = tuple[float, float]
+"""Bytes: a constant, and a slope per sample."""
+ParetoFront = list[tuple[LinearFit, int]]
 """Moments that no other one exceeds: bytes, and elements of own gradients."""
 
 
-class Part(NamedTuple):
-    """One group in one micro-batch, as it was recorded."""
+class GroupRecording(NamedTuple):
+    """Recording of one group in one micro-batch."""
 
-    place: int
+    group_index: int
     saved: int
     passing: int
-    """Bytes that its forward leaves until the model returns."""
+    """Bytes that stay from its forward until the model returns."""
     gradient: int
-    """Bytes of the gradient that its backward hands to the group before."""
+    """Bytes of its input gradient."""
     forward: list[tuple[int, int]]
-    """Bytes on top of what the groups before it have saved; 0 gradient elements."""
+    """Bytes on top of those saved by earlier groups; 0 gradient elements."""
     backward: list[tuple[int, int]]
-    """The same, and elements of own gradients."""
+    """The same, with elements of own gradients."""
     flops: float
 
 
-class Parts(NamedTuple):
-    """A recording, by group in the order of the forward."""
+class GroupedRecording(NamedTuple):
+    """A recording, by group in forward order."""
 
-    groups: list[Part]
-    inside: list[tuple[int, int]]
-    """Head, logits and loss until the model returns; bytes on top of all that is saved."""
-    loss: list[tuple[int, int]]
-    """From then on; on top of the model's output as well."""
-    outputs: int
+    groups: list[GroupRecording]
+    head_moments: list[tuple[int, int]]
+    """Head, logits and loss until the model returns; bytes on top of everything saved."""
+    loss_moments: list[tuple[int, int]]
+    """After the model has returned; bytes on top of the model's output as well."""
+    output_bytes: int
 
 
-def parts(recording: Recording) -> Parts:
-    """Cut a recording into the parts of its groups and its loss."""
+def split_by_group(recording: MicroBatchRecording) -> GroupedRecording:
+    """Split a recording into its groups and the loss."""
     spans, flops = _spans(recording)
-    groups: list[Part] = []
+    groups: list[GroupRecording] = []
     before = 0
-    for place in (mark.place for mark in recording.marks if mark.kind == "forward"):
+    for place in (mark.group_index for mark in recording.marks if mark.kind == "forward"):
         forward = _on_top(spans.get(("forward", place), []), before)
-        backward = _on_top(spans.get(("backward", place), []), before + recording.outputs)
-        saved, passing = recording.saved[place], recording.passing[place]
-        # The gradient that the group before finds when it begins.
+        backward = _on_top(spans.get(("backward", place), []), before + recording.output_bytes)
+        saved, passing = recording.saved_bytes[place], recording.forward_only_bytes[place]
+        # The gradient that exists when the previous group's backward begins.
         handed = max(0, groups[-1].backward[0][0] - groups[-1].saved) if _goes_on(groups) else 0
-        groups.append(Part(place, saved, passing, handed, forward, backward, flops.get(place, 0.0)))
+        groups.append(
+            GroupRecording(place, saved, passing, handed, forward, backward, flops.get(place, 0.0))
+        )
         before += saved
     inside = _on_top(spans.get(("exit", 0), []), before)
-    loss = _on_top(spans.get(("returned", 0), []), before + recording.outputs)
-    return Parts(groups, inside, loss, recording.outputs)
+    loss = _on_top(spans.get(("returned", 0), []), before + recording.output_bytes)
+    return GroupedRecording(groups, inside, loss, recording.output_bytes)
 
 
-def _goes_on(groups: Sequence[Part]) -> bool:
-    """Whether the backward goes on in the last of the groups."""
+def _goes_on(groups: Sequence[GroupRecording]) -> bool:
+    """Return whether the backward continues into the last of the groups."""
     return bool(groups and groups[-1].backward)
 
 
 def _on_top(moments: Iterable[tuple[int, int]], before: int) -> list[tuple[int, int]]:
-    """Moments without the bytes that were saved before."""
+    """Subtract the bytes saved before."""
     return [(held - before, grads) for held, grads in moments]
 
 
 def _spans(
-    recording: Recording,
-) -> tuple[dict[tuple[str, int], list[Moment]], dict[int, float]]:
-    """Moments by what went on and in which group, and operations by group.
+    recording: MicroBatchRecording,
+) -> tuple[dict[tuple[str, int], list[TraceMoment]], dict[int, float]]:
+    """Moments by kind and group, and operations by group.
 
-    A group's forward lasts until the next one begins; after the last one comes the loss.
+    A group's forward lasts until the next one begins; the last one is followed by the loss.
     """
     marks = recording.marks
     last = max((n for n, mark in enumerate(marks) if mark.kind == "exit"), default=-1)
-    spans: dict[tuple[str, int], list[Moment]] = {}
+    spans: dict[tuple[str, int], list[TraceMoment]] = {}
     flops: dict[int, float] = {}
     kind, place = "forward", 0
     for number, (mark, following) in enumerate(itertools.pairwise(marks)):
         if mark.kind in {"forward", "backward"}:
-            kind, place = mark.kind, mark.place
+            kind, place = mark.kind, mark.group_index
         elif mark.kind == "returned" or number == last:
             kind, place = mark.kind, 0
-        moments = recording.moments[mark.moment : following.moment]
+        moments = recording.moments[mark.moment_index : following.moment_index]
         spans.setdefault((kind, place), []).extend(moments)
         flops[place] = flops.get(place, 0.0) + following.flops - mark.flops
     return spans, flops
 
 
-def fit(one: Parts, batch: int, other: Parts, other_batch: int) -> dict[str, Any]:
-    """Figures of one micro-batch for any batch size: every byte count as a `Line`."""
+def fit_two_batch_sizes(
+    recording: GroupedRecording, batch: int, other: GroupedRecording, other_batch: int
+) -> dict[str, Any]:
+    """Return figures of one micro-batch for any batch size, with byte counts as a `LinearFit`."""
     return {
         "groups": [
             {
-                "place": a.place,
-                "saved": line(a.saved, batch, b.saved, other_batch),
-                "gradient": line(a.gradient, batch, b.gradient, other_batch),
-                "passing": line(a.passing, batch, b.passing, other_batch),
-                "forward": front(a.forward, batch, b.forward, other_batch),
-                "backward": front(a.backward, batch, b.backward, other_batch),
+                "place": a.group_index,
+                "saved": fit_line(a.saved, batch, b.saved, other_batch),
+                "gradient": fit_line(a.gradient, batch, b.gradient, other_batch),
+                "passing": fit_line(a.passing, batch, b.passing, other_batch),
+                "forward": fit_front(a.forward, batch, b.forward, other_batch),
+                "backward": fit_front(a.backward, batch, b.backward, other_batch),
                 "flops": a.flops / batch,
             }
-            for a, b in zip(one.groups, other.groups, strict=True)
+            for a, b in zip(recording.groups, other.groups, strict=True)
         ],
-        "inside": front(one.inside, batch, other.inside, other_batch),
-        "loss": front(one.loss, batch, other.loss, other_batch),
-        "outputs": line(one.outputs, batch, other.outputs, other_batch),
+        "inside": fit_front(recording.head_moments, batch, other.head_moments, other_batch),
+        "loss": fit_front(recording.loss_moments, batch, other.loss_moments, other_batch),
+        "outputs": fit_line(recording.output_bytes, batch, other.output_bytes, other_batch),
     }
 
 
-def deepened(run: dict[str, Any], times: Sequence[int]) -> dict[str, Any]:
+def extend_to_full_depth(run: dict[str, Any], times: Sequence[int]) -> dict[str, Any]:
     """Return a run's figures for a model of full depth.
 
-    What groups leave until the model returns adds up over those that were not traced: it is
-    held in the forward of the later groups, and in the part of the loss that the model
-    computes itself.
+    Bytes that groups hold until the model returns also accumulate over groups that were not
+    traced: they are held in the forward of later groups, and in the part of the loss that the
+    model computes itself.
 
     Args:
-        run: from `fit`.
-        times: for each group, how often it occurs in the model.
+        run: figures from `fit_two_batch_sizes`.
+        times: for each group, its number of occurrences in the model.
     """
     constant = slope = 0.0
     groups = []
@@ -144,53 +148,53 @@ def deepened(run: dict[str, Any], times: Sequence[int]) -> dict[str, Any]:
     inside = [(_plus(bytes_, constant, slope), grads) for bytes_, grads in run["inside"]]
     return {
         "groups": groups,
-        "loss": pareto([*inside, *run["loss"]]),
+        "loss": pareto_front([*inside, *run["loss"]]),
         "outputs": run["outputs"],
     }
 
 
-def _plus(bytes_: Line, constant: float, slope: float) -> Line:
+def _plus(bytes_: LinearFit, constant: float, slope: float) -> LinearFit:
     return (bytes_[0] + constant, bytes_[1] + slope)
 
 
-def line(value: int, batch: int, other: int, other_batch: int) -> Line:
-    """The line through two values."""
+def fit_line(value: int, batch: int, other: int, other_batch: int) -> LinearFit:
+    """Return the line through two values."""
     slope = (other - value) / (other_batch - batch)
     return (value - slope * batch, slope)
 
 
-def front(
+def fit_front(
     moments: Sequence[tuple[int, int]],
     batch: int,
     others: Sequence[tuple[int, int]],
     other_batch: int,
-) -> Front:
-    """The moments that are the worst for some batch size and some weight of gradients."""
+) -> ParetoFront:
+    """Return the moments that are the peak for some batch size and weight of gradients."""
     if [grads for _, grads in moments] == [grads for _, grads in others]:
         pairs = zip(moments, others, strict=True)
-        lines = {(line(a, batch, b, other_batch), grads) for (a, grads), (b, _) in pairs}
+        lines = {(fit_line(a, batch, b, other_batch), grads) for (a, grads), (b, _) in pairs}
     else:
         lines = {((0.0, held / batch), grads) for held, grads in moments}
-    return pareto(lines)
+    return pareto_front(lines)
 
 
-def pareto(lines: Iterable[tuple[Line, int]]) -> Front:
-    """Leave out what another moment exceeds for every batch size from 1 on."""
-    left: Front = []
-    for one in sorted(lines, key=_worst_first):
-        if not any(_exceeds(other, one) for other in left):
-            left.append(one)
-    return left
+def pareto_front(lines: Iterable[tuple[LinearFit, int]]) -> ParetoFront:
+    """Drop moments that another one exceeds for every batch size >= 1."""
+    best: ParetoFront = []
+    for moment in sorted(lines, key=_worst_first):
+        if not any(_exceeds(other, moment) for other in best):
+            best.append(moment)
+    return best
 
 
-def _worst_first(moment: tuple[Line, int]) -> tuple[float, float, int]:
-    """Order by bytes for a batch of one, slope, gradients; the largest first."""
+def _worst_first(moment: tuple[LinearFit, int]) -> tuple[float, float, int]:
+    """Sort by bytes for a batch of one, slope, gradients, in descending order."""
     (constant, slope), grads = moment
     return (-constant - slope, -slope, -grads)
 
 
-def _exceeds(one: tuple[Line, int], other: tuple[Line, int]) -> bool:
-    """Whether a moment holds at least as much of everything."""
-    (a, b), grads = one
+def _exceeds(item: tuple[LinearFit, int], other: tuple[LinearFit, int]) -> bool:
+    """Return whether a moment holds at least as much in every respect."""
+    (a, b), grads = item
     (c, d), fewer = other
     return a + b >= c + d and b >= d and grads >= fewer

@@ -1,9 +1,9 @@
-"""The groups a model is cut into by accelerate's FSDP2, and what repeats among them.
+"""FSDP groups of a model as accelerate's FSDP2 makes them, and repetitions among them.
 
-`fsdp2_prepare_model` of accelerate 1.15 shards each unit, the input embedding, a tail of
-final norm and head, and, as the root, what is left. With tied weights the embedding goes
-with the tail; `worker.engines.fsdp` leaves both in the root where the rest of the model has a part
-of them. A parameter belongs to the innermost group that holds it.
+`fsdp2_prepare_model` of accelerate 1.15 shards each unit, the input embedding, a tail of final norm
+and head, and, as the root, the rest. With tied weights the embedding joins the tail;
+`worker.engines.fsdp` leaves both in the root if the rest of the model shares their parameters. A
+parameter belongs to the innermost group that contains it.
 """
 
 from __future__ import annotations
@@ -20,94 +20,104 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 FEW_RUNS = 4
-"""Runs of equal blocks in one list; with more of them a period is looked for."""
+"""Maximum number of runs of equal blocks in a list before a period is searched."""
 _NO_SETTING = ("idx", "index", "id", "number")
-"""Ends of attribute names that count the blocks and say nothing of what they do."""
+"""Suffixes of attribute names that number the blocks and do not affect them."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Group:
+class FsdpGroup:
     """Modules whose parameters are sharded together."""
 
     name: str
     role: Literal["embedding", "block", "tail", "root"]
-    starts: tuple[nn.Module, ...]
-    """The modules whose first forward begins this group's part of a pass."""
-    owned: list[nn.Parameter]
-    times: list[int]
-    """Places that it stands for, as indices into the groups of the whole model."""
-    stack: int = 0
-    """Place of the first block of the list that it is in; its own outside of a list."""
+    first_modules: tuple[nn.Module, ...]
+    """Modules whose first forward begins this group's part of a micro-batch."""
+    own_params: list[nn.Parameter]
+    represented_indices: list[int]
+    """Indices of the groups of the whole model that it represents."""
+    first_block_index: int = 0
+    """Index of the first block of its list; its own index outside of a list."""
 
-    def counts(self) -> dict[str, Any]:
-        """Its parameters, as the fields of a `planner.model_spec.Group`."""
-        trainable = [one.numel() for one in self.owned if one.requires_grad]
+    def parameter_counts(self) -> dict[str, Any]:
+        """Return its parameters as fields of a `LayerGroup`."""
+        trainable = [parameter.numel() for parameter in self.own_params if parameter.requires_grad]
+        sizes = [parameter.numel() for parameter in self.own_params]
         return {
             "trainable": sum(trainable),
-            "frozen": sum(one.numel() for one in self.owned) - sum(trainable),
-            "largest": max((one.numel() for one in self.owned), default=0),
-            "tensors": [(one.shape[0] if one.dim() else 1, one.numel()) for one in self.owned],
+            "frozen": sum(sizes) - sum(trainable),
+            "largest": max(sizes, default=0),
+            "tensors": [
+                (parameter.shape[0] if parameter.dim() else 1, parameter.numel())
+                for parameter in self.own_params
+            ],
         }
 
 
-def is_tied(model: nn.Module) -> bool:
-    """Whether the tail's weight is the input embedding's."""
-    return wrap_units.are_tied(model) and wrap_units.HEAD in wrap_units.own_ends(model)
+def has_tied_embeddings(model: nn.Module) -> bool:
+    """Return whether the tail's weight is the input embedding's."""
+    return wrap_units.has_tied_embeddings(
+        model
+    ) and wrap_units.GET_HEAD_METHOD in wrap_units.separable_embedding_and_head(model)
 
 
-def groups(model: nn.Module) -> list[Group]:
-    """Cut a model into its groups, the root first and the tail last."""
+def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
+    """Split a model into its groups, the root first and the tail last."""
     names = {id(module): name for name, module in model.named_modules()}
-    blocks = wrap_units.units(model)
-    found = [_group("root", "root", (), model)]
-    own = wrap_units.own_ends(model)
-    embedding, head = own.get(wrap_units.EMBEDDING), own.get(wrap_units.HEAD)
+    blocks = wrap_units.find_wrap_units(model)
+    result = [_group("root", "root", (), model)]
+    own = wrap_units.separable_embedding_and_head(model)
+    embedding, head = own.get(wrap_units.GET_EMBEDDING_METHOD), own.get(wrap_units.GET_HEAD_METHOD)
     inside = {id(inner) for unit in blocks for inner in unit.modules()}
-    if embedding is not None and not is_tied(model) and id(embedding) not in inside:
-        found.append(_group("embedding", "embedding", (embedding,), embedding))
-    found += [_group(names[id(one)], "block", (one,), one) for one in blocks]
-    ends = [one for one in (_final_norm(model), head) if one and id(one) not in inside]
+    if embedding is not None and not has_tied_embeddings(model) and id(embedding) not in inside:
+        result.append(_group("embedding", "embedding", (embedding,), embedding))
+    result += [_group(names[id(block)], "block", (block,), block) for block in blocks]
+    ends = [module for module in (_final_norm(model), head) if module and id(module) not in inside]
     if ends:
         tail = _group("tail", "tail", tuple(ends), *ends)
-        found.append(tail)
-    _give_each_its_own(found)
-    for number, group in enumerate(found):
-        group.times, group.stack = [number], number
-    return found
+        result.append(tail)
+    _give_each_its_own(result)
+    for number, group in enumerate(result):
+        group.represented_indices, group.first_block_index = [number], number
+    return result
 
 
-def _group(name: str, role: Any, starts: tuple[nn.Module, ...], *holders: nn.Module) -> Group:
-    """Make a group of everything that some modules hold."""
+def _group(name: str, role: Any, starts: tuple[nn.Module, ...], *holders: nn.Module) -> FsdpGroup:
+    """Make a group of all parameters of some modules."""
     owned = [parameter for holder in holders for parameter in holder.parameters()]
-    return Group(name=name, role=role, starts=starts, owned=owned, times=[])
+    return FsdpGroup(
+        name=name, role=role, first_modules=starts, own_params=owned, represented_indices=[]
+    )
 
 
-def _give_each_its_own(found: Iterable[Group]) -> None:
-    """Leave each parameter to the last group that holds it: the innermost one."""
-    owner: dict[nn.Parameter, Group] = {}
+def _give_each_its_own(found: Iterable[FsdpGroup]) -> None:
+    """Assign each parameter to the last group that contains it: the innermost one."""
+    owner: dict[nn.Parameter, FsdpGroup] = {}
     for group in found:
-        owner |= dict.fromkeys(group.owned, group)
+        owner |= dict.fromkeys(group.own_params, group)
     for group in found:
-        group.owned = [one for one in dict.fromkeys(group.owned) if owner[one] is group]
+        group.own_params = [
+            parameter for parameter in dict.fromkeys(group.own_params) if owner[parameter] is group
+        ]
 
 
 def _final_norm(model: nn.Module) -> nn.Module | None:
-    """Return the last norm that is a direct child of the base model, as accelerate finds it."""
+    """Return the last norm that is a direct child of the base model, as accelerate does."""
     prefix = getattr(model, "base_model_prefix", "")
     base = getattr(model, prefix, None) if prefix else model
     children = base.children() if isinstance(base, nn.Module) else ()
-    norms = [one for one in children if "Norm" in type(one).__name__]
+    norms = [child for child in children if "Norm" in type(child).__name__]
     return norms[-1] if norms else None
 
 
-def signature(block: nn.Module) -> Hashable:
-    """What makes two blocks of one list equal: classes, settings, shapes, what trains."""
+def block_signature(block: nn.Module) -> Hashable:
+    """Return a key that is equal for interchangeable blocks: classes, settings, shapes."""
     parts: list[Hashable] = []
     for name, module in block.named_modules():
         parts.append((name, type(module), tuple(sorted(_settings(module)))))
         parts += [
-            (name, own, tuple(one.shape), one.dtype, one.requires_grad)
-            for own, one in module.named_parameters(recurse=False)
+            (name, own, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            for own, parameter in module.named_parameters(recurse=False)
         ]
     return tuple(parts)
 
@@ -120,26 +130,26 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, repr(value)
 
 
-def kept(signatures: Sequence[Hashable]) -> list[int]:
-    """Of each block of a list, the block whose trace stands for it.
+def representative_blocks(signatures: Sequence[Hashable]) -> list[int]:
+    """Return for each block of a list the index of the block that represents it.
 
-    A run of equal blocks keeps its first, second and last one; the second stands for those
-    between. Where kinds alternate, a period is kept in the place of a block. Memory is
-    affine in the number of equal blocks: each adds what the second one adds.
+    A run of equal blocks keeps its first, second and last one; the second represents those in
+    between. If kinds alternate, periods take the place of blocks. Memory is affine in the number
+    of equal blocks: each adds what the second one adds.
     """
     runs = [len(list(run)) for _, run in itertools.groupby(signatures)]
     if len(runs) > FEW_RUNS:
         return _periodic(len(signatures), _period(signatures))
     ends = list(itertools.accumulate(runs, initial=0))
     return [
-        begin + one
+        begin + index
         for begin, length in zip(ends, runs, strict=False)
-        for one in _periodic(length, 1)
+        for index in _periodic(length, 1)
     ]
 
 
 def _periodic(length: int, period: int) -> list[int]:
-    """Stand-ins in a list that repeats after `period`: first, second and last repetition."""
+    """Representatives in a list with a period: its first, second and last repetition."""
     return [
         index if index < 2 * period or index >= length - period else period + index % period
         for index in range(length)
@@ -147,7 +157,7 @@ def _periodic(length: int, period: int) -> list[int]:
 
 
 def _period(signatures: Sequence[Hashable]) -> int:
-    """Smallest distance after which a list repeats; its length where it does not."""
+    """Smallest distance after which a list repeats; its length if it does not."""
     length = len(signatures)
     for period in range(1, length):
         if all(signatures[i] == signatures[i + period] for i in range(length - period)):
@@ -155,55 +165,60 @@ def _period(signatures: Sequence[Hashable]) -> int:
     return length
 
 
-def shorten(model: nn.Module, found: list[Group]) -> list[Group]:
-    """Drop the blocks that another one stands for, from the model's own lists.
+def drop_repeated_blocks(model: nn.Module, found: list[FsdpGroup]) -> list[FsdpGroup]:
+    """Drop the blocks that another one represents from the model's own lists.
 
-    Changes the model. Returns the groups that are left, each with the places it stands for.
+    Modifies the model. Returns the remaining groups, each with the indices it represents.
     """
-    by_block = {id(group.starts[0]): group for group in found if group.role == "block"}
+    by_block = {id(group.first_modules[0]): group for group in found if group.role == "block"}
     for module in list(model.modules()):
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and _is_stack(module, by_block):
             _shorten_list(model, module, by_block)
-    return [group for group in found if group.times]
+    return [group for group in found if group.represented_indices]
 
 
-def _is_stack(module: nn.ModuleList | nn.Sequential, by_block: dict[int, Group]) -> bool:
-    """Whether all members of a list are blocks, each once."""
-    members = [id(one) for one in module]
+def _is_stack(module: nn.ModuleList | nn.Sequential, by_block: dict[int, FsdpGroup]) -> bool:
+    """Return whether all members of a list are blocks, each once."""
+    members = [id(member) for member in module]
     return bool(members) and len(set(members)) == len(members) and set(members) <= by_block.keys()
 
 
 def _shorten_list(
-    model: nn.Module, stack: nn.ModuleList | nn.Sequential, by_block: dict[int, Group]
+    model: nn.Module, stack: nn.ModuleList | nn.Sequential, by_block: dict[int, FsdpGroup]
 ) -> None:
-    """Keep the blocks of one list that stand for themselves."""
+    """Keep only the blocks of one list that represent themselves."""
     blocks = list(stack)
-    stands_for = kept([signature(block) for block in blocks])
+    representatives = representative_blocks([block_signature(block) for block in blocks])
     members = [by_block[id(block)] for block in blocks]
     for member in members:
-        member.stack, member.name = members[0].stack, _block_name(member.name)
-    for index, other in enumerate(stands_for):
+        member.first_block_index, member.name = (
+            members[0].first_block_index,
+            _block_name(member.name),
+        )
+    for index, other in enumerate(representatives):
         if other != index:
-            members[other].times += members[index].times
-            members[index].times = []
-    left = sorted(set(stands_for))
-    _shorten_config(model, len(blocks), left)
-    for name in list(stack._modules):  # noqa: SLF001 - ModuleList numbers by itself, Sequential keeps
+            members[other].represented_indices += members[index].represented_indices
+            members[index].represented_indices = []
+    remaining = sorted(set(representatives))
+    _shorten_config(model, len(blocks), remaining)
+    for name in list(stack._modules):  # noqa: SLF001 - ModuleList renumbers itself, Sequential does not
         del stack._modules[name]  # noqa: SLF001
-    for number, index in enumerate(left):
+    for number, index in enumerate(remaining):
         stack.add_module(str(number), blocks[index])
 
 
 def _block_name(path: str) -> str:
-    """Name the blocks of a list for a reader, by the path of one: "encoder block"."""
+    """Return the display name of a list's blocks, from the path of one: "encoder block"."""
     sides = [part for part in path.split(".") if part in {"encoder", "decoder"}]
     return " ".join([*sides[-1:], "block"])
 
 
-def _shorten_config(model: nn.Module, length: int, left: Sequence[int]) -> None:
-    """Keep what the model's configs say of the blocks that are left: one value for each."""
-    configs = {id(one.config): one.config for one in model.modules() if hasattr(one, "config")}
+def _shorten_config(model: nn.Module, length: int, remaining: Sequence[int]) -> None:
+    """Shorten per-block lists in the model's configs to the remaining blocks."""
+    configs = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
     for config in configs.values():
         for name, value in list(vars(config).items()):
             if isinstance(value, list) and len(value) == length:
-                setattr(config, name, [value[index] for index in left])
+                setattr(config, name, [value[index] for index in remaining])

@@ -1,11 +1,10 @@
-"""Live bytes of tensors, counted while code runs; on a rank, in a trace, in the benchmark.
+"""Counts live bytes of tensors while code runs: on a rank, in a trace, in the benchmark.
 
-torch's CUDA allocator counts what tensors hold; its CPU allocator does not. `Footprint` is a
-dispatch mode that sees every operation, so it works for real and for fake tensors alike, at
-some microseconds an operation. It counts storages, each once, as long as they live, and
-follows FSDP's way of emptying a storage without dropping it. Cf. `MemTracker` of
-torch.distributed._tools (torch 2.13), which hooks modules as well and refuses FSDP1 and
-accumulation for that.
+torch's CUDA allocator counts the bytes of tensors; its CPU allocator does not. `MemoryTracker` is a
+dispatch mode that sees every operation, so it works for real and fake tensors alike, at some
+microseconds per operation. It counts each storage once, as long as it lives, and follows FSDP's way
+of emptying a storage without freeing the tensor. Compare `MemTracker` of torch.distributed._tools
+(torch 2.13), which also hooks modules and therefore does not support FSDP1 and accumulation.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-OTHER = "other"
-"""Part of what was not told apart: activations and temporaries."""
+OTHER_PART = "other"
+"""Part of tensors that are not assigned: activations and temporaries."""
 
 
-class Footprint(TorchDispatchMode):
-    """Counts bytes of living storages while it is entered.
+class MemoryTracker(TorchDispatchMode):
+    """Counts bytes of live storages while it is entered.
 
     Attributes:
-        current: bytes now, by part.
-        total: bytes now.
-        peak: most bytes at one moment since `restart_peak()`.
-        at_peak: the parts at that moment.
+        current: current bytes by part.
+        total: current bytes.
+        peak: peak bytes since `reset_peak()`.
+        at_peak: bytes by part at the peak.
     """
 
     def __init__(self, *, on_change: Callable[[], object] | None = None) -> None:
-        """Know nothing yet; `on_change` is called after every allocation."""
+        """Start empty; `on_change` is called after every allocation."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.current: Counter[str] = Counter()
         self.total = 0
@@ -48,14 +47,14 @@ class Footprint(TorchDispatchMode):
         self._born = 0
         """Number of storages counted so far."""
         self._peak_born = 0
-        """The same at the peak: what lives and is not younger was there."""
-        self._known: dict[int, _Storage] = {}
+        """The same at the peak: storages with a higher number did not exist then."""
+        self._known: dict[int, _TrackedStorage] = {}
         self._resize = torch.UntypedStorage.resize_
 
-    def know(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Count tensors that exist, or that are counted already, as `part`.
+    def track_tensors(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Assign tensors to a part; they are counted if they were not before.
 
-        Those that were there at the peak are told apart in `at_peak` too.
+        The parts in `at_peak` are corrected for tensors that existed at the peak.
         """
         for storage in _storages(tensors):
             seen = self._known.get(storage._cdata)  # noqa: SLF001
@@ -69,15 +68,15 @@ class Footprint(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile as ever; else dynamo gives up for good what it meets."""
-        return True
+        """Keep this mode out of torch.compile."""
+        return True  # else dynamo permanently gives up on compiling what it encounters
 
-    def restart_peak(self) -> None:
-        """Forget the peak; the present is the first candidate for the next one."""
+    def reset_peak(self) -> None:
+        """Restart the peak from the current bytes."""
         self._set_peak()
 
     def __enter__(self) -> Self:
-        """Begin to count; FSDP's resizing of storages included."""
+        """Start counting, including FSDP's resizing of storages."""
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = self._resize(storage, size)
@@ -100,8 +99,8 @@ class Footprint(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count what it made."""
-        # A DTensor runs first, so that its operations on local tensors are seen.
+        """Run an operation and count its result."""
+        # A DTensor runs first, so that its operations on local tensors are counted.
         if any(kind is DTensor for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
@@ -114,14 +113,14 @@ class Footprint(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._known:  # noqa: SLF001
-            self._add(storage, OTHER)
+            self._add(storage, OTHER_PART)
 
     def _add(self, storage: torch.UntypedStorage, part: str) -> None:
         size = storage.nbytes()
         key = storage._cdata  # noqa: SLF001
         gone = weakref.ref(storage, functools.partial(self._remove, key))
         self._born += 1
-        self._known[key] = _Storage(gone, size, part, self._born)
+        self._known[key] = _TrackedStorage(gone, size, part, self._born)
         self._count(part, size)
 
     def _remove(self, key: int, _: object) -> None:
@@ -131,7 +130,7 @@ class Footprint(TorchDispatchMode):
     def _resized(self, storage: torch.UntypedStorage) -> None:
         seen = self._known.get(storage._cdata)  # noqa: SLF001
         if seen is None:
-            self._add(storage, OTHER)
+            self._add(storage, OTHER_PART)
             return
         change, seen.size = storage.nbytes() - seen.size, storage.nbytes()
         self._count(seen.part, change)
@@ -149,13 +148,13 @@ class Footprint(TorchDispatchMode):
         self._peak_born = self._born
 
     @staticmethod
-    def _move(counted: Counter[str], seen: _Storage, part: str) -> None:
-        counted[seen.part] -= seen.size
-        counted[part] += seen.size
+    def _move(counted: Counter[str], storage: _TrackedStorage, part: str) -> None:
+        counted[storage.part] -= storage.size
+        counted[part] += storage.size
 
 
-class _Storage:
-    """One storage that is counted."""
+class _TrackedStorage:
+    """A counted storage."""
 
     __slots__ = ("born", "gone", "part", "size")
 
@@ -166,10 +165,10 @@ class _Storage:
 
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
-    """Storages of all tensors among values; of a subclass those of its inner tensors."""
+    """Storages of all tensors among the values; for a subclass those of its inner tensors."""
     for value in values:
-        # A meta tensor has a size and no memory; deepspeed 0.19 keeps a model's worth of them. A
-        # fake one has a meta storage, and says the device that it stands for.
+        # A meta tensor has a size but no memory; deepspeed 0.19 keeps a model's worth of them.
+        # A fake one has a meta storage, but reports the device that it stands for.
         if not isinstance(value, torch.Tensor) or value.device.type == "meta":
             continue
         flatten = getattr(value, "__tensor_flatten__", None)  # of a wrapper subclass (DTensor)

@@ -1,12 +1,11 @@
-"""Tracing a module that lives in this process: a rank's, or a user's kernel.
+"""Traces a module that lives in this process: a rank's, or that of a user's kernel.
 
-A forked child sees the module without a copy of its data, puts fake tensors in the place of
-its own references, traces, and writes the figures into a pipe. The parent's module, random
-state and data loader stay as they are; the child calls neither CUDA nor a collective.
+A forked child shares the module's data, replaces its own references with fake tensors, traces, and
+writes the figures into a pipe. Module, random state and data loader of the parent are unchanged;
+the child uses neither CUDA nor collectives.
 
-Where torch's backward threads have run already (a GPU is in use), a forked child has no
-backward: the trace then runs in this process, on a copy of the module whose tensors are fake
-from the start.
+If torch's backward threads have already run (a GPU is in use), autograd does not work in a forked
+child: the trace then runs in this process, on a copy of the module with fake tensors.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ from torch.utils._pytree import tree_leaves
 from nbdist.errors import PlanError
 from nbdist.planner.tracing import build_model, subprocess_worker, trace_runs
 from nbdist.planner.tracing import fsdp_groups as module_groups
-from nbdist.planner.tracing.build_model import Sample
+from nbdist.planner.tracing.build_model import SampleBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from nbdist.planner.tracing.trace_runs import Batch
+    from nbdist.planner.tracing.trace_runs import ForwardBatch
 
 TIMEOUT_S = 120.0
-"""For one trace; it takes about 10 s."""
+"""Timeout of one trace, which takes about 10 s."""
 _NO_BACKWARD = "fork-based multiprocessing"
-"""Of torch's message that a forked child has no backward."""
+"""Part of torch's message that autograd does not work in a forked child."""
 
 
-def groups_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Return name, role and parameters of each FSDP group of a module; nothing is run."""
+def describe_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Return name, role and parameters of each FSDP group of a module without running it."""
     return [
-        {"name": group.name, "role": group.role} | group.counts()
-        for group in module_groups.groups(module)
+        {"name": group.name, "role": group.role} | group.parameter_counts()
+        for group in module_groups.find_fsdp_groups(module)
     ]
 
 
-def of_module(
+def trace_in_child(
     module: nn.Module,
     *,
     batch_size: int,
@@ -58,31 +57,31 @@ def of_module(
     inputs: object = None,
     batches: Iterable[Any] | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    kinds: Sequence[str] = trace_runs.KINDS,
+    kinds: Sequence[str] = trace_runs.DEVICE_KINDS,
 ) -> dict[str, Any]:
-    """Trace a module; the fields of a `plan.traced.Traced`. Blocks for about ten seconds.
+    """Trace a module and return the fields of a `TracedModel`. Blocks for about ten seconds.
 
     Args:
-        module: on any device, not yet prepared by an engine. It is left as it is.
-        batch_size: of the trace; of `inputs`, their first dimension.
-        seq_len: tokens of a sample, where a transformers model takes tokens.
+        module: on any device, not yet prepared by an engine. It is not modified.
+        batch_size: batch size of the trace; with `inputs`, their first dimension is used.
+        seq_len: tokens per sample, for a transformers model that takes tokens.
         inputs: example input: a tensor, or a tuple or dict of arguments; its values are
             not read.
         batches: a data loader whose first batch is the example; it is fetched in the child,
-            so that the loader's position stays.
-        progress: told what the trace is doing.
-        kinds: of devices, whose ways to compute are traced.
+            so that the loader's position is unchanged.
+        progress: called with progress messages.
+        kinds: device kinds to trace.
 
     Raises:
-        PlanError: no example input is known, it cannot be traced, or it took too long; one
-            sentence.
+        PlanError: no example input is known, the module cannot be traced, or the trace timed
+            out.
     """
 
     def work(say: Callable[[str], None], *, copied: bool) -> dict[str, Any]:
-        own = _without_data(module) if copied else module
-        sample, size, length = _example(own, inputs, batches, batch_size, seq_len)
-        asked = trace_runs.Asked(batch_size=size, seq_len=length, kinds=kinds)
-        return subprocess_worker.figures(own, sample.batch, asked, say) | {
+        target = _without_data(module) if copied else module
+        sample, size, length = _example(target, inputs, batches, batch_size, seq_len)
+        options = trace_runs.TraceRequest(batch_size=size, seq_len=length, device_kinds=kinds)
+        return subprocess_worker.trace_module_fields(target, sample.batch, options, say) | {
             "notes": list(sample.notes)
         }
 
@@ -91,7 +90,7 @@ def of_module(
         fields = work(progress, copied=True)
     if "error" in fields:
         raise PlanError(fields["error"])
-    params = subprocess_worker.size(subprocess_worker.model_params(fields))
+    params = subprocess_worker.format_num_params(subprocess_worker.num_model_params(fields))
     return fields | {"name": f"{type(module).__name__}, {params}"}
 
 
@@ -101,25 +100,31 @@ def _example(
     batches: Iterable[Any] | None,
     batch_size: int,
     seq_len: int | None,
-) -> tuple[Sample, int, int | None]:
-    """Return a batch, its size, and tokens of a sample where it holds tokens."""
-    build_model.without_tracing_branches()
-    build_model.with_grouped_experts(module)
+) -> tuple[SampleBatch, int, int | None]:
+    """Return a batch, its size, and the tokens per sample if it holds tokens."""
+    build_model.disable_tracing_branches()
+    build_model.use_grouped_experts(module)
     if inputs is None and batches is not None:
-        torch.manual_seed(0)  # of the child: a sampler may draw
+        torch.manual_seed(0)  # in the child only: a sampler may draw random numbers
         inputs = next(iter(batches))
     if inputs is not None:
         batch = _arguments(inputs)
         length = _tokens(batch)
-        return Sample(batch, length is not None), _first_dimension(batch), length
-    sample = build_model.sample_for(module, batch_size, seq_len or build_model.SEQ_LEN)
-    return sample, batch_size, (seq_len or build_model.SEQ_LEN) if sample.has_tokens else None
+        return SampleBatch(batch, length is not None), _first_dimension(batch), length
+    sample = build_model.make_sample_batch(
+        module, batch_size, seq_len or build_model.DEFAULT_SEQ_LEN
+    )
+    return (
+        sample,
+        batch_size,
+        (seq_len or build_model.DEFAULT_SEQ_LEN) if sample.has_tokens else None,
+    )
 
 
-def _arguments(inputs: object) -> Batch:
-    """Take a batch apart as a cell does: model(**dict), model(*tuple) or model(tensor).
+def _arguments(inputs: object) -> ForwardBatch:
+    """Split a batch as a cell does: model(**dict), model(*tuple) or model(tensor).
 
-    Of a list, as a data loader gives for (picture, label), the first is the input.
+    The first item of a list is the input, as in a data loader's [image, label].
     """
     if hasattr(inputs, "keys"):
         return (), dict(inputs)  # type: ignore[call-overload]
@@ -128,29 +133,33 @@ def _arguments(inputs: object) -> Batch:
     return (inputs[0] if isinstance(inputs, list) else inputs,), {}
 
 
-def _first_dimension(batch: Batch) -> int:
-    """Samples of a batch.
+def _first_dimension(batch: ForwardBatch) -> int:
+    """Return the number of samples of a batch.
 
     Raises:
         PlanError: it holds no tensor with a dimension.
     """
     sizes = [
-        one.shape[0] for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and one.dim()
+        leaf.shape[0]
+        for leaf in tree_leaves(batch)
+        if isinstance(leaf, torch.Tensor) and leaf.dim()
     ]
     if not sizes:
-        message = "the example input holds no tensor; give inputs=(tensor, ...) or a dict of them."
+        message = (
+            "The example input holds no tensor. Give inputs=(tensor, ...) or a dict of tensors."
+        )
         raise PlanError(message)
     return int(sizes[0])
 
 
-def _tokens(batch: Batch) -> int | None:
-    """Tokens of a sample, where a batch holds them."""
+def _tokens(batch: ForwardBatch) -> int | None:
+    """Return the tokens per sample, if a batch holds tokens."""
     ids = batch[1].get("input_ids")
     return int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else None
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """Copy a module whose tensors become fake while it is copied."""
+    """Copy a module with fake tensors in place of its own."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     with mode:
@@ -170,7 +179,7 @@ def _in_child(
     progress: Callable[[str], None],
     timeout_s: float,
 ) -> dict[str, Any]:
-    """Run work in a forked child; lines of JSON come back, the last one is the answer."""
+    """Run work in a forked child that writes lines of JSON, the last of which is the answer."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -187,12 +196,12 @@ def _in_child(
 
 
 def _be_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: int) -> NoReturn:
-    """Do the work and end without the parent's exit handlers."""
+    """Do the work and exit without the parent's exit handlers."""
 
     def write(message: Mapping[str, Any]) -> None:
         os.write(writer, json.dumps(message).encode() + b"\n")
 
-    answer: dict[str, Any] = {"error": "the trace ended without an answer; try it once more."}
+    answer: dict[str, Any] = {"error": "The trace ended without an answer. Try again."}
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         silence = os.open(os.devnull, os.O_WRONLY)
@@ -202,8 +211,8 @@ def _be_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: i
     except PlanError as error:
         answer = {"error": str(error)}
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
-        told = f"{type(error).__name__}: {error}"
-        answer = {"error": f"the model could not be traced ({told}); give other example inputs."}
+        reason = f"{type(error).__name__}: {error}"
+        answer = {"error": f"Cannot trace the model ({reason}). Give other example inputs."}
     finally:
         _write_all(writer, json.dumps(answer).encode() + b"\n")
         os._exit(0)
@@ -219,19 +228,19 @@ def _answer(reader: int, progress: Callable[[str], None], deadline: float) -> di
     """Read lines until the answer.
 
     Raises:
-        PlanError: it did not come in time.
+        PlanError: timeout.
     """
     pending = b""
     while True:
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([reader], [], [], left)[0]:
-            message = "the trace of the model took too long; give smaller example inputs."
+            message = "Timeout while tracing the model. Give smaller example inputs."
             raise PlanError(message)
         read = os.read(reader, 1 << 16)
         if not read:
             message = (
-                "the model could not be traced: the child process that did it died, perhaps for"
-                " lack of memory; give smaller example inputs."
+                "Cannot trace the model: the child process died, possibly because it ran out of"
+                " memory. Give smaller example inputs."
             )
             return {"error": message}
         *lines, pending = (pending + read).split(b"\n")

@@ -1,6 +1,6 @@
-"""All the micro-batches that a plan asks about, traced: ways to compute, kinds of device.
+"""Traces a micro-batch in all compute modes and device kinds that a plan needs.
 
-Runs in a child process, whose copy of the model it takes apart.
+Runs in a child process, and modifies its copy of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbdist.errors import PlanError
-from nbdist.planner.tracing import cuda_semantics, fake_tensors, fit, tracer
+from nbdist.planner.tracing import cuda_semantics, fake_conversion, fit, tracer
 from nbdist.planner.tracing import fsdp_groups as module_groups
 
 if TYPE_CHECKING:
@@ -23,72 +23,74 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from nbdist.planner.tracing.fsdp_groups import Group
+    from nbdist.planner.tracing.fsdp_groups import FsdpGroup
 
-COMPUTES = ("full", "half", "autocast", "half_autocast")
-KINDS = ("cuda", "cpu")
-HALF = {"half", "half_autocast"}
-AUTOCAST = {"autocast", "half_autocast"}
+COMPUTE_MODES = ("full", "half", "autocast", "half_autocast")
+DEVICE_KINDS = ("cuda", "cpu")
+HALF_MODES = {"half", "half_autocast"}
+AUTOCAST_MODES = {"autocast", "half_autocast"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is to be traced."""
+class TraceRequest:
+    """Options of a trace."""
 
     batch_size: int
     seq_len: int | None
-    """Tokens of a sample; None where the model does not take tokens."""
-    computes: Sequence[str] = COMPUTES
-    kinds: Sequence[str] = KINDS
+    """Tokens per sample; None for a model without tokens."""
+    compute_modes: Sequence[str] = COMPUTE_MODES
+    device_kinds: Sequence[str] = DEVICE_KINDS
 
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a forward, by place and by name."""
+ForwardBatch = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a forward."""
 
 
-def traced(
-    model: nn.Module, batch: Batch, asked: Asked, progress: Callable[[str], None]
+def trace_all_modes(
+    model: nn.Module, batch: ForwardBatch, request: TraceRequest, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the fields of a `plan.traced.Traced`.
+    """Return the fields of a `TracedModel`.
 
     Args:
-        model: is taken apart: blocks are dropped and tensors become fake. Its tensors may be
+        model: modified: blocks are dropped and tensors become fake. Its tensors may be
             on any device and are not read.
-        batch: of the batch size that was asked for; its tensors are not read either.
-        asked: what to trace.
-        progress: told what is going on.
+        batch: batch of the requested size; its tensors are not read either.
+        request: what to trace.
+        progress: called with progress messages.
 
     Raises:
-        PlanError: no parameter trains.
-        Exception: of any kind, where the model fails in every way of computing; where it fails
-            in some, `passes` has {"error": a sentence} in their place.
+        PlanError: no parameter is trainable.
+        Exception: of any kind, if the model fails in every compute mode; if it fails in some,
+            their `passes` are {"error": message}.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise PlanError("no parameter of this model trains; set requires_grad on some, then plan.")
+        raise PlanError(
+            "The model has no trainable parameter. Set requires_grad on some, then plan."
+        )
     model.train()
-    run = _Runs(model, batch, asked, progress)
-    passes = _passes(run, asked)
+    run = _TraceRunner(model, batch, request, progress)
+    passes = _passes(run, request)
     return {
         "depth": "traced",
         "name": type(model).__name__,
         "tied": run.tied,
         "element": run.element,
-        "batch_size": asked.batch_size,
-        "seq_len": asked.seq_len,
+        "batch_size": request.batch_size,
+        "seq_len": request.seq_len,
     } | _by_group(run.found, passes)
 
 
-def _passes(run: _Runs, asked: Asked) -> dict[str, dict[str, Any]]:
-    """Trace all ways of computing, without and with activation checkpointing."""
+def _passes(run: _TraceRunner, request: TraceRequest) -> dict[str, dict[str, Any]]:
+    """Trace all compute modes, without and with activation checkpointing."""
     passes: dict[str, dict[str, Any]] = {}
     errors: dict[tuple[str, str], Exception] = {}
-    ways = list(itertools.product(asked.kinds, asked.computes))
+    ways = list(itertools.product(request.device_kinds, request.compute_modes))
     for checkpointing in (False, True):
         if checkpointing:
             checkpoint_activations(run.model, run.blocks)
         for way in ways:
-            name = key(*way, checkpointing=checkpointing)
-            if way not in errors:  # what fails without checkpointing fails with it
+            name = run_key(*way, checkpointing=checkpointing)
+            if way not in errors:  # modes that fail without checkpointing also fail with it
                 try:
                     passes[name] = run.figured(*way)
                 except Exception as error:  # noqa: BLE001 - a user's module may raise anything
@@ -101,10 +103,10 @@ def _passes(run: _Runs, asked: Asked) -> dict[str, dict[str, Any]]:
 
 
 def _failure(model: nn.Module, compute: str, error: Exception) -> str:
-    """What to say of a model that fails in one way of computing."""
+    """Error message for a model that fails in one compute mode."""
     return (
-        f"its forward or backward fails {_WAYS[compute]} ({reason(model, error)}); take another"
-        " backend or precision, or let the model follow the type of its parameters"
+        f"Forward or backward fails {_WAYS[compute]} ({trace_error_text(model, error)}). Use"
+        " another backend or precision, or make the model follow the dtype of its parameters."
     )
 
 
@@ -114,77 +116,87 @@ _WAYS = {
     "autocast": "under autocast",
     "half_autocast": "with parameters in 16 bits under autocast",
 }
-"""How a model computes, for a reader."""
+"""Compute modes in error messages."""
 
 
-def reason(model: nn.Module, error: Exception) -> str:
-    """What a model raised on tensors without data, in a line."""
+def trace_error_text(model: nn.Module, error: Exception) -> str:
+    """Describe an exception that a model raised on fake tensors, in one line."""
     kind = type(error).__name__
     if kind in {"DataDependentOutputException", "DynamicOutputShapeException"}:
-        kind = "its shapes depend on the values of tensors"
+        kind = "its shapes depend on tensor values"
     first = (str(error).strip() or "no reason given").splitlines()[0]
-    return f"{type(model).__name__} on tensors without data: {kind}: {first}"
+    return f"{type(model).__name__} on fake tensors: {kind}: {first}"
 
 
-def key(kind: str, compute: str, *, checkpointing: bool) -> str:
-    """Name of one way to run a micro-batch."""
+def run_key(kind: str, compute: str, *, checkpointing: bool) -> str:
+    """Return the name of one way to run a micro-batch."""
     return f"{kind} {compute}{' checkpointing' * checkpointing}"
 
 
-class _Runs:
-    """A model cut short, ready to be run in different ways."""
+class _TraceRunner:
+    """A shortened model, ready to be traced in different compute modes."""
 
     def __init__(
-        self, model: nn.Module, batch: Batch, asked: Asked, progress: Callable[[str], None]
+        self,
+        model: nn.Module,
+        batch: ForwardBatch,
+        request: TraceRequest,
+        progress: Callable[[str], None],
     ) -> None:
-        """Find the groups and drop what another block stands for."""
-        self.model, self.asked, self.progress = model, asked, progress
-        first = next(one for one in model.parameters() if one.is_floating_point())
+        """Find the groups and drop the blocks that another one represents."""
+        self.model, self.request, self.progress = model, request, progress
+        first = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self.element = first.element_size()
-        self.tied = module_groups.is_tied(model)
-        self.found = module_groups.shorten(model, module_groups.groups(model))
-        self.blocks = [group.starts[0] for group in self.found if group.role == "block"]
+        self.tied = module_groups.has_tied_embeddings(model)
+        self.found = module_groups.drop_repeated_blocks(
+            model, module_groups.find_fsdp_groups(model)
+        )
+        self.blocks = [group.first_modules[0] for group in self.found if group.role == "block"]
         self._types = {
-            parameter: parameter.dtype for group in self.found for parameter in group.owned
+            parameter: parameter.dtype for group in self.found for parameter in group.own_params
         }
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._half: bool | None = None
-        self._batch = fake_tensors.like(batch, self.mode)
+        self._batch = fake_conversion.fake_like(batch, self.mode)
 
     def figured(self, kind: str, compute: str) -> dict[str, Any]:
-        """Trace one way at two batch sizes."""
-        self._become(half=compute in HALF)
-        size = self.asked.batch_size
+        """Trace one compute mode at two batch sizes."""
+        self._become(half=compute in HALF_MODES)
+        size = self.request.batch_size
         self.progress(f"tracing {compute} for {kind}")
-        one, other = (self._parts(kind, compute, times * size) for times in (1, 2))
-        return fit.fit(one, size, other, 2 * size)
+        recorded, doubled = (self._parts(kind, compute, times * size) for times in (1, 2))
+        return fit.fit_two_batch_sizes(recorded, size, doubled, 2 * size)
 
-    def _parts(self, kind: str, compute: str, size: int) -> fit.Parts:
+    def _parts(self, kind: str, compute: str, size: int) -> fit.GroupedRecording:
         """Trace one micro-batch."""
         self.model.zero_grad(set_to_none=True)
-        batch = fake_tensors.batched(self._batch, self.mode, self.asked.batch_size, size)
-        behaviour = cuda_semantics.behaviour() if kind == "cuda" else contextlib.nullcontext()
+        batch = fake_conversion.with_batch_size(
+            self._batch, self.mode, self.request.batch_size, size
+        )
+        behaviour = cuda_semantics.emulate_cuda() if kind == "cuda" else contextlib.nullcontext()
         with self.mode, behaviour:
             step = _step(self.model, compute)
-            return fit.parts(tracer.record(self.model, self.found, batch, step))
+            return fit.split_by_group(
+                tracer.record_micro_batch(self.model, self.found, batch, step)
+            )
 
     def _become(self, *, half: bool) -> None:
-        """Make the parameters fake, of the type that they are used in."""
+        """Replace the parameters by fake ones of the dtype that they are used in."""
         if self._half == half:
             return
-        made = fake_tensors.fill(self.model, self.mode, self._types, half=half)
+        fakes = fake_conversion.replace_with_fakes(self.model, self.mode, self._types, half=half)
         for group in self.found:
-            group.owned = [made[one] for one in group.owned]
-        self._types = {made[old]: dtype for old, dtype in self._types.items()}
+            group.own_params = [fakes[parameter] for parameter in group.own_params]
+        self._types = {fakes[old]: dtype for old, dtype in self._types.items()}
         self._half = half
 
 
-def _step(model: nn.Module, compute: str) -> Callable[[Batch], tuple[torch.Tensor, Any]]:
-    """The forward of a micro-batch as an engine runs it."""
+def _step(model: nn.Module, compute: str) -> Callable[[ForwardBatch], tuple[torch.Tensor, Any]]:
+    """Return the forward of a micro-batch as an engine runs it."""
 
-    def step(batch: Batch) -> tuple[torch.Tensor, Any]:
-        args, kwargs = _cast(batch, torch.bfloat16) if compute in HALF else batch
-        if compute not in AUTOCAST:
+    def step(batch: ForwardBatch) -> tuple[torch.Tensor, Any]:
+        args, kwargs = _cast(batch, torch.bfloat16) if compute in HALF_MODES else batch
+        if compute not in AUTOCAST_MODES:
             outputs = model(*args, **kwargs)
             return loss_of(outputs), outputs
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -196,25 +208,27 @@ def _step(model: nn.Module, compute: str) -> Callable[[Batch], tuple[torch.Tenso
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating point tensors among some values."""
+    """Cast floating point tensors."""
     return tree_map_only(
-        torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values
+        torch.Tensor,
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
+        values,
     )
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """Return the loss that a model returned, or a mean of what it returned.
+    """Return the loss that a model returned, or the mean of its outputs.
 
     Raises:
-        PlanError: nothing that it returned has a gradient.
+        PlanError: no output has a gradient.
     """
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    means = [one.mean() for one in tree_leaves(outputs) if _has_gradient(one)]
+    means = [leaf.mean() for leaf in tree_leaves(outputs) if _has_gradient(leaf)]
     if not means:
         message = (
-            "the model's output has no gradient; give inputs for which it returns a loss or a"
+            "The model's output has no gradient. Give inputs for which it returns a loss or a"
             " tensor that depends on its parameters."
         )
         raise PlanError(message)
@@ -222,12 +236,12 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 def _has_gradient(value: object) -> bool:
-    """Whether it is a tensor that backward can begin at."""
+    """Return whether a value is a tensor with a gradient."""
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Recompute the blocks in the backward; a transformers model does it in its own way."""
+    """Recompute the blocks in the backward; transformers models have their own method."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if callable(enable):
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -240,26 +254,29 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> Non
     apply_activation_checkpointing(model, check_fn=lambda module: id(module) in wanted)
 
 
-def _by_group(found: Sequence[Group], passes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Put what was traced in the order of the forward, equal neighbours together."""
+def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures in forward order, with equal neighbours merged."""
     failed = {name: run for name, run in passes.items() if "error" in run}
     passes = {name: run for name, run in passes.items() if name not in failed}
     order = _forward_order(found, next(iter(passes.values())))
-    times = [len(group.times) for group in found]
-    passes = {name: fit.deepened(run, times) for name, run in passes.items()}
+    times = [len(group.represented_indices) for group in found]
+    passes = {name: fit.extend_to_full_depth(run, times) for name, run in passes.items()}
     parts = {
         name: {part["place"]: _without_place(part) for part in run["groups"]}
         for name, run in passes.items()
     }
     nothing = {"saved": (0, 0), "gradient": (0, 0), "forward": [], "backward": [], "flops": 0}
     rows = [
-        _Row(found[place], 1, [by_place.get(place, nothing) for by_place in parts.values()])
+        _RepeatedGroup(
+            found[place], 1, [by_place.get(place, nothing) for by_place in parts.values()]
+        )
         for place in order
     ]
     merged = _merged(rows)
     return {
         "groups": [
-            {"name": name, "role": row.group.role, "count": row.count} | row.group.counts()
+            {"name": name, "role": row.group.role, "count": row.count}
+            | row.group.parameter_counts()
             for name, row in zip(_names(merged), merged, strict=True)
         ],
         "passes": {
@@ -275,68 +292,73 @@ def _by_group(found: Sequence[Group], passes: dict[str, dict[str, Any]]) -> dict
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _RepeatedGroup:
     """A group of the whole model, or several equal neighbours."""
 
-    group: Group
+    group: FsdpGroup
     count: int
     parts: list[dict[str, Any]]
-    """Its figures in every run."""
+    """Figures of every run."""
 
 
-def _merged(rows: Sequence[_Row]) -> list[_Row]:
-    """Put neighbours together that have equal parameters and save the same.
+def _merged(rows: Sequence[_RepeatedGroup]) -> list[_RepeatedGroup]:
+    """Merge neighbours with equal parameters and saved bytes.
 
-    Inside of them the first and the last of a list may hold a little less than the others:
-    of each moment the larger is taken.
+    The first and the last block of a list may hold slightly less than the others at some
+    moments: the larger value is used.
     """
-    merged: list[_Row] = []
+    merged: list[_RepeatedGroup] = []
     for row in rows:
         if merged and _same(merged[-1]) == _same(row):
             last = merged.pop()
             both = zip(last.parts, row.parts, strict=True)
-            row = _Row(row.group, last.count + 1, [_larger(a, b) for a, b in both])  # noqa: PLW2901
+            row = _RepeatedGroup(row.group, last.count + 1, [_larger(a, b) for a, b in both])  # noqa: PLW2901
         merged.append(row)
     return merged
 
 
-def _same(row: _Row) -> list[Any]:
-    """What neighbours must share."""
+def _same(row: _RepeatedGroup) -> list[Any]:
+    """Return the key that neighbours must share."""
     group = row.group
     own = [(part["saved"], part["flops"]) for part in row.parts]
-    return [group.stack, group.role, group.counts(), own]
+    return [group.first_block_index, group.role, group.parameter_counts(), own]
 
 
-def _larger(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The worst moments of two groups."""
-    worst = {name: fit.pareto({*one[name], *other[name]}) for name in ("forward", "backward")}
-    return one | worst | {"gradient": max(one["gradient"], other["gradient"], key=sum)}
+def _larger(entry: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the maxima of two groups."""
+    worst = {
+        name: fit.pareto_front({*entry[name], *other[name]}) for name in ("forward", "backward")
+    }
+    return entry | worst | {"gradient": max(entry["gradient"], other["gradient"], key=sum)}
 
 
-def _forward_order(found: Sequence[Group], run: dict[str, Any]) -> list[int]:
-    """Index into `found` for every group of the whole model, in forward order.
+def _forward_order(found: Sequence[FsdpGroup], run: dict[str, Any]) -> list[int]:
+    """Return indices into `found` for every group of the whole model, in forward order.
 
-    A list of blocks stands where its first one does; groups that did not run come after the
+    A list of blocks is at the position of its first one; groups that did not run follow the
     root.
     """
-    began = {part["place"]: number for number, part in enumerate(run["groups"])}
-    first = {group.stack: began.get(place, 0) for place, group in reversed([*enumerate(found)])}
+    forward_index = {part["place"]: number for number, part in enumerate(run["groups"])}
+    first = {
+        group.first_block_index: forward_index.get(place, 0)
+        for place, group in reversed([*enumerate(found)])
+    }
     places = [
-        (first[group.stack], time, place)
+        (first[group.first_block_index], time, place)
         for place, group in enumerate(found)
-        for time in group.times
+        for time in group.represented_indices
     ]
     return [place for *_, place in sorted(places)]
 
 
-def _names(merged: Sequence[_Row]) -> list[str]:
+def _names(merged: Sequence[_RepeatedGroup]) -> list[str]:
     """Tell the first and the last block of a list from the others, where they differ."""
-    stacks = [row.group.stack for row in merged]
+    stacks = [row.group.first_block_index for row in merged]
     names = []
     for number, row in enumerate(merged):
-        single = row.count == 1 and stacks.count(row.group.stack) > 1
-        first = single and stacks.index(row.group.stack) == number
-        last = single and row.group.stack not in stacks[number + 1 :]
+        single = row.count == 1 and stacks.count(row.group.first_block_index) > 1
+        first = single and stacks.index(row.group.first_block_index) == number
+        last = single and row.group.first_block_index not in stacks[number + 1 :]
         names.append("first " * first + "last " * last + row.group.name)
     return names
 

@@ -1,10 +1,10 @@
-"""One micro-batch of a fake module, and the bytes it holds at every moment.
+"""Records the bytes that one micro-batch of a fake module holds at every moment.
 
-Forward, loss and backward run on fake tensors under a `Footprint`; no value is computed and
-no memory is taken. Hooks at the groups cut the time into parts: a group's forward lasts until
-the next group begins, its backward from the moment that the gradient of its output exists
-until that of its input does. What lies before the first group is the root's. What each part
-of the forward has allocated and still holds at its end is what that group saves.
+Forward, loss and backward run on fake tensors under a `MemoryTracker`; nothing is computed and no
+memory is allocated. Hooks at the groups split the time: a group's forward lasts until the next
+group begins, its backward from the gradient of its output to that of its input. Everything before
+the first group belongs to the root. A group saves what its part of the forward has allocated and
+still holds when the forward ends.
 """
 
 from __future__ import annotations
@@ -17,73 +17,73 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nbdist.planner.tracing.memory_tracker import OTHER, Footprint
+from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
-    from nbdist.planner.tracing.fsdp_groups import Group
+    from nbdist.planner.tracing.fsdp_groups import FsdpGroup
 
 PARAMETERS = "parameters"
 
 
-class Moment(NamedTuple):
-    """What is held after one allocation."""
+class TraceMoment(NamedTuple):
+    """Bytes held after one allocation."""
 
-    held: int
-    """Bytes but for parameters and for the gradients of groups whose backward has begun."""
-    grads: int
-    """Elements of the gradients of the group at work."""
-
-
-Kind = Literal["forward", "exit", "returned", "backward", "end"]
-"""A group's forward begins, ends; the model returns; a group's backward begins; all is over."""
+    held_bytes: int
+    """Bytes without parameters and the gradients of groups whose backward has begun."""
+    num_grads: int
+    """Gradient elements of the current group."""
 
 
-class Mark(NamedTuple):
-    """A point of time."""
+MarkKind = Literal["forward", "exit", "returned", "backward", "end"]
+"""Start and end of a group's forward; return of the model; start of a group's backward; end."""
 
-    kind: Kind
-    place: int
-    """Of the group, among the groups."""
-    moment: int
-    """Index of the first moment from then on."""
+
+class TraceMark(NamedTuple):
+    """A point in time."""
+
+    kind: MarkKind
+    group_index: int
+    """Index of the group."""
+    moment_index: int
+    """Index of the first moment after it."""
     flops: float
     """Operations until then."""
 
 
-class Recording(NamedTuple):
-    """One micro-batch."""
+class MicroBatchRecording(NamedTuple):
+    """Recording of one micro-batch."""
 
-    moments: list[Moment]
-    marks: list[Mark]
-    saved: dict[int, int]
-    """Bytes that are left of each group's forward when the backward begins, by place; the
-    model's output is not among them."""
-    passing: dict[int, int]
-    """Bytes that are left of it when the last group has ended, and gone when the model returns:
+    moments: list[TraceMoment]
+    marks: list[TraceMark]
+    saved_bytes: dict[int, int]
+    """Bytes left from each group's forward when the backward begins, by group index, without the
+    model's output."""
+    forward_only_bytes: dict[int, int]
+    """Bytes left from it when the last group has ended, and freed when the model returns:
     autocast's copies of weights that no operation has saved."""
-    outputs: int
+    output_bytes: int
     """Bytes of the model's output."""
 
 
-def record(
+def record_micro_batch(
     model: nn.Module,
-    groups: Sequence[Group],
+    groups: Sequence[FsdpGroup],
     batch: Any,
     step: Callable[[Any], tuple[torch.Tensor, Any]],
-) -> Recording:
-    """Run one micro-batch.
+) -> MicroBatchRecording:
+    """Run one micro-batch and record it.
 
     Args:
-        model: with fake parameters, its mode and its checkpointing set; it gets gradients.
+        model: with fake parameters, its mode and checkpointing set; it accumulates gradients.
         groups: its groups, the root first.
-        batch: nested inputs, for `step`.
-        step: runs the forward; returns the loss, and what the cell's variable would keep.
+        batch: nested inputs for `step`.
+        step: runs the forward; returns the loss, and the outputs that a cell's variable keeps.
     """
-    trace = _Trace(model, batch)
+    trace = _RecordingTracker(model, batch)
     removable = [*trace.watch_groups(groups), *trace.watch_gradients(groups)]
     removable.append(model.register_forward_hook(lambda *_: trace.mark("returned", 0)))
     try:
@@ -96,17 +96,19 @@ def record(
     finally:
         for handle in removable:
             handle.remove()
-    return Recording(trace.moments, trace.marks, saved, passing, sum(_sizes(outputs).values()))
+    return MicroBatchRecording(
+        trace.moments, trace.marks, saved, passing, sum(_sizes(outputs).values())
+    )
 
 
-class _Trace(Footprint):
-    """A footprint that writes its history."""
+class _RecordingTracker(MemoryTracker):
+    """A memory tracker that records its history."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
-        """Know the model's own tensors."""
+        """Assign the model's own tensors."""
         super().__init__(on_change=self._note)
-        self.moments: list[Moment] = []
-        self.marks: list[Mark] = []
+        self.moments: list[TraceMoment] = []
+        self.marks: list[TraceMark] = []
         self.in_forward = True
         self.flops = 0.0
         self._formulas = _table()
@@ -116,16 +118,16 @@ class _Trace(Footprint):
         self._apart = [PARAMETERS]
         self._grads: dict[int, int] = {}
         self._hooked = WeakIdKeyDictionary()
-        self.know(PARAMETERS, model.parameters())
-        self.know(_saved(0), [*model.buffers(), *tree_leaves(batch)])
+        self.track_tensors(PARAMETERS, model.parameters())
+        self.track_tensors(_saved(0), [*model.buffers(), *tree_leaves(batch)])
 
-    def mark(self, kind: Kind, place: int) -> None:
-        """Remember a point of time; what is held then is its first moment."""
-        self.marks.append(Mark(kind, place, len(self.moments), self.flops))
+    def mark(self, kind: MarkKind, place: int) -> None:
+        """Record a point in time and the bytes held."""
+        self.marks.append(TraceMark(kind, place, len(self.moments), self.flops))
         self._note()
 
     def forward_is_over(self, outputs: Any) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the bytes that each group has saved, and that it had until the end, by place."""
+        """Return the bytes saved by each group, and those freed at the end, by group index."""
         self.in_forward = False
         left = self.current.copy()
         for key, size in _sizes(outputs).items():
@@ -136,50 +138,52 @@ class _Trace(Footprint):
         return saved, {place: before[place] - size for place, size in saved.items()}
 
     def _by_place(self, parts: Counter[str]) -> dict[int, int]:
-        """Bytes of each group that has begun; what came after the last one is the loss's."""
-        places = [mark.place for mark in self.marks if mark.kind == "forward"]
-        last = next((mark.place for mark in reversed(self.marks) if mark.kind == "exit"), None)
+        """Bytes of each group that has begun; later bytes belong to the loss."""
+        places = [mark.group_index for mark in self.marks if mark.kind == "forward"]
+        last = next(
+            (mark.group_index for mark in reversed(self.marks) if mark.kind == "exit"), None
+        )
         after = {place: parts[_after(place)] for place in places if place != last}
         return {place: parts[_saved(place)] + after.get(place, 0) for place in places}
 
-    def watch_groups(self, groups: Sequence[Group]) -> Iterator[Any]:
+    def watch_groups(self, groups: Sequence[FsdpGroup]) -> Iterator[Any]:
         """Hook the modules that begin and end a group's forward."""
         for place, group in enumerate(groups):
-            for module in group.starts:
+            for module in group.first_modules:
                 yield module.register_forward_pre_hook(self._entering(place), with_kwargs=True)
                 yield module.register_forward_hook(self._leaving(place))
 
-    def watch_gradients(self, groups: Sequence[Group]) -> Iterator[Any]:
-        """Hook the parameters, to tell their gradients from what else is held."""
+    def watch_gradients(self, groups: Sequence[FsdpGroup]) -> Iterator[Any]:
+        """Hook the parameters, to separate their gradients from other memory."""
         for place, group in enumerate(groups):
-            for parameter in group.owned:
+            for parameter in group.own_params:
                 if parameter.requires_grad:
                     yield parameter.register_post_accumulate_grad_hook(self._accumulated(place))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Count an operation's bytes and its floating point operations."""
+        """Count an operation's bytes and floating point operations."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if (formula := self._formulas.get(func._overloadpacket)) is not None:  # noqa: SLF001
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 
     def _add(self, storage: torch.UntypedStorage, part: str) -> None:
-        """Count a new storage where it came up."""
-        super()._add(storage, self._at if part == OTHER else part)
+        """Count a new storage for the current group."""
+        super()._add(storage, self._at if part == OTHER_PART else part)
 
     def _note(self) -> None:
-        """Write down what is held now."""
+        """Record the bytes held now."""
         apart = sum(self.current[part] for part in self._apart)
-        self.moments.append(Moment(self.total - apart, self._grads.get(self._place, 0)))
+        self.moments.append(TraceMoment(self.total - apart, self._grads.get(self._place, 0)))
 
     def _entering(self, place: int) -> Callable[..., None]:
-        """A hook for the begin of a group's forward; recomputation is not one."""
+        """Return a hook for the start of a group's forward; recomputation is ignored."""
 
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.in_forward and not self._begun("forward", place):
-                # Gradients of the inputs end this group's backward: its predecessor's begins.
+                # Gradients of the inputs end this group's backward and begin its predecessor's.
                 self._hook((args, kwargs), self._last_begun())
                 self._at = _saved(place)
                 self.mark("forward", place)
@@ -187,7 +191,7 @@ class _Trace(Footprint):
         return hook
 
     def _leaving(self, place: int) -> Callable[..., None]:
-        """A hook for the end of a group's forward."""
+        """Return a hook for the end of a group's forward."""
 
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             if self.in_forward:
@@ -199,32 +203,32 @@ class _Trace(Footprint):
         return hook
 
     def _accumulated(self, place: int) -> Callable[[torch.Tensor], None]:
-        """A hook for a gradient that is complete."""
+        """Return a hook for a complete gradient."""
 
         def hook(parameter: torch.Tensor) -> None:
             self._count_as_made(place, parameter.numel() * parameter.element_size())
-            self.know(_gradients(place), [parameter.grad])
+            self.track_tensors(_gradients(place), [parameter.grad])
             self._grads[place] = self._grads.get(place, 0) + parameter.numel()
 
         return hook
 
     def _count_as_made(self, place: int, size: int) -> None:
-        """Count a gradient as made when its group's backward was over, as engines do.
+        """Count a gradient from the end of its group's backward on, as engines do.
 
-        The gradient of a tied weight waits for that of its second use; until then autograd
+        The gradient of a tied weight is complete only after its second use; until then autograd
         holds it, not the parameter.
         """
         begun = [mark for mark in self.marks if mark.kind == "backward"]
-        places = [mark.place for mark in begun]
+        places = [mark.group_index for mark in begun]
         if self._place == place or place not in places:
             return
-        over = begun[places.index(place) + 1].moment
-        for index in range(over, len(self.moments)):
+        end = begun[places.index(place) + 1].moment_index
+        for index in range(end, len(self.moments)):
             moment = self.moments[index]
-            self.moments[index] = moment._replace(held=moment.held - size)
+            self.moments[index] = moment._replace(held_bytes=moment.held_bytes - size)
 
     def _hook(self, values: Any, place: int) -> None:
-        """Let a group's backward begin when one of these tensors has its gradient."""
+        """Begin a group's backward when one of these tensors has its gradient."""
         for tensor in tree_leaves(values):
             if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
                 continue
@@ -240,12 +244,12 @@ class _Trace(Footprint):
             self.mark("backward", place)
 
     def _begun(self, kind: str, place: int) -> bool:
-        """Whether a group's part has begun."""
-        return any(mark.kind == kind and mark.place == place for mark in self.marks)
+        """Return whether a group's part has begun."""
+        return any(mark.kind == kind and mark.group_index == place for mark in self.marks)
 
     def _last_begun(self) -> int:
-        """The group whose forward began last."""
-        return [mark.place for mark in self.marks if mark.kind == "forward"][-1]
+        """Return the group whose forward began last."""
+        return [mark.group_index for mark in self.marks if mark.kind == "forward"][-1]
 
 
 def _gradients(place: int) -> str:
@@ -254,50 +258,50 @@ def _gradients(place: int) -> str:
 
 
 def _saved(place: int) -> str:
-    """Name of the part of what a group's forward has made."""
+    """Name of the part of tensors made by a group's forward."""
     return f"saved {place}"
 
 
 def _after(place: int) -> str:
-    """Name of the part of what was made after it, before the next group."""
+    """Name of the part of tensors made after it, before the next group."""
     return f"after {place}"
 
 
 def _sizes(values: Any) -> dict[int, int]:
-    """Bytes of the storages of the tensors among some values."""
-    tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-    storages = [one.untyped_storage() for one in tensors]
-    return {one._cdata: one.nbytes() for one in storages}  # noqa: SLF001
+    """Bytes of the storages of all tensors among the values."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage.nbytes() for storage in storages}  # noqa: SLF001
 
 
 def _attention_flops(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
-    """Operations of a fused attention's forward."""
+    """FLOPs of a fused attention's forward."""
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _attention_backward_flops(
     _: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any
 ) -> float:
-    """Operations of its backward: five products for the forward's two."""
+    """FLOPs of its backward: five products instead of the forward's two."""
     return 2.5 * _attention_flops(query, key, value)
 
 
 def _grouped_flops(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Operations of a product in groups: each row of one side meets one group."""
+    """FLOPs of a grouped product: each row of one side is used in one group."""
     return 2 * left.numel() * right.shape[-1]
 
 
 def _grouped_backward_flops(
     _: Any, right: torch.Tensor, __: Any, grad: torch.Tensor, **___: Any
 ) -> int:
-    """Operations of the two products of its backward."""
+    """FLOPs of the two products of its backward."""
     return 4 * grad.numel() * right.shape[-2]
 
 
 def _table() -> dict[Any, Callable[..., float]]:
-    """Operations by kind; torch's table lacks the CPU's attention and the grouped product."""
+    """Return FLOP formulas; torch's table lacks the CPU's attention and the grouped product."""
     aten, own = torch.ops.aten, torch.ops.transformers
     table: dict[Any, Callable[..., float]] = {
         **flop_registry,

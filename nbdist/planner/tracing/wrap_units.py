@@ -1,6 +1,6 @@
-"""The units a model is cut into: block classes that it names itself, or modules by size.
+"""Splits a model into units: block classes that it names itself, or modules by size.
 
-A unit becomes one FSDP group, and one checkpointed block.
+Each unit becomes one FSDP group and one checkpointed block.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from nbdist.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-SMALLEST_UNIT = 10_000
-"""Parameters; below it a group costs more in messages than it saves in memory."""
-LARGEST_UNIT = 100_000_000
-UNITS_WANTED = 8
-"""A plain module is cut into about so many units, or more."""
+MIN_UNIT_PARAMS = 10_000
+"""Parameters; a smaller group costs more in communication than it saves in memory."""
+MAX_UNIT_PARAMS = 100_000_000
+TARGET_NUM_UNITS = 8
+"""Minimum number of units that a plain module is split into, approximately."""
 
-EMBEDDING = "get_input_embeddings"
-HEAD = "get_output_embeddings"
+GET_EMBEDDING_METHOD = "get_input_embeddings"
+GET_HEAD_METHOD = "get_output_embeddings"
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-def block_names(model: nn.Module) -> frozenset[str]:
-    """Class names of the blocks that the model, or one inside it, must not be split in.
+def block_class_names(model: nn.Module) -> frozenset[str]:
+    """Return class names of the blocks that must not be split, of the model or models inside it.
 
-    transformers' models name them in `_no_split_modules`; a wrapper such as a peft model
-    holds the model that does. Names without a module in this model are left out.
+    transformers' models list them in `_no_split_modules`; a wrapper such as a peft model contains
+    such a model. Names without a module in this model are dropped.
     """
     present = {type(module).__name__ for module in model.modules()}
     named: set[str] = set()
@@ -39,7 +39,7 @@ def block_names(model: nn.Module) -> frozenset[str]:
     return frozenset(named & present)
 
 
-def units(
+def find_wrap_units(
     model: nn.Module,
     *,
     names: Collection[str] | None = None,
@@ -48,9 +48,9 @@ def units(
     """Return the modules that become units, outermost first, never the model itself.
 
     Args:
-        model: the bare model, or one whose activations are checkpointed.
-        names: class names of the blocks, where the user gives them.
-        min_num_params: for a cut by size, the smallest unit.
+        model: the bare model, or one with checkpointed activations.
+        names: class names of the blocks, if given by the user.
+        min_num_params: minimum size of a unit, to split by size.
 
     Raises:
         OptionError: a given name is not a class of this model.
@@ -59,66 +59,67 @@ def units(
         present = {type(module).__name__ for module in model.modules()}
         if missing := sorted(set(names) - present):
             message = (
-                f"the model has no module of class {', '.join(missing)}; "
-                f"it has {', '.join(sorted(present))}."
+                f"The model has no module of class {', '.join(missing)}. "
+                f"It has {', '.join(sorted(present))}."
             )
             raise OptionError(message)
-    chosen = frozenset(names) if names is not None else block_names(model)
+    chosen = frozenset(names) if names is not None else block_class_names(model)
     if chosen and min_num_params is None:
-        found = [m for m in model.modules() if m is not model and type(m).__name__ in chosen]
+        candidates = [m for m in model.modules() if m is not model and type(m).__name__ in chosen]
     else:
-        found = list(_by_size(model, min_num_params or _smallest(model)))
-    # accelerate 1.15 makes the ends units by themselves and torch 2.13 refuses a unit's parameters
-    # in another one that is made later, as they would be with ViTEmbeddings as a unit.
-    own, every = set(own_ends(model).values()), set(ends(model).values())
-    return [unit for unit in found if unit in own or every.isdisjoint(unit.modules())]
+        candidates = list(_by_size(model, min_num_params or _smallest(model)))
+    # accelerate 1.15 makes the ends units by themselves and torch 2.13 rejects a unit's parameters
+    # in another unit that is made later, which would happen with ViTEmbeddings as a unit.
+    own, every = (
+        set(separable_embedding_and_head(model).values()),
+        set(embedding_and_head(model).values()),
+    )
+    return [unit for unit in candidates if unit in own or every.isdisjoint(unit.modules())]
 
 
-def ends(model: nn.Module) -> dict[str, nn.Module]:
-    """Return input embedding and head of a transformers model, by the method that names them."""
-    asked = {name: _asked(model, name) for name in (EMBEDDING, HEAD)}
-    return {name: module for name, module in asked.items() if isinstance(module, nn.Module)}
+def embedding_and_head(model: nn.Module) -> dict[str, nn.Module]:
+    """Return input embedding and head of a transformers model, by the name of their getter."""
+    modules = {name: _call_getter(model, name) for name in (GET_EMBEDDING_METHOD, GET_HEAD_METHOD)}
+    return {name: module for name, module in modules.items() if isinstance(module, nn.Module)}
 
 
-def _asked(model: nn.Module, method: str) -> object:
-    """Return what a method of the model names, if there is one."""
+def _call_getter(model: nn.Module, method: str) -> object:
+    """Call a getter of the model, if it exists."""
     try:
         return getattr(model, method, lambda: None)()
-    except NotImplementedError:  # transformers 5.23: of a ResNet or CLIP, which have many or none
+    except NotImplementedError:  # transformers 5.23: models with several or none (ResNet, CLIP)
         return None
 
 
-def are_tied(model: nn.Module) -> bool:
-    """Whether the head's weight is the input embedding's; accelerate 1.15 groups them then."""
-    found = ends(model)
-    weight = getattr(found.get(EMBEDDING), "weight", None)
-    return weight is not None and weight is getattr(found.get(HEAD), "weight", None)
+def has_tied_embeddings(model: nn.Module) -> bool:
+    """Return whether embedding and head share a weight; accelerate 1.15 then groups them."""
+    modules = embedding_and_head(model)
+    weight = getattr(modules.get(GET_EMBEDDING_METHOD), "weight", None)
+    return weight is not None and weight is getattr(modules.get(GET_HEAD_METHOD), "weight", None)
 
 
-def own_ends(model: nn.Module) -> dict[str, nn.Module]:
-    """Return those of the ends that can be a group: the rest of the model has none of theirs.
-
-    torch 2.13 refuses a parameter that two groups see: T5's embedding has one weight with its
-    encoder's and decoder's, and the bias of BERT's head is also held beside the head.
-    """
-    found = ends(model)
-    groups = [list(found)] if are_tied(model) else [[name] for name in found]
-    own = [names for names in groups if not _reach_out(model, [found[name] for name in names])]
-    return {name: found[name] for names in own for name in names}
+def separable_embedding_and_head(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the ends that can be a group: no other module shares their parameters."""
+    # torch 2.13 rejects a parameter in two groups: T5's embedding shares its weight with encoder
+    # and decoder, and the bias of BERT's head is also registered next to the head.
+    modules = embedding_and_head(model)
+    groups = [list(modules)] if has_tied_embeddings(model) else [[name] for name in modules]
+    own = [names for names in groups if not _reach_out(model, [modules[name] for name in names])]
+    return {name: modules[name] for names in own for name in names}
 
 
 def _reach_out(model: nn.Module, group: Collection[nn.Module]) -> bool:
-    """Whether a parameter of some modules also stands elsewhere in the model."""
-    inside = {module for one in group for module in one.modules()}
-    held = {parameter for one in group for parameter in one.parameters()}
+    """Return whether the rest of the model shares a parameter of some modules."""
+    inside = {inner for module in group for inner in module.modules()}
+    held = {parameter for module in group for parameter in module.parameters()}
     outside = (module for module in model.modules() if module not in inside)
     return any(not held.isdisjoint(module.parameters(recurse=False)) for module in outside)
 
 
 def _smallest(model: nn.Module) -> int:
-    """Return the number of parameters from which a module becomes a unit."""
+    """Return the minimum number of parameters of a unit."""
     total = _num_params(model)
-    return min(LARGEST_UNIT, max(SMALLEST_UNIT, total // UNITS_WANTED))
+    return min(MAX_UNIT_PARAMS, max(MIN_UNIT_PARAMS, total // TARGET_NUM_UNITS))
 
 
 def _num_params(module: nn.Module) -> int:
@@ -127,7 +128,7 @@ def _num_params(module: nn.Module) -> int:
 
 
 def _by_size(model: nn.Module, smallest: int) -> Iterator[nn.Module]:
-    """Yield the innermost modules of at least a size; a shared parameter is never cut off."""
+    """Yield the innermost modules of at least a size, without shared parameters."""
     shared = _shared_parameters(model)
 
     def large(module: nn.Module) -> bool:
@@ -144,10 +145,8 @@ def _by_size(model: nn.Module, smallest: int) -> Iterator[nn.Module]:
 
 
 def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that stand at more than one place of the model.
-
-    torch 2.13 refuses a parameter that two FSDP groups see.
-    """
+    """Return the parameters that occur more than once in the model."""
+    # torch 2.13 rejects a parameter in two FSDP groups.
     seen: set[nn.Parameter] = set()
     twice: set[nn.Parameter] = set()
     for module in model.modules():

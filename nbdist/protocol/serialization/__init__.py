@@ -1,37 +1,36 @@
-"""Python values to and from payload files; pure, used by the kernel and the ranks.
+"""Serialization of Python values to and from payload files, in the kernel and the ranks.
 
-A payload file is one header, one JSON tree and raw buffers that each begin at a multiple
-of 64 bytes. Nothing in it is code: no pickle, no class names, dtypes from a list. Reading
-maps the file privately, so tensors and arrays are views that cost no copy and that no two
-processes share.
+A payload file consists of a header, a JSON tree and raw buffers that are aligned to 64 bytes.
+It contains no code: no pickle, no class names, and only listed dtypes. Reading maps the file
+privately, so that tensors and arrays are views without a copy and are not shared between processes.
 
     magic (8 bytes) | length of the tree (8 bytes, little endian) | tree | buffer | buffer ...
 
-What arrives: plain values as they are; a list or dict that stands at two places arrives
-as two, an array or tensor (tied weights) as one. A tensor arrives on the CPU, contiguous
-and detached (`nn.Parameter` too); an array C-contiguous; an OrderedDict without
-attributes. torch and numpy are imported only to read a file that holds values of theirs.
+Plain values are restored as they are. A list or dict that is referenced twice becomes two objects;
+an array or tensor (tied weights) stays one. Tensors are restored on the CPU, contiguous and
+detached (`nn.Parameter` too), arrays C-contiguous, an OrderedDict without its attributes. torch and
+numpy are imported only to read a file that contains their values.
 """
 
 from __future__ import annotations
 
-from nbdist.protocol.serialization.reader import from_inline, read
+from nbdist.protocol.serialization.reader import from_inline_json, read_payload
 from nbdist.protocol.serialization.writer import (
-    Blank,
-    inline,
-    reserve,
-    size,
-    write,
-    write_where_room,
+    UnfilledTensor,
+    payload_size_bytes,
+    reserve_payload,
+    to_inline_json,
+    write_payload,
+    write_payload_where_room,
 )
 
 __all__ = [
-    "Blank",
-    "from_inline",
-    "inline",
-    "read",
-    "reserve",
-    "size",
-    "write",
-    "write_where_room",
+    "UnfilledTensor",
+    "from_inline_json",
+    "payload_size_bytes",
+    "read_payload",
+    "reserve_payload",
+    "to_inline_json",
+    "write_payload",
+    "write_payload_where_room",
 ]

@@ -1,4 +1,4 @@
-"""The sentences of PayloadError: what is where, what is allowed, what to do; pure."""
+"""Messages of PayloadError: where a value is unsupported, what is allowed, what to do instead."""
 
 from __future__ import annotations
 
@@ -29,46 +29,53 @@ _PLAIN = (dict, list, tuple, set, frozenset, str, bytes, int, float)
 _SHORT = 60
 
 
-class Where(NamedTuple):
-    """A place in the value, spelled out only when something is refused there."""
+class ValuePath(NamedTuple):
+    """Path inside a value, formatted only for an error message."""
 
-    parent: Where | None
+    parent: ValuePath | None
     key: object
-    """Of the root: "value", or "" where its keys are the names of variables."""
+    """Key or index; for the root "value", or "" if its keys are names of variables."""
 
     def __str__(self) -> str:
-        """Spell the place as Python would: model['layers'][3]."""
+        """Format the path as Python would: model['layers'][3]."""
         if self.parent is None:
             return str(self.key) or "value"
         if not self.parent.key and self.parent.parent is None:
-            return str(self.key) if str(self.key).isidentifier() else f"value[{short(self.key)}]"
-        return f"{self.parent}[{short(self.key)}]"
+            return (
+                str(self.key) if str(self.key).isidentifier() else f"value[{shorten_key(self.key)}]"
+            )
+        return f"{self.parent}[{shorten_key(self.key)}]"
 
 
-def refused(where: Where, given: str, *, advice: str, allowed: str = _ALLOWED) -> PayloadError:
-    """One sentence: what is where, what is allowed, what to do."""
-    return PayloadError(f"{where} {given}; allowed are {allowed}: {advice}.")
+def unsupported_value_error(
+    where: ValuePath, given: str, *, advice: str, allowed: str = _ALLOWED
+) -> PayloadError:
+    """Return an error that names the value, what is allowed, and the remedy."""
+    remedy = advice[:1].upper() + advice[1:]
+    return PayloadError(f"{where} {given}. Allowed: {allowed}. {remedy}.")
 
 
-def damaged(how: str) -> PayloadError:
-    """One sentence about a file that cannot be read."""
-    return PayloadError(f"the payload {how}; expected is a finished one of this session.")
+def corrupt_file_error(how: str) -> PayloadError:
+    """Return an error about a file that cannot be read."""
+    return PayloadError(
+        f"Cannot read the payload file: it {how}. Only complete files of this session can be read."
+    )
 
 
-def a(value: object) -> str:
-    """Name the value's type with its article."""
+def type_with_article(value: object) -> str:
+    """Return the name of the value's type with its article."""
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
-def short(key: object) -> str:
-    """Show a key, cut where it is long."""
+def shorten_key(key: object) -> str:
+    """Return the repr of a key, shortened."""
     text = repr(key)
     return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
 
 
 def advice_for(value: object) -> str:
-    """Say what to do instead of moving a value of this type."""
+    """Return what to do instead of transferring a value of this type."""
     by_name = _ADVICE.get(type(value).__name__)
     if by_name is not None:
         return by_name

@@ -1,4 +1,4 @@
-"""What the writing and the reading side of a payload file have in common; pure."""
+"""Constants and helpers of the payload format, shared by reader and writer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ MAGIC = b"nbdist\x00\x01"
 HEADER_BYTES = len(MAGIC) + 8
 ALIGNMENT = 64
 MAX_DEPTH = 64
-"""Nesting of lists and dicts."""
+"""Maximum nesting of lists and dicts."""
 MAX_NDIM = 64
-IN_TREE_BYTES = 1024
-"""Longer bytes objects get a buffer."""
-SAFE_INT = 1 << 63
+MAX_INLINE_BYTES = 1024
+"""Longer bytes objects are stored in a buffer."""
+JSON_INT_LIMIT = 1 << 63
 """Larger ints are written in hex: Python limits the length of decimal text."""
 
-SCALARS = frozenset({type(None), bool, str, int, float})
-"""Types that JSON keeps (floats that are not finite and large ints are tagged)."""
+SCALAR_TYPES = frozenset({type(None), bool, str, int, float})
+"""Types that JSON preserves; non-finite floats and large ints are tagged."""
 
 TORCH_DTYPES = frozenset(
     {
@@ -33,17 +33,19 @@ TORCH_ONLY = frozenset(
     for name in TORCH_DTYPES
     if name.startswith(("float8", "float4")) or name in {"bfloat16", "complex32"}
 )
-"""Dtypes that NumPy has not; all others have the same name there."""
-NUMPY_DTYPE = re.compile(r"[<>|=](?:[biufcSUV][0-9]{1,18}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
-"""NumPy dtype strings that are written and read; never objects."""
+"""Dtypes without a NumPy equivalent; all others have the same name in NumPy."""
+NUMPY_DTYPE_PATTERN = re.compile(
+    r"[<>|=](?:[biufcSUV][0-9]{1,18}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)"
+)
+"""NumPy dtype strings that can be written and read; excludes objects."""
 
 
-def aligned(size_bytes: int) -> int:
-    """Round up to where the next buffer may begin."""
+def align_offset(size_bytes: int) -> int:
+    """Round up to the next aligned buffer offset."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def is_of(package: str, name: str, value: object) -> bool:
-    """Is the value an instance of a package's class? False where nobody imported it."""
+def is_package_instance(package: str, name: str, value: object) -> bool:
+    """Return True for an instance of a package's class; False if it is not imported."""
     kind = getattr(sys.modules.get(package), name, None)
     return kind is not None and isinstance(value, kind)

@@ -1,7 +1,7 @@
-"""Payload file -> value; pure, used by the kernel and the ranks.
+"""Reads payload files.
 
-Everything that a file says is checked before it is used: a hostile file gives a
-PayloadError, and no allocation that is larger than the file.
+All content is validated before use: a malicious file raises PayloadError and cannot cause an
+allocation larger than the file.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PayloadError
-from nbdist.protocol.serialization.errors import damaged
+from nbdist.protocol.serialization.errors import corrupt_file_error
 from nbdist.protocol.serialization.format import (
     HEADER_BYTES,
     MAGIC,
     MAX_NDIM,
-    NUMPY_DTYPE,
-    SCALARS,
+    NUMPY_DTYPE_PATTERN,
+    SCALAR_TYPES,
     TORCH_DTYPES,
     TORCH_ONLY,
-    aligned,
+    align_offset,
 )
-from nbdist.signals import unstopped
+from nbdist.signals import defer_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-MAP_FROM_BYTES = 4 << 20
+MIN_MMAP_BYTES = 4 << 20
 """Smaller files are copied: a map costs a file descriptor (Python < 3.13) and whole pages."""
 _OWN_BELOW_BYTES = 1 << 20
 _MAX_COUNT = 1 << 62
 _Content = bytearray | mmap.mmap
 
 
-def read(path: str | Path, *, as_numpy: bool = False, delete: bool = True) -> Any:
-    """Return the value of a payload file; tensors and arrays are views on a private map.
+def read_payload(path: str | Path, *, as_numpy: bool = False, delete: bool = True) -> Any:
+    """Return the value of a payload file; tensors and arrays are views of a private map.
 
-    Writing into them changes no other process's copy. Their memory (of a deleted file,
-    too) is given back when the last of them is gone.
+    Writing to them does not change other processes' copies. Their memory is released with the
+    last of them, also if the file is deleted.
 
     Args:
-        path: a file that `write` has finished.
-        as_numpy: give NumPy arrays for tensors, and do not import torch. bfloat16 then
-            comes as float32, the same numbers; float8, float4 and complex32 are refused.
-            A torch.Size comes as a tuple, a torch dtype or device as its name.
-        delete: remove the file, also when it cannot be read.
+        path: a complete file from ``write_payload``.
+        as_numpy: return NumPy arrays instead of tensors, without importing torch. bfloat16
+            becomes float32 with equal values; float8, float4 and complex32 are not supported.
+            A torch.Size becomes a tuple, a torch dtype or device its name.
+        delete: remove the file, also if it cannot be read.
 
     Raises:
-        PayloadError: not a payload file, damaged, or in need of a package that is missing.
+        PayloadError: not a payload file, corrupt, or a required package is missing.
         OSError: the file cannot be opened.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # never waits on a pipe
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # never blocks on a pipe
     try:
         if delete:
             os.unlink(path)  # noqa: PTH108 - a str or a Path
@@ -70,24 +70,24 @@ def read(path: str | Path, *, as_numpy: bool = False, delete: bool = True) -> An
     return _unpacked(content, as_numpy=as_numpy)
 
 
-def from_inline(node: object) -> Any:
-    """Give back the value of `inline`.
+def from_inline_json(node: object) -> Any:
+    """Return the value encoded by ``to_inline_json``.
 
     Raises:
-        PayloadError: not what `inline` makes.
+        PayloadError: not such an encoding.
     """
-    return _valid(_Reader(bytearray(), [], as_numpy=False), node)
+    return _valid(_PayloadDecoder(bytearray(), [], as_numpy=False), node)
 
 
 def _mapped(fd: int) -> _Content:
-    """The file's bytes, writable and private to this process."""
+    """Return the file's content, writable and private to this process."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise damaged("is not a regular file")
-    if status.st_size < MAP_FROM_BYTES:
+        raise corrupt_file_error("is not a regular file")
+    if status.st_size < MIN_MMAP_BYTES:
         content = bytearray(status.st_size)
         if os.readv(fd, [content]) != status.st_size:
-            raise damaged("was cut short")
+            raise corrupt_file_error("is truncated")
         return content
     # Python 3.13: without trackfd the map holds no file descriptor.
     options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
@@ -95,51 +95,51 @@ def _mapped(fd: int) -> _Content:
 
 
 def _unpacked(content: _Content, *, as_numpy: bool) -> Any:
-    """Check the header and the sizes against the file, then build the value."""
+    """Validate the header and the sizes, then build the value."""
     if content[: len(MAGIC)] != MAGIC:
-        raise damaged("is not one that this version of nbdist wrote")
+        raise corrupt_file_error("was not written by this version of nbdist")
     length = int.from_bytes(content[len(MAGIC) : HEADER_BYTES], "little")
     if HEADER_BYTES + length > len(content):
-        raise damaged("was cut short")
+        raise corrupt_file_error("is truncated")
     try:
         tree = json.loads(content[HEADER_BYTES : HEADER_BYTES + length])
     except (ValueError, RecursionError) as error:
-        raise damaged("has no readable tree") from error
+        raise corrupt_file_error("has no readable tree") from error
     if type(tree) is not list or len(tree) != 2:  # noqa: PLR2004 - [sizes, value]
-        raise damaged("has no readable tree")
+        raise corrupt_file_error("has no readable tree")
     sizes, root = tree
-    start, spans = aligned(HEADER_BYTES + length), []
+    start, spans = align_offset(HEADER_BYTES + length), []
     for size_bytes in _counts(sizes):
         spans.append((start, size_bytes))
-        start += aligned(size_bytes)
+        start += align_offset(size_bytes)
     if start != len(content):
-        raise damaged("has not the size that its tree says")
-    return _valid(_Reader(content, spans, as_numpy=as_numpy), root)
+        raise corrupt_file_error("does not have the size given in its tree")
+    return _valid(_PayloadDecoder(content, spans, as_numpy=as_numpy), root)
 
 
-def _valid(reader: _Reader, node: object) -> Any:
-    """Build a value; whatever a hostile tree provokes becomes a PayloadError."""
+def _valid(reader: _PayloadDecoder, node: object) -> Any:
+    """Build a value; any error caused by a malicious tree becomes a PayloadError."""
     try:
         return reader.value(node)
     except PayloadError:
         raise
     except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
-        raise damaged(f"has a part that cannot be read ({error})") from error
+        raise corrupt_file_error(f"has a part that cannot be read ({error})") from error
 
 
 @dataclass(slots=True)
-class _Reader:
-    """Turns a JSON tree back into the value."""
+class _PayloadDecoder:
+    """Converts a JSON tree back into the value."""
 
     content: _Content
     spans: list[tuple[int, int]]
-    """Offset and size in bytes of each buffer; they lie in the file and do not overlap."""
+    """Offset and size in bytes of each buffer; inside the file, without overlap."""
     as_numpy: bool
     _made: dict[object, Any] = field(default_factory=dict)
-    """What was made of a buffer: a second place that names it gets the same object."""
+    """Objects made of a buffer, so that a second reference returns the same object."""
 
     def value(self, node: Any) -> Any:
-        """The value of one node."""
+        """Decode one node."""
         if type(node) is list:
             return self.items(node)
         if type(node) is not dict:
@@ -148,33 +148,33 @@ class _Reader:
         return _TAGS[tag](self, body)
 
     def items(self, body: Any) -> list[Any]:
-        """The values of a list of nodes."""
+        """Decode a list of nodes."""
         if type(body) is not list:
-            raise damaged("has an unknown part")
-        if set(map(type, body)) <= SCALARS:
+            raise corrupt_file_error("has an unknown part")
+        if set(map(type, body)) <= SCALAR_TYPES:
             return body
         return [self.value(item) for item in body]
 
     def pairs(self, body: Any) -> Iterator[tuple[Any, Any]]:
-        """Keys and values of a dict."""
+        """Decode the keys and values of a dict."""
         keys, values = self.items(body)
         return zip(keys, values, strict=True)
 
     def raw(self, number: Any) -> Any:
-        """The bytes of one buffer."""
+        """Return the bytes of one buffer."""
         start, size_bytes = self.spans[_count(number)]
         return self._once(number, lambda: bytes(self.content[start : start + size_bytes]))
 
     def array(self, body: Any) -> Any:
-        """A NumPy array over one buffer."""
+        """Return a NumPy array over one buffer."""
         number, dtype, shape = body
         return self._once(body, lambda: self._array(number, _numpy_dtype(dtype), _shape(shape)))
 
     def tensor(self, body: Any) -> Any:
-        """A torch tensor over one buffer; an array, where torch is not wanted."""
+        """Return a torch tensor over one buffer; with `as_numpy` an array."""
         number, dtype, shape = body
         if dtype not in TORCH_DTYPES:
-            raise damaged("has an unknown dtype")
+            raise corrupt_file_error("has an unknown dtype")
         make = self._tensor_as_array if self.as_numpy else self._tensor
         return self._once(body, lambda: make(number, dtype, _shape(shape)))
 
@@ -186,34 +186,38 @@ class _Reader:
         torch = _package("torch")
         dtype = getattr(torch, dtype_name, None)
         if dtype is None:
-            raise damaged(f"has a {dtype_name} tensor, unknown to torch {torch.__version__}")
+            raise corrupt_file_error(
+                f"has a {dtype_name} tensor, unknown to torch {torch.__version__}"
+            )
         size_bytes = math.prod(shape) * dtype.itemsize
         content, start = self._buffer(number, size_bytes)
         if not size_bytes:
             return torch.empty(shape, dtype=dtype, device="cpu")
         octets = torch.frombuffer(content, dtype=torch.uint8, offset=start, count=size_bytes)
-        # set_ and not view: the tensor is its own base, as one that was made here.
+        # set_ instead of view: the tensor is its own base, like a newly created one.
         own = torch.empty(0, dtype=dtype, device="cpu")
         return own.set_(octets.untyped_storage(), 0, shape)
 
     def _tensor_as_array(self, number: int, dtype_name: str, shape: tuple[int, ...]) -> Any:
         numpy = _package("numpy")
-        if dtype_name == "bfloat16":  # the upper half of a float32
+        if dtype_name == "bfloat16":  # it is the upper half of a float32
             upper = self._array(number, numpy.dtype("<u2"), (math.prod(shape),))
             flat = self._once(("float32", number), lambda: _from_upper_half(upper))
             return flat.reshape(shape)
         if dtype_name in TORCH_ONLY:
-            sentence = f"a {dtype_name} tensor has no NumPy dtype; pull it without as_numpy"
-            raise PayloadError(f"{sentence}, or send value.float().")
+            raise PayloadError(
+                f"A {dtype_name} tensor has no NumPy dtype. Pull it without as_numpy, or send"
+                " value.float()."
+            )
         return self._array(number, numpy.dtype(dtype_name), shape)
 
     def _buffer(self, number: Any, size_bytes: int) -> tuple[_Content, int]:
-        """Where a buffer's bytes are: what holds them, and the offset there."""
-        start, found_bytes = self.spans[_count(number)]
-        if size_bytes != found_bytes:
-            raise damaged("has a tensor or array of another size than its buffer")
+        """Return the object that holds a buffer's bytes, and the offset in it."""
+        start, buffer_bytes = self.spans[_count(number)]
+        if size_bytes != buffer_bytes:
+            raise corrupt_file_error("has a buffer whose size does not match its tensor or array")
         if size_bytes < _OWN_BELOW_BYTES:
-            # Its own copy: a small array that is kept would keep the whole map.
+            # A copy: otherwise a small array would keep the whole map in memory.
             part = self._once(
                 ("part", number), lambda: bytearray(self.content[start : start + size_bytes])
             )
@@ -227,40 +231,40 @@ class _Reader:
         return self._made[key]
 
     def numpy_scalar(self, body: Any) -> Any:
-        """A NumPy scalar out of the tree."""
+        """Decode a NumPy scalar that is stored in the tree."""
         dtype, text = body
         kind, octets = _numpy_dtype(dtype), _octets(text)
         if kind.itemsize != len(octets):
-            raise damaged("has a scalar of another size than its dtype")
+            raise corrupt_file_error("has a scalar whose size does not match its dtype")
         return _package("numpy").ndarray((), kind, buffer=octets)[()]
 
     def torch_value(self, body: Any, kind: Literal["Size", "dtype", "device"]) -> Any:
-        """A torch.Size, dtype or device; without torch a tuple or the name."""
+        """Decode a torch.Size, dtype or device; with `as_numpy` a tuple or the name."""
         if kind == "Size":
             shape = _shape(body)
             return shape if self.as_numpy else _package("torch").Size(shape)
         if type(body) is not str or (kind == "dtype" and body not in TORCH_DTYPES):
-            raise damaged("has an unknown dtype or device")
+            raise corrupt_file_error("has an unknown dtype or device")
         if self.as_numpy:
             return body
         torch = _package("torch")
         return getattr(torch, body) if kind == "dtype" else torch.device(body)
 
 
-_TAGS: dict[str, Callable[[_Reader, Any], Any]] = {
+_TAGS: dict[str, Callable[[_PayloadDecoder, Any], Any]] = {
     "float": lambda _, body: _float(body),
     "int": lambda _, body: int(body, 16),
     "complex": lambda reader, body: complex(*_floats(reader.items(body))),
     "bytes": lambda _, body: _octets(body),
-    "raw": _Reader.raw,
+    "raw": _PayloadDecoder.raw,
     "tuple": lambda reader, body: tuple(reader.items(body)),
     "dict": lambda reader, body: dict(reader.pairs(body)),
     "ordered": lambda reader, body: OrderedDict(reader.pairs(body)),
     "set": lambda reader, body: set(reader.items(body)),
     "frozenset": lambda reader, body: frozenset(reader.items(body)),
-    "array": _Reader.array,
-    "tensor": _Reader.tensor,
-    "numpy": _Reader.numpy_scalar,
+    "array": _PayloadDecoder.array,
+    "tensor": _PayloadDecoder.tensor,
+    "numpy": _PayloadDecoder.numpy_scalar,
     "size": lambda reader, body: reader.torch_value(body, "Size"),
     "dtype": lambda reader, body: reader.torch_value(body, "dtype"),
     "device": lambda reader, body: reader.torch_value(body, "device"),
@@ -268,14 +272,14 @@ _TAGS: dict[str, Callable[[_Reader, Any], Any]] = {
 
 
 def _from_upper_half(upper: Any) -> Any:
-    """float32 of bfloat16 bits, exactly."""
+    """Convert bfloat16 bits to float32, exactly."""
     return (upper.astype("<u4") << 16).view("<f4")
 
 
 def _numpy_dtype(node: Any) -> Any:
-    """A dtype from its JSON form: the inverse of `_numpy_dtype_node`."""
+    """Decode a dtype: the inverse of `_numpy_dtype_node`."""
     numpy = _package("numpy")
-    if type(node) is str and NUMPY_DTYPE.fullmatch(node):
+    if type(node) is str and NUMPY_DTYPE_PATTERN.fullmatch(node):
         return numpy.dtype(node)
     if type(node) is list:
         base, shape = node
@@ -283,38 +287,38 @@ def _numpy_dtype(node: Any) -> Any:
     if type(node) is dict and node.keys() == {"names", "formats", "offsets", "itemsize"}:
         formats = [_numpy_dtype(part) for part in node["formats"]]
         return numpy.dtype({**node, "formats": formats})
-    raise damaged("has an unknown dtype")
+    raise corrupt_file_error("has an unknown dtype")
 
 
 def _shape(body: Any) -> tuple[int, ...]:
     shape = _counts(body)
     if len(shape) > MAX_NDIM:
-        raise damaged("has too many dimensions")
+        raise corrupt_file_error("has too many dimensions")
     return tuple(shape)
 
 
 def _counts(body: Any) -> list[int]:
     if type(body) is not list:
-        raise damaged("has an unknown part")
+        raise corrupt_file_error("has an unknown part")
     return [_count(count) for count in body]
 
 
 def _count(body: Any) -> int:
     if type(body) is not int or not 0 <= body < _MAX_COUNT:
-        raise damaged("has a size out of bounds")
+        raise corrupt_file_error("has a size out of bounds")
     return body
 
 
 def _float(body: Any) -> float:
     if body not in ("inf", "-inf", "nan"):
-        raise damaged("has an unknown part")
+        raise corrupt_file_error("has an unknown part")
     return float(body)
 
 
 def _floats(parts: list[Any]) -> tuple[float, float]:
     real, imag = parts
     if type(real) is not float or type(imag) is not float:
-        raise damaged("has an unknown part")
+        raise corrupt_file_error("has an unknown part")
     return real, imag
 
 
@@ -323,11 +327,12 @@ def _octets(body: Any) -> bytes:
 
 
 def _package(name: Literal["torch", "numpy"]) -> Any:
-    """Import torch or numpy: the file holds values of its."""
+    """Import torch or numpy, which the values of the file need."""
     try:
-        with unstopped():  # an import that is cut in two leaves a package that no later one repairs
+        with defer_interrupt():  # an interrupted import leaves a broken package in sys.modules
             return importlib.import_module(name)
     except ImportError as error:
-        sentence = f"the value holds {name} values and {name} cannot be imported ({error})"
-        advice = ": install it" if name == "numpy" else ": install it, or pull with as_numpy=True"
-        raise PayloadError(f"{sentence}{advice}.") from error
+        advice = "Install it" if name == "numpy" else "Install it, or pull with as_numpy=True"
+        raise PayloadError(
+            f"The payload holds {name} values and {name} cannot be imported ({error}). {advice}."
+        ) from error

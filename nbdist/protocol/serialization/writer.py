@@ -1,4 +1,4 @@
-"""Value -> payload file; pure, used by the kernel and the ranks."""
+"""Writes payload files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.protocol.serialization.errors import Where, a, advice_for, refused
+from nbdist.protocol.serialization.errors import (
+    ValuePath,
+    advice_for,
+    type_with_article,
+    unsupported_value_error,
+)
 from nbdist.protocol.serialization.format import (
     HEADER_BYTES,
-    IN_TREE_BYTES,
+    JSON_INT_LIMIT,
     MAGIC,
     MAX_DEPTH,
-    NUMPY_DTYPE,
-    SAFE_INT,
-    SCALARS,
+    MAX_INLINE_BYTES,
+    NUMPY_DTYPE_PATTERN,
+    SCALAR_TYPES,
     TORCH_DTYPES,
-    aligned,
-    is_of,
+    align_offset,
+    is_package_instance,
 )
 
 if TYPE_CHECKING:
@@ -34,22 +39,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Writer:
-    """Turns a value into its JSON tree and the buffers that the tree numbers."""
+class _PayloadEncoder:
+    """Converts a value into its JSON tree and the buffers that the tree refers to by number."""
 
     room: int | None = None
-    """Items that may still follow inside a message; None in a file. A message has no buffers."""
+    """Items that still fit into a message; None in a file. A message has no buffers."""
     sources: list[Any] = field(default_factory=list)
-    """bytes, NumPy arrays and torch tensors, in the order of the file."""
+    """bytes, NumPy arrays and torch tensors, in file order."""
     sizes: list[int] = field(default_factory=list)
     _numbers: dict[object, int] = field(default_factory=dict)
     _open: set[int] = field(default_factory=set)
-    """Containers that are being walked, by id: meeting one again is a cycle."""
+    """Ids of the containers being visited, to detect cycles."""
 
-    def node(self, value: Any, where: Where) -> Any:
-        """The JSON form of one value."""
+    def node(self, value: Any, where: ValuePath) -> Any:
+        """Encode one value."""
         kind = type(value)
-        if kind in SCALARS:
+        if kind in SCALAR_TYPES:
             self._take_room(len(value) if kind is str else 1, where)
             return _scalar_node(value)
         if kind in _CONTAINERS:
@@ -60,25 +65,29 @@ class _Writer:
             return self._bytes(value, where)
         return self._library_value(value, where)
 
-    def _library_value(self, value: Any, where: Where) -> Any:
-        """The JSON form of what torch or NumPy made; nothing else is left."""
-        if is_of("torch", "Tensor", value):
+    def _library_value(self, value: Any, where: ValuePath) -> Any:
+        """Encode a torch or NumPy value; raise for any other type."""
+        if is_package_instance("torch", "Tensor", value):
             return self._tensor(value, where)
-        if is_of("numpy", "ndarray", value):
+        if is_package_instance("numpy", "ndarray", value):
             return self._array(value, where)
-        if is_of("numpy", "generic", value):
+        if is_package_instance("numpy", "generic", value):
             dtype = _numpy_dtype_node(value.dtype, where)
             return {"numpy": [dtype, base64.b64encode(value.tobytes()).decode()]}
         for tag, (name, spell) in _TORCH_VALUES.items():
-            if is_of("torch", name, value):
+            if is_package_instance("torch", name, value):
                 return {tag: spell(value)}
-        raise refused(where, f"is {a(value)}", advice=advice_for(value))
+        raise unsupported_value_error(
+            where, f"is {type_with_article(value)}", advice=advice_for(value)
+        )
 
-    def _container(self, value: Any, where: Where) -> Any:
+    def _container(self, value: Any, where: ValuePath) -> Any:
         if id(value) in self._open:
-            raise refused(where, "contains itself", advice="move its parts")
+            raise unsupported_value_error(where, "contains itself", advice="move its parts")
         if len(self._open) >= MAX_DEPTH:
-            raise refused(where, f"is nested deeper than {MAX_DEPTH}", advice="flatten it")
+            raise unsupported_value_error(
+                where, f"is nested deeper than {MAX_DEPTH}", advice="flatten it"
+            )
         self._take_room(len(value), where)
         self._open.add(id(value))
         try:
@@ -86,52 +95,54 @@ class _Writer:
         finally:
             self._open.discard(id(value))
 
-    def items(self, value: Any, where: Where) -> list[Any]:
-        """The JSON forms of a list's or a tuple's items."""
+    def items(self, value: Any, where: ValuePath) -> list[Any]:
+        """Encode the items of a list or a tuple."""
         if _is_json(value):
             return list(value)
-        return [self.node(item, Where(where, index)) for index, item in enumerate(value)]
+        return [self.node(item, ValuePath(where, index)) for index, item in enumerate(value)]
 
-    def pairs(self, value: Any, where: Where) -> list[list[Any]]:
-        """The JSON forms of a dict's keys, then of its values."""
+    def pairs(self, value: Any, where: ValuePath) -> list[list[Any]]:
+        """Encode the keys of a dict, then its values."""
         keys = list(value) if _is_json(value) else [self.key(key, where) for key in value]
         items = value.values()
         if _is_json(items):
             return [keys, list(items)]
-        return [keys, [self.node(item, Where(where, key)) for key, item in value.items()]]
+        return [keys, [self.node(item, ValuePath(where, key)) for key, item in value.items()]]
 
-    def key(self, key: Any, where: Where) -> Any:
-        """The JSON form of a dict's key or a set's member."""
+    def key(self, key: Any, where: ValuePath) -> Any:
+        """Encode a dict key or a set member."""
         if not _is_key(key):
-            raise refused(
+            raise unsupported_value_error(
                 where,
-                f"has {a(key)} as a key or member",
+                f"has {type_with_article(key)} as a key or member",
                 allowed="plain scalars and tuples of them",
                 advice="use its name or its number",
             )
         return self.node(key, where)
 
-    def members(self, value: Any, where: Where) -> list[Any]:
-        """The JSON forms of a set's members."""
+    def members(self, value: Any, where: ValuePath) -> list[Any]:
+        """Encode the members of a set."""
         return [self.key(member, where) for member in value]
 
-    def _bytes(self, value: bytes, where: Where) -> Any:
-        if self.room is not None or len(value) <= IN_TREE_BYTES:
+    def _bytes(self, value: bytes, where: ValuePath) -> Any:
+        if self.room is not None or len(value) <= MAX_INLINE_BYTES:
             self._take_room(len(value), where)
             return {"bytes": base64.b64encode(value).decode()}
         return {"raw": self._buffer(id(value), value, len(value), where)}
 
-    def _array(self, value: Any, where: Where) -> Any:
+    def _array(self, value: Any, where: ValuePath) -> Any:
         if type(value) is not sys.modules["numpy"].ndarray:
-            raise refused(where, f"is {a(value)}", advice="send numpy.asarray(value)")
+            raise unsupported_value_error(
+                where, f"is {type_with_article(value)}", advice="send numpy.asarray(value)"
+            )
         dtype = _numpy_dtype_node(value.dtype, where)
         number = self._buffer(id(value), value, value.nbytes, where)
         return {"array": [number, dtype, list(value.shape)]}
 
-    def _tensor(self, value: Any, where: Where) -> Any:
+    def _tensor(self, value: Any, where: ValuePath) -> Any:
         _check_tensor(value, where)
-        # Tied parameters are two tensors over one storage: they get one number, so that
-        # they are one tensor again after reading.
+        # Tied parameters are two tensors over one storage: they share a number, so that
+        # reading restores a single tensor.
         shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
         same = (value.data_ptr(), value.device, dtype, shape, value.stride(), _bits(value))
         number = self._buffer(
@@ -139,36 +150,40 @@ class _Writer:
         )
         return {"tensor": [number, dtype, list(shape)]}
 
-    def _buffer(self, same: object, source: Any, size_bytes: int, where: Where) -> int:
+    def _buffer(self, same: object, source: Any, size_bytes: int, where: ValuePath) -> int:
         if self.room is not None:
             allowed = "plain values inside a message"
-            raise refused(where, f"is {a(source)}", allowed=allowed, advice="pull it by name")
+            raise unsupported_value_error(
+                where, f"is {type_with_article(source)}", allowed=allowed, advice="pull it by name"
+            )
         number = self._numbers.setdefault(same, len(self.sources))
         if number == len(self.sources):
             self.sources.append(source)
             self.sizes.append(size_bytes)
         return number
 
-    def _take_room(self, count: int, where: Where) -> None:
-        """Stop early at a value that no message can hold."""
+    def _take_room(self, count: int, where: ValuePath) -> None:
+        """Raise early for a value that is too long for a message."""
         if self.room is not None:
             self.room -= count
             if self.room < 0:
-                raise refused(where, "is long", allowed="small values", advice="pull it by name")
+                raise unsupported_value_error(
+                    where, "is too long", allowed="small values", advice="pull it by name"
+                )
 
     def head(self, value: Any) -> bytes:
-        """Header and JSON tree, padded to where the first buffer begins."""
-        root = self.node(value, Where(None, "" if _is_named(value) else "value"))
+        """Return header and JSON tree, padded to the offset of the first buffer."""
+        root = self.node(value, ValuePath(None, "" if _is_named(value) else "value"))
         text = json.dumps([self.sizes, root], separators=(",", ":")).encode()
         head = MAGIC + len(text).to_bytes(HEADER_BYTES - len(MAGIC), "little") + text
-        return head.ljust(aligned(len(head)), b"\0")
+        return head.ljust(align_offset(len(head)), b"\0")
 
     def buffer_bytes(self) -> int:
-        """Room that the buffers take in the file."""
-        return sum(map(aligned, self.sizes))
+        """Return the size of all buffers in the file."""
+        return sum(map(align_offset, self.sizes))
 
 
-_CONTAINERS: dict[type, Callable[[_Writer, Any, Where], Any]] = {
+_CONTAINERS: dict[type, Callable[[_PayloadEncoder, Any, ValuePath], Any]] = {
     list: lambda writer, value, where: writer.items(value, where),
     tuple: lambda writer, value, where: {"tuple": writer.items(value, where)},
     dict: lambda writer, value, where: {"dict": writer.pairs(value, where)},
@@ -183,45 +198,45 @@ _TORCH_VALUES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def size(value: object) -> int:
-    """Count the bytes that `write` needs for the value; copies nothing.
+def payload_size_bytes(value: object) -> int:
+    """Return the size in bytes of a payload file with the value; copies nothing.
 
     Raises:
-        PayloadError: as `write`.
+        PayloadError: as ``write_payload``.
     """
-    writer = _Writer()
+    writer = _PayloadEncoder()
     return len(writer.head(value)) + writer.buffer_bytes()
 
 
-def write(value: object, path: Path) -> int:
+def write_payload(value: object, path: Path) -> int:
     """Write the value into a new file (0600) and return its size in bytes.
 
-    Costs one copy of the tensors and arrays, two where one is not contiguous or not on
-    the CPU; a CUDA tensor is waited for. A dict of names is the usual value: errors then
-    begin with the name. A file that could not be finished is removed.
+    Copies tensors and arrays once, or twice if they are not contiguous or not on the CPU, and
+    synchronizes CUDA tensors. The value is usually a dict of names: error messages then start with
+    the name. An incomplete file is removed.
 
     Raises:
-        PayloadError: the value holds something that cannot be moved; says what and where.
-        OSError: the file exists, or there is no room for it.
+        PayloadError: the value contains something unsupported; the message names it.
+        OSError: the file exists, or the disk is full.
     """
-    writer = _Writer()
+    writer = _PayloadEncoder()
     return _save(writer, writer.head(value), path)
 
 
-def write_where_room(value: object, folders: Iterable[str | Path]) -> Path:
-    """Write the value into the first folder that has room for it; return the new file.
+def write_payload_where_room(value: object, folders: Iterable[str | Path]) -> Path:
+    """Write the value into the first folder with enough space; return the new file.
 
     Raises:
-        PayloadError: as `write`, or no folder has room.
+        PayloadError: as ``write_payload``, or no folder has enough space.
     """
-    writer = _Writer()
+    writer = _PayloadEncoder()
     head = writer.head(value)
     needed = len(head) + writer.buffer_bytes()
     return _where_room(needed, folders, lambda path: _save(writer, head, path))
 
 
 def _where_room(needed: int, folders: Iterable[str | Path], save: Callable[[Path], object]) -> Path:
-    """Save into the first folder that has room; give the new file."""
+    """Save into the first folder with enough space; return the new file."""
     full = []
     for folder in map(Path, folders):
         path = folder / f"{secrets.token_hex(8)}.payload"
@@ -237,58 +252,60 @@ def _where_room(needed: int, folders: Iterable[str | Path], save: Callable[[Path
         full.append(f"{free >> 20} MiB in {folder}")
     allowed = " and ".join(full) or "no folder"
     given = f"needs {-(-needed >> 20)} MiB"
-    advice = "move less at once, or free memory in these folders"
-    raise refused(Where(None, "value"), given, allowed=allowed, advice=advice)
+    advice = "transfer less at once, or free memory in these folders"
+    raise unsupported_value_error(ValuePath(None, "value"), given, allowed=allowed, advice=advice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blank:
-    """A tensor whose elements come later."""
+class UnfilledTensor:
+    """A tensor whose elements are written later."""
 
-    same: object
-    """Equal for two names of one tensor."""
+    storage_key: object
+    """Equal for two names of the same tensor."""
     dtype: str
-    """As torch names it: "bfloat16"."""
+    """torch name: "bfloat16"."""
     itemsize: int
     shape: tuple[int, ...]
 
 
-def reserve(
-    name: str, tensors: Mapping[str, Blank], folders: Iterable[str | Path]
+def reserve_payload(
+    name: str, tensors: Mapping[str, UnfilledTensor], folders: Iterable[str | Path]
 ) -> tuple[Path, dict[object, int]]:
-    """Make a payload file of one dict of tensors, without their elements.
+    """Create a payload file of one dict of tensors, without their elements.
 
-    Whoever has elements writes them in place; the file can be read when all are there.
+    Each rank writes its elements in place; the file is readable once all are written.
 
     Returns:
-        The file, in the first folder that has room, and where each tensor begins in it: by
-        its `same`, in bytes.
+        The file, in the first folder with enough space, and the offset in bytes of each tensor
+        in it, by its `storage_key`.
 
     Raises:
-        PayloadError: no folder has room.
+        PayloadError: no folder has enough space.
     """
-    numbers = {one: at for at, one in enumerate({blank.same: 0 for blank in tensors.values()})}
+    numbers = {
+        key: at for at, key in enumerate({blank.storage_key: 0 for blank in tensors.values()})
+    }
     sizes = [0] * len(numbers)
     nodes = []
     for blank in tensors.values():
-        number = numbers[blank.same]
+        number = numbers[blank.storage_key]
         sizes[number] = math.prod(blank.shape) * blank.itemsize
         nodes.append({"tensor": [number, blank.dtype, list(blank.shape)]})
     root = {"dict": [[name], [{"dict": [list(tensors), nodes]}]]}
     text = json.dumps([sizes, root], separators=(",", ":")).encode()
     head = MAGIC + len(text).to_bytes(HEADER_BYTES - len(MAGIC), "little") + text
-    head = head.ljust(aligned(len(head)), b"\0")
+    head = head.ljust(align_offset(len(head)), b"\0")
     offsets, at = {}, len(head)
     for same, number in numbers.items():
         offsets[same] = at
-        at += aligned(sizes[number])
+        at += align_offset(sizes[number])
     return _where_room(at, folders, lambda path: _reserve(head, at, path)), offsets
 
 
 def _reserve(head: bytes, size_bytes: int, path: Path) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, size_bytes)  # a full disk is known now, not half-way
+        os.posix_fallocate(fd, 0, size_bytes)  # fail on a full disk before anything is written
         _write_all(fd, head)
     except BaseException:
         path.unlink()
@@ -297,33 +314,35 @@ def _reserve(head: bytes, size_bytes: int, path: Path) -> None:
         os.close(fd)
 
 
-def inline(value: object, limit: int = 65536) -> Any:
-    """Give a small plain value as JSON, for use inside a message.
+def to_inline_json(value: object, limit: int = 65536) -> Any:
+    """Encode a small plain value as JSON for a message.
 
-    Plain are numbers, strings, bytes, NumPy scalars and lists, tuples, dicts, sets of
-    them; never arrays or tensors.
+    Plain values are numbers, strings, bytes, NumPy scalars, and lists, tuples, dicts and sets of
+    them; not arrays or tensors.
 
     Raises:
         PayloadError: not plain, or more than `limit` bytes of JSON.
     """
-    where = Where(None, "value")
-    node = _Writer(room=limit).node(value, where)
+    where = ValuePath(None, "value")
+    node = _PayloadEncoder(room=limit).node(value, where)
     length = len(json.dumps(node, separators=(",", ":")))
     if length > limit:
         allowed = f"{limit} bytes inside a message"
-        raise refused(where, f"needs {length} bytes", allowed=allowed, advice="pull it by name")
+        raise unsupported_value_error(
+            where, f"needs {length} bytes", allowed=allowed, advice="pull it by name"
+        )
     return node
 
 
-def _save(writer: _Writer, head: bytes, path: Path) -> int:
+def _save(writer: _PayloadEncoder, head: bytes, path: Path) -> int:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # write() and not a map: it needs no page faults (35 against 60 ms for 100 MB) and
-        # a full /dev/shm is an OSError, where a map would end the process with SIGBUS.
+        # write() instead of a map: no page faults (35 ms against 60 ms for 100 MB), and a full
+        # /dev/shm is an OSError, while a map would end the process with SIGBUS.
         written = _write_all(fd, head)
         for source, size_bytes in zip(writer.sources, writer.sizes, strict=True):
             written += _write_all(fd, _content(source, size_bytes))
-            written += _write_all(fd, bytes(aligned(size_bytes) - size_bytes))
+            written += _write_all(fd, bytes(align_offset(size_bytes) - size_bytes))
     except BaseException:
         path.unlink()
         raise
@@ -340,10 +359,10 @@ def _write_all(fd: int, content: bytes | memoryview) -> int:
 
 
 def _content(source: Any, size_bytes: int) -> bytes | memoryview:
-    """The bytes of one buffer's source, without a copy where it lies in order."""
+    """Return the bytes of a buffer's source, without a copy if it is contiguous."""
     if not size_bytes or isinstance(source, bytes):
         return source if size_bytes else b""
-    if is_of("numpy", "ndarray", source):
+    if is_package_instance("numpy", "ndarray", source):
         numpy = sys.modules["numpy"]
         flat: memoryview = numpy.ascontiguousarray(source).reshape(-1).view(numpy.uint8).data
         return flat
@@ -355,11 +374,13 @@ def _content(source: Any, size_bytes: int) -> bytes | memoryview:
     return part
 
 
-def _check_tensor(value: Any, where: Where) -> None:
-    """Refuse a tensor whose values do not lie in one dense piece of memory."""
+def _check_tensor(value: Any, where: ValuePath) -> None:
+    """Raise for a tensor whose values are not in one dense block of memory."""
     advice = next((advice for test, advice in _NOT_DENSE if test(value)), None)
     if advice is not None:
-        raise refused(where, f"is {a(value)} ({value.dtype}, {value.layout})", advice=advice)
+        raise unsupported_value_error(
+            where, f"is {type_with_article(value)} ({value.dtype}, {value.layout})", advice=advice
+        )
 
 
 _NOT_DENSE: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -402,8 +423,8 @@ def _bits(value: Any) -> tuple[bool, bool]:
     return value.is_conj(), value.is_neg()
 
 
-def _numpy_dtype_node(dtype: Any, where: Where) -> Any:
-    """A dtype as JSON: its string, [base, shape], or the fields of a structured one."""
+def _numpy_dtype_node(dtype: Any, where: ValuePath) -> Any:
+    """Encode a dtype: its string, [base, shape], or the fields of a structured one."""
     if dtype.fields is not None:
         names = list(dtype.names)
         parts = [dtype.fields[name] for name in names]
@@ -419,35 +440,39 @@ def _numpy_dtype_node(dtype: Any, where: Where) -> Any:
         return [_numpy_dtype_node(base, where), list(shape)]
     numpy = sys.modules["numpy"]
     void = dtype.kind == "V" and dtype.type is not numpy.void  # another package's dtype
-    if dtype.hasobject or void or not NUMPY_DTYPE.fullmatch(dtype.str):
+    if dtype.hasobject or void or not NUMPY_DTYPE_PATTERN.fullmatch(dtype.str):
         advice = "send value.tolist()" if dtype.hasobject else "send it in a dtype of NumPy's own"
-        raise refused(where, f"is of dtype {dtype}", advice=advice)
+        raise unsupported_value_error(where, f"is of dtype {dtype}", advice=advice)
     return dtype.str
 
 
 def _scalar_node(value: Any) -> Any:
-    """JSON keeps None, bool, str, and int and float within bounds; the rest is tagged."""
+    """Encode a scalar: non-finite floats and large ints are tagged, others are JSON."""
     if type(value) is float and not math.isfinite(value):
         return {"float": repr(value)}
-    if type(value) is int and not -SAFE_INT < value < SAFE_INT:
+    if type(value) is int and not -JSON_INT_LIMIT < value < JSON_INT_LIMIT:
         return {"int": hex(value)}
     return value
 
 
 def _is_json(items: Iterable[Any]) -> bool:
-    """True for a list or tuple that is its own JSON form: a fast path for long ones."""
+    """Return True for a list or tuple that is already JSON: a fast path for long ones."""
     kinds = set(map(type, items))
     return (
-        kinds <= SCALARS
+        kinds <= SCALAR_TYPES
         and (float not in kinds or all(math.isfinite(x) for x in items if type(x) is float))
-        and (int not in kinds or all(abs(x) < SAFE_INT for x in items if type(x) is int))
+        and (int not in kinds or all(abs(x) < JSON_INT_LIMIT for x in items if type(x) is int))
     )
 
 
 def _is_key(key: Any) -> bool:
     if type(key) in (tuple, frozenset):
         return all(map(_is_key, key))
-    return type(key) in SCALARS or type(key) in (complex, bytes) or is_of("numpy", "generic", key)
+    return (
+        type(key) in SCALAR_TYPES
+        or type(key) in (complex, bytes)
+        or is_package_instance("numpy", "generic", key)
+    )
 
 
 def _is_named(value: object) -> bool:

@@ -1,12 +1,11 @@
 """Readers of checkpoints written by other tools; no code in them is run.
 
-    safetensors     of Hugging Face and of anybody: weights
-    DDP             Accelerate's save_state: weights, optimizer by position in its groups
+    safetensors     weights, from Hugging Face or any other tool
+    DDP             Accelerate's save_state: weights, optimizer state by parameter index
     FSDP            Accelerate's save_state: folders of torch.distributed.checkpoint
-    DeepSpeed       of Accelerate or DeepSpeed itself, ZeRO-1, 2 and 3
+    DeepSpeed       ZeRO-1, 2 and 3, from Accelerate or DeepSpeed itself
 
-Nothing is gathered: each rank reads the intervals that it wants. `unpickled` is the only
-module of nbdist that reads pickles, and says how.
+Each rank reads only the intervals that it needs. Pickles are read by `safe_unpickler` only.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 
 from nbdist.errors import CheckpointError
 from nbdist.state.importers import dcp, deepspeed, safe_unpickler, safetensors
-from nbdist.state.importers.tensor_index import Entry, Foreign, Names
-from nbdist.state.layouts.base import plain
+from nbdist.state.importers.tensor_index import ForeignCheckpoint, RenamedTensors, TensorEntry
+from nbdist.state.layouts.base import bare_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Entry", "Foreign", "Names", "opened"]
+__all__ = ["ForeignCheckpoint", "RenamedTensors", "TensorEntry", "open_checkpoint"]
 
 _WEIGHTS = "pytorch_model.bin"
 _OPTIMIZER = "optimizer.bin"
@@ -37,58 +36,63 @@ _NOT_TAKEN = {
 }
 
 
-def opened(
+def open_checkpoint(
     path: Path,
     *,
     trust: bool = False,
-    names: Names | None = None,
+    names: RenamedTensors | None = None,
     groups: Sequence[Sequence[str]] = (),
-) -> Foreign:
-    """Find out what a foreign checkpoint holds; reads heads of files, not tensors.
+) -> ForeignCheckpoint:
+    """Index the tensors of a checkpoint; reads file headers, not tensors.
 
     Args:
-        path: of a folder or a file.
-        trust: whether code in it may run; without it, files that need that are refused.
-        names: how the model's class names its tensors in files.
-        groups: parameters of the optimizer's groups: Accelerate's optimizer.bin has numbers.
+        path: folder or file.
+        trust: allow code in pickles to run; otherwise such files are refused.
+        names: tensor names in the files of the model's class.
+        groups: parameter names of the optimizer's groups: Accelerate's optimizer.bin has indices.
 
     Raises:
-        CheckpointError: nothing known is there, it is damaged, or it holds code.
+        CheckpointError: the format is unknown, the checkpoint is damaged or contains code.
     """
     if not path.exists():
-        message = f"{path} does not exist; give a folder or a file with a checkpoint."
+        message = f"{path} does not exist. Pass a folder or a file with a checkpoint."
         raise CheckpointError(message)
-    found = Foreign(kind="safetensors")
-    _find(found, path, names or {}, groups, trust=trust)
-    if not found.keys:
-        message = f"{path} holds no tensors; give a folder or a file with a checkpoint."
+    index = ForeignCheckpoint(kind="safetensors")
+    _find(index, path, names or {}, groups, trust=trust)
+    if not index.keys:
+        message = f"{path} contains no tensors. Pass a folder or a file with a checkpoint."
         raise CheckpointError(message)
-    found.check()
+    index.check_complete()
     if path.is_dir():
-        left = [words for name, words in _NOT_TAKEN.items() if (path / name).exists()]
-        found.notes += [f"not taken: {', '.join(left)}"] if left else []
-    return found
+        ignored = [label for name, label in _NOT_TAKEN.items() if (path / name).exists()]
+        index.notes += [f"not loaded: {', '.join(ignored)}"] if ignored else []
+    return index
 
 
 def _find(
-    found: Foreign, path: Path, names: Names, groups: Sequence[Sequence[str]], *, trust: bool
+    found: ForeignCheckpoint,
+    path: Path,
+    names: RenamedTensors,
+    groups: Sequence[Sequence[str]],
+    *,
+    trust: bool,
 ) -> None:
-    """Tell the kinds apart by their files."""
+    """Detect the format by the file names and index its tensors."""
     if path.is_file():
         _add_file(found, path, names, trust=trust)
         return
-    if folder := deepspeed.folder_of(path):
-        deepspeed.add(found, folder, trust=trust)
+    if folder := deepspeed.find_folder(path):
+        deepspeed.add_tensors(found, folder, trust=trust)
         return
     folders = _dcp_folders(path)
     for folder, named in folders:
         found.kind = "FSDP (torch.distributed.checkpoint)"
-        dcp.add(found, folder, named, trust=trust)
+        dcp.add_tensors(found, folder, named, trust=trust)
     if folders:
         return
-    files = safetensors.files_of(path)
+    files = safetensors.find_files(path)
     if files:
-        safetensors.add(found, files, names)
+        safetensors.add_tensors(found, files, names)
     elif (path / _WEIGHTS).is_file():
         _add_file(found, path / _WEIGHTS, names, trust=trust)
     if (path / _OPTIMIZER).is_file():
@@ -96,25 +100,25 @@ def _find(
         _add_optimizer(found, path / _OPTIMIZER, groups, trust=trust)
 
 
-def _add_file(found: Foreign, path: Path, names: Names, *, trust: bool) -> None:
-    """Weights in one file."""
+def _add_file(found: ForeignCheckpoint, path: Path, names: RenamedTensors, *, trust: bool) -> None:
+    """Index the weights in one file."""
     if path.suffix == ".safetensors":
-        safetensors.add(found, [path], names)
+        safetensors.add_tensors(found, [path], names)
         return
     found.kind = "torch.save"
-    state = safe_unpickler.torch_file(path, trust=trust)
+    state = safe_unpickler.load_torch_file(path, trust=trust)
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict):
-        message = f"{path} holds {type(state).__name__} where a state dict belongs."
+        message = f"{path} must contain a state dict, got {type(state).__name__}."
         raise CheckpointError(message)
     for name, tensor in state.items():
         if isinstance(name, str) and isinstance(tensor, torch.Tensor):
-            found.add_whole(f"model.{plain(name.removeprefix('module.'))}", tensor)
+            found.add_whole_tensor(f"model.{bare_name(name.removeprefix('module.'))}", tensor)
 
 
 def _dcp_folders(path: Path) -> list[tuple[Path, Any]]:
-    """Folders of torch.distributed.checkpoint, each with what its names mean."""
+    """Return the folders of torch.distributed.checkpoint, each with a parser of its names."""
     if (path / ".metadata").is_file():
         return [(path, _of_any)]
     kinds = {"pytorch_model_fsdp_0": _of_model, "optimizer_0": _of_optimizer}
@@ -146,30 +150,34 @@ def _of_any(name: str) -> tuple[str, str] | None:
 
 
 def _add_optimizer(
-    found: Foreign, path: Path, groups: Sequence[Sequence[str]], *, trust: bool
+    found: ForeignCheckpoint, path: Path, groups: Sequence[Sequence[str]], *, trust: bool
 ) -> None:
-    """An optimizer's own state dict, whose parameters have numbers in the order of its groups."""
-    state = safe_unpickler.torch_file(path, trust=trust)
+    """Index an optimizer's state dict; its parameters are numbered in the order of the groups."""
+    state = safe_unpickler.load_torch_file(path, trust=trust)
     try:
         sizes = [len(group["params"]) for group in state["param_groups"]]
-        numbers = [one for group in state["param_groups"] for one in group["params"]]
+        numbers = [
+            parameter_number
+            for group in state["param_groups"]
+            for parameter_number in group["params"]
+        ]
         states: Mapping[int, Mapping[str, Any]] = state["state"]
         names = [name for group in groups for name in group]
         if not groups:
-            found.notes.append(f"not taken: {path.name}, for want of an optimizer")
+            found.notes.append(f"not loaded: {path.name}, as no optimizer is prepared")
             return
         if sizes != [len(group) for group in groups]:
             message = (
-                f"{path} is of an optimizer with groups of {sizes} parameters, and this one has"
-                f" {[len(group) for group in groups]}; prepare the optimizer that was saved."
+                f"{path} has an optimizer with groups of {sizes} parameters, but the prepared one"
+                f" has {[len(group) for group in groups]}. Prepare the optimizer that was saved."
             )
             raise CheckpointError(message)
         for number, name in zip(numbers, names, strict=True):
-            for which, value in states.get(number, {}).items():
+            for state_name, value in states.get(number, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    found.add_whole(f"optim.state.{name}.{which}", value)
+                    found.add_whole_tensor(f"optim.state.{name}.{state_name}", value)
                 elif value is not None:
-                    found.counts.setdefault(name, {})[which] = float(value)
+                    found.scalar_state.setdefault(name, {})[state_name] = float(value)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        message = f"{path} is not what an optimizer's state dict is; take another checkpoint."
+        message = f"{path} is not an optimizer state dict. Load another checkpoint."
         raise CheckpointError(message) from error

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, as Accelerate writes them under FSDP."""
+"""Reader of torch.distributed.checkpoint folders, as Accelerate writes them with FSDP."""
 
 from __future__ import annotations
 
@@ -11,73 +11,77 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbdist.checkpoint.chunks import Box, intervals
-from nbdist.checkpoint.durable_io import read_at
-from nbdist.checkpoint.names import shown
+from nbdist.checkpoint.chunks import Chunk, chunk_to_intervals
+from nbdist.checkpoint.durable_io import read_into
+from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
 from nbdist.state.importers import safe_unpickler
-from nbdist.state.importers.tensor_index import Part
-from nbdist.state.layouts.base import plain
+from nbdist.state.importers.tensor_index import TensorPart
+from nbdist.state.layouts.base import bare_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from nbdist.state.importers.tensor_index import Fetch, Foreign
+    from nbdist.state.importers.tensor_index import FetchElements, ForeignCheckpoint
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 _SCALARS = frozenset({"step"})
 
 
-def add(
-    found: Foreign, folder: Path, named: Callable[[str], tuple[str, str] | None], *, trust: bool
+def add_tensors(
+    found: ForeignCheckpoint,
+    folder: Path,
+    named: Callable[[str], tuple[str, str] | None],
+    *,
+    trust: bool,
 ) -> None:
-    """Note the tensors of a folder.
+    """Add the tensors of a folder to an index.
 
     Args:
-        found: to be added to.
-        folder: with `.metadata` in it.
-        named: name in the folder -> parameter, and which state of it or "" for itself; None
-            for what is not wanted.
-        trust: whether code in it may run.
+        found: index to add to.
+        folder: folder with a `.metadata` file.
+        named: function of a name in the folder: returns the parameter and the name of its
+            optimizer state ("" for the parameter itself), or None to skip it.
+        trust: allow code in the files to run.
 
     Raises:
-        CheckpointError: it is damaged, or holds code.
+        CheckpointError: the folder is damaged or contains code.
     """
-    read = safe_unpickler.metadata(folder / ".metadata", trust=trust)
+    read = safe_unpickler.read_dcp_metadata(folder / ".metadata", trust=trust)
     try:
         for name, shape, dtype, boxes in _tensors(read):
-            wanted = named(name)
-            if wanted is None:
+            parsed = named(name)
+            if parsed is None:
                 continue
-            parameter, state = plain(wanted[0]), wanted[1]
-            load = [_loader(folder, where, dtype, trust=trust) for _, where in boxes]
+            parameter, state = bare_name(parsed[0]), parsed[1]
+            load = [_loader(folder, location, dtype, trust=trust) for _, location in boxes]
             if state in _SCALARS or (state and not shape):
-                found.counts.setdefault(parameter, {})[state] = float(load[0]().reshape(()))
+                found.scalar_state.setdefault(parameter, {})[state] = float(load[0]().reshape(()))
                 continue
             key = f"optim.state.{parameter}.{state}" if state else f"model.{parameter}"
-            for (box, _), one in zip(boxes, load, strict=True):
-                found.add(key, shape, dtype, *_parts(shape, box, one))
+            for (box, _), loader in zip(boxes, load, strict=True):
+                found.add_tensor(key, shape, dtype, *_parts(shape, box, loader))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         message = (
-            f"{folder / '.metadata'} is not what torch.distributed.checkpoint writes"
-            f" ({type(error).__name__}: {str(error)[:80]}); take another checkpoint."
+            f"{folder / '.metadata'} was not written by torch.distributed.checkpoint or is corrupt"
+            f" ({type(error).__name__}: {str(error)[:80]}). Load another checkpoint."
         )
         raise CheckpointError(message) from error
 
 
-Where = tuple[str, int, int]
-"""File, first byte, bytes."""
+ByteRange = tuple[str, int, int]
+"""File name, offset, number of bytes."""
 
 
 def _tensors(
     read: Any,
-) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, list[tuple[Box, Where]]]]:
-    """Each tensor with the boxes that it is cut into, and where they are."""
-    places: dict[tuple[str, tuple[int, ...]], Where] = {}
+) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, list[tuple[Chunk, ByteRange]]]]:
+    """Yield the name, shape and dtype of each tensor, and its chunks with their locations."""
+    places: dict[tuple[str, tuple[int, ...]], ByteRange] = {}
     for index, info in read.storage_data.items():
-        where = (str(info.relative_path), int(info.offset), int(info.length))
-        places[str(index.fqn), tuple(getattr(index, "offset", None) or ())] = where
+        location = (str(info.relative_path), int(info.offset), int(info.length))
+        places[str(index.fqn), tuple(getattr(index, "offset", None) or ())] = location
     for name, entry in read.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
             continue
@@ -86,59 +90,67 @@ def _tensors(
         if not isinstance(dtype, torch.dtype):
             raise TypeError("a dtype is missing")
         shape = tuple(map(int, entry.size))
-        boxes = [Box(tuple(map(int, c.offsets)), tuple(map(int, c.sizes))) for c in entry.chunks]
+        boxes = [Chunk(tuple(map(int, c.offsets)), tuple(map(int, c.sizes))) for c in entry.chunks]
         yield str(name), shape, dtype, [(box, places[str(name), box.offsets]) for box in boxes]
 
 
-def _parts(shape: tuple[int, ...], box: Box, load: Callable[[], torch.Tensor]) -> Iterator[Part]:
-    """The intervals of the flattened tensor that a box has."""
-    at = 0
-    for start, stop in intervals(shape, box):
-        yield Part(start, stop, _fetch(load, start, at, box))
-        at += stop - start
+def _parts(
+    shape: tuple[int, ...], box: Chunk, load: Callable[[], torch.Tensor]
+) -> Iterator[TensorPart]:
+    """Yield the intervals of the flattened tensor that a chunk covers."""
+    offset = 0
+    for start, stop in chunk_to_intervals(shape, box):
+        yield TensorPart(start, stop, _fetch(load, start, offset, box))
+        offset += stop - start
 
 
-def _fetch(load: Callable[[], torch.Tensor], start: int, at: int, box: Box) -> Fetch:
+def _fetch(load: Callable[[], torch.Tensor], start: int, at: int, box: Chunk) -> FetchElements:
     def fetch(low: int, high: int) -> torch.Tensor:
         flat = load().reshape(-1)
         if flat.numel() != math.prod(box.sizes):
-            raise CheckpointError("a tensor is shorter than it says; take another checkpoint.")
+            raise CheckpointError(
+                "A tensor has fewer elements than its shape. Load another checkpoint."
+            )
         return flat[at + low - start : at + high - start]
 
     return fetch
 
 
 def _loader(
-    folder: Path, where: Where, dtype: torch.dtype, *, trust: bool
+    folder: Path, where: ByteRange, dtype: torch.dtype, *, trust: bool
 ) -> Callable[[], torch.Tensor]:
-    """Read one box; its intervals come one after the other, so the last one is kept."""
+    """Return a function that reads one chunk."""
     name, offset, length = where
     if not _FILE.fullmatch(name) or offset < 0 or length < 0:
-        message = f"{folder / '.metadata'} names {shown(name)}, which is no file beside it."
+        message = (
+            f"{folder / '.metadata'} refers to {printable(name)}, which is not a file name in its"
+            " folder."
+        )
         raise CheckpointError(message)
 
     def load() -> torch.Tensor:
         tensor = _box(folder / name, offset, length, trust)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-            message = f"{folder / name} has no tensor at {offset}; take another checkpoint."
+            message = f"{folder / name} has no tensor at offset {offset}. Load another checkpoint."
             raise CheckpointError(message)
         return tensor
 
     return load
 
 
+# The intervals of a chunk are read one after the other: caching the last chunk suffices.
 @functools.lru_cache(maxsize=1)
 def _box(path: Path, offset: int, length: int, trust: bool) -> Any:  # noqa: FBT001 - a key of the cache
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if offset + length > os.fstat(fd).st_size:
-                raise OSError("it is too short")
+                raise OSError("the file is too short")
             content = bytearray(length)
-            read_at(fd, memoryview(content), offset)
+            read_into(fd, memoryview(content), offset)
         finally:
             os.close(fd)
     except OSError as error:
-        message = f"{path} cannot be read ({error.strerror or error}); take another checkpoint."
+        message = f"Cannot read {path} ({error.strerror or error}). Load another checkpoint."
         raise CheckpointError(message) from error
-    return safe_unpickler.torch_file(io.BytesIO(content), trust=trust, name=path)
+    return safe_unpickler.load_torch_file(io.BytesIO(content), trust=trust, name=path)

@@ -1,4 +1,4 @@
-"""Weights in safetensors files: a model of Hugging Face, or any other."""
+"""Reader of weights in safetensors files, from Hugging Face or any other tool."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbdist.checkpoint import safetensors_header
-from nbdist.checkpoint.durable_io import read_at
-from nbdist.checkpoint.names import shown
+from nbdist.checkpoint.durable_io import read_into
+from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
-from nbdist.state.importers.tensor_index import Foreign, Part
+from nbdist.state.importers.tensor_index import ForeignCheckpoint, TensorPart
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from nbdist.state.importers.tensor_index import Fetch, Names
+    from nbdist.state.importers.tensor_index import FetchElements, RenamedTensors
 
 _INDEX = "model.safetensors.index.json"
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_INDEX_BYTES = 1 << 28
 
 
-def files_of(path: Path) -> list[Path]:
-    """The files of a folder, or the file itself; none where there are none.
+def find_files(path: Path) -> list[Path]:
+    """Return the safetensors files of a folder, or the file itself.
 
     Raises:
-        CheckpointError: an index that names something else than files beside it.
+        CheckpointError: the index is invalid or refers to files outside of its folder.
     """
     if path.is_file():
         return [path]
@@ -40,37 +40,39 @@ def files_of(path: Path) -> list[Path]:
         return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
     try:
         if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise ValueError  # noqa: TRY301 - said below
+            raise ValueError  # noqa: TRY301 - converted below
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        message = f"{index} is no index of safetensors files; take another checkpoint."
+        message = f"{index} is not a valid index of safetensors files. Load another checkpoint."
         raise CheckpointError(message) from error
-    wrong = [one for one in names if type(one) is not str or not _FILE.fullmatch(one)]
+    wrong = [name for name in names if type(name) is not str or not _FILE.fullmatch(name)]
     if wrong:
-        message = f"{index} names {shown(wrong[0])}, which is no file beside it."
+        message = (
+            f"{index} refers to {printable(wrong[0])}, which is not a file name in its folder."
+        )
         raise CheckpointError(message)
     return [path / name for name in sorted(names)]
 
 
-def add(found: Foreign, paths: list[Path], names: Names) -> None:
-    """Note the tensors of files.
+def add_tensors(found: ForeignCheckpoint, paths: list[Path], names: RenamedTensors) -> None:
+    """Add the tensors of files to an index.
 
     Args:
-        found: to be added to.
-        paths: of the files.
-        names: how the class of the model names its tensors in files.
+        found: index to add to.
+        paths: the files.
+        names: tensor names in the files of the model's class.
 
     Raises:
-        CheckpointError: a file is damaged, or not there.
+        CheckpointError: a file is damaged or missing.
     """
     for path in paths:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            message = f"{path} cannot be read ({error.strerror}); take another checkpoint."
+            message = f"Cannot read {path} ({error.strerror}). Load another checkpoint."
             raise CheckpointError(message) from error
         try:
-            header = safetensors_header.parse(fd, path.name)
+            header = safetensors_header.read_header(fd, path.name)
         finally:
             os.close(fd)
         for name, stored in header.tensors.items():
@@ -78,20 +80,20 @@ def add(found: Foreign, paths: list[Path], names: Names) -> None:
             key, first, shape = names.get(name, (f"model.{name}", 0, stored.shape))
             size = math.prod(stored.shape)
             fetch = _fetch(path, header.starts[name], dtype, first)
-            found.add(key, shape, dtype, Part(first, first + size, fetch))
+            found.add_tensor(key, shape, dtype, TensorPart(first, first + size, fetch))
 
 
-def _fetch(path: Path, offset: int, dtype: torch.dtype, first: int) -> Fetch:
-    """Read an interval of a tensor that begins at an offset in a file."""
+def _fetch(path: Path, offset: int, dtype: torch.dtype, first: int) -> FetchElements:
+    """Return a function that reads intervals of a tensor at an offset in a file."""
 
     def fetch(start: int, stop: int) -> torch.Tensor:
         room = torch.empty(stop - start, dtype=dtype)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             content = memoryview(room.view(torch.uint8).numpy().data)
-            read_at(fd, content, offset + (start - first) * dtype.itemsize)
+            read_into(fd, content, offset + (start - first) * dtype.itemsize)
         except OSError as error:
-            message = f"{path} cannot be read ({error.strerror}); take another checkpoint."
+            message = f"Cannot read {path} ({error.strerror}). Load another checkpoint."
             raise CheckpointError(message) from error
         finally:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""What all foreign checkpoints come down to: intervals of named tensors, each with a way to it."""
+"""Index of a checkpoint from another tool: intervals of named tensors, each with a reader."""
 
 from __future__ import annotations
 
@@ -10,88 +10,90 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nbdist.checkpoint.names import shown
+from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
     from nbdist.state.shards import ShardMap
 
-Fetch = Callable[[int, int], torch.Tensor]
-"""Give elements [start, stop) of the flattened tensor, of one dimension."""
+FetchElements = Callable[[int, int], torch.Tensor]
+"""Return elements [start, stop) of the flattened tensor as a 1-D tensor."""
 
 
-class Part(NamedTuple):
-    """An interval that lies in one place."""
+class TensorPart(NamedTuple):
+    """An interval [start, stop) of a flattened tensor that is stored contiguously."""
 
     start: int
     stop: int
-    fetch: Fetch
+    fetch: FetchElements
 
 
-class Entry(NamedTuple):
-    """A tensor of a checkpoint."""
+class TensorEntry(NamedTuple):
+    """Shape and dtype of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(slots=True, kw_only=True)
-class Foreign:
-    """A checkpoint that something else wrote, under our names."""
+class ForeignCheckpoint:
+    """A checkpoint from another tool, indexed by nbdist's keys."""
 
     kind: str
-    """What wrote it: "safetensors", "FSDP (torch.distributed.checkpoint)"."""
-    keys: dict[str, Entry] = field(default_factory=dict)
+    """Format: "safetensors", "FSDP (torch.distributed.checkpoint)"."""
+    keys: dict[str, TensorEntry] = field(default_factory=dict)
     """`model.<fqn>`, `optim.state.<fqn>.<name>`."""
-    counts: dict[str, dict[str, float]] = field(default_factory=dict)
+    scalar_state: dict[str, dict[str, float]] = field(default_factory=dict)
     """Parameter -> scalar state of the optimizer."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Another name of a tied parameter -> the first."""
+    """Additional name of a tied parameter -> its first name."""
     notes: list[str] = field(default_factory=list)
-    """What is in the folder and was not taken."""
-    parts: dict[str, list[Part]] = field(default_factory=dict)
+    """Notes on content that is not loaded."""
+    parts: dict[str, list[TensorPart]] = field(default_factory=dict)
 
-    def add(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, *parts: Part) -> None:
-        """Note a tensor, or more parts of it.
+    def add_tensor(
+        self, key: str, shape: tuple[int, ...], dtype: torch.dtype, *parts: TensorPart
+    ) -> None:
+        """Add a tensor, or more parts of it.
 
         Raises:
-            CheckpointError: it is there already, otherwise.
+            CheckpointError: the key exists with another shape or dtype.
         """
-        entry = Entry(tuple(shape), dtype)
+        entry = TensorEntry(tuple(shape), dtype)
         if self.keys.setdefault(key, entry) != entry:
-            message = f"{shown(key)} stands in it twice, with different shapes or types."
+            message = f"The checkpoint has {printable(key)} twice, with different shapes or dtypes."
             raise CheckpointError(message)
         self.parts.setdefault(key, []).extend(parts)
 
-    def add_whole(self, key: str, tensor: torch.Tensor) -> None:
-        """Note a tensor that is there as a whole."""
+    def add_whole_tensor(self, key: str, tensor: torch.Tensor) -> None:
+        """Add a tensor that is in memory as a whole."""
         flat = tensor.detach().reshape(-1)
-        part = Part(0, flat.numel(), lambda start, stop: flat[start:stop])
-        self.add(key, tuple(tensor.shape), tensor.dtype, part)
+        part = TensorPart(0, flat.numel(), lambda start, stop: flat[start:stop])
+        self.add_tensor(key, tuple(tensor.shape), tensor.dtype, part)
 
-    def read(self, target: ShardMap) -> int:
-        """Fill the pieces of `target`, in place; returns the bytes that were read.
+    def read_into(self, target: ShardMap) -> int:
+        """Read into the pieces of `target` in place; return the number of bytes read.
 
         Raises:
-            CheckpointError: some elements are nowhere, or a file is damaged.
+            CheckpointError: elements are missing, or a file is damaged.
         """
         done = 0
         for key, shard in target.items():
             parts = sorted(self.parts[key], key=lambda part: part.start)
             for piece in shard.pieces:
                 for low, high, part in _cut(parts, piece.start, piece.stop, key):
-                    found = _fetched(part, low, high, key)
+                    values = _fetched(part, low, high, key)
                     room = piece.view[low - piece.start : high - piece.start]
                     with torch.no_grad():
-                        room.copy_(found)
-                    done += found.numel() * found.element_size()
+                        room.copy_(values)
+                    done += values.numel() * values.element_size()
         return done
 
-    def check(self) -> None:
-        """Refuse a checkpoint that lacks elements of a tensor.
+    def check_complete(self) -> None:
+        """Raise if elements of a tensor are missing.
 
         Raises:
-            CheckpointError: says of which.
+            CheckpointError: elements are missing. The message has the key.
         """
         for key, entry in self.keys.items():
             parts = sorted(self.parts[key], key=lambda part: part.start)
@@ -99,29 +101,33 @@ class Foreign:
                 pass
 
 
-def _cut(parts: list[Part], start: int, stop: int, key: str) -> list[tuple[int, int, Part]]:
-    """The parts that an interval is made of."""
-    found = []
-    at = start
-    place = max(bisect_right(parts, at, key=lambda part: part.start) - 1, 0)
-    while at < stop:
+def _cut(
+    parts: list[TensorPart], start: int, stop: int, key: str
+) -> list[tuple[int, int, TensorPart]]:
+    """Return the parts that cover an interval: start, stop and part."""
+    cuts = []
+    position = start
+    place = max(bisect_right(parts, position, key=lambda part: part.start) - 1, 0)
+    while position < stop:
         part = parts[place] if place < len(parts) else None
-        if part is None or not part.start <= at < part.stop:
-            message = f"element {at} of {shown(key)} is in no file; take another checkpoint."
+        if part is None or not part.start <= position < part.stop:
+            message = (
+                f"Element {position} of {printable(key)} is in no file. Load another checkpoint."
+            )
             raise CheckpointError(message)
         end = min(stop, part.stop)
-        found.append((at, end, part))
-        at, place = end, place + 1
-    return found
+        cuts.append((position, end, part))
+        position, place = end, place + 1
+    return cuts
 
 
-def _fetched(part: Part, low: int, high: int, key: str) -> torch.Tensor:
-    found = part.fetch(low, high)
-    if found.numel() != high - low:
-        message = f"{shown(key)} is shorter than it says; take another checkpoint."
+def _fetched(part: TensorPart, low: int, high: int, key: str) -> torch.Tensor:
+    values = part.fetch(low, high)
+    if values.numel() != high - low:
+        message = f"{printable(key)} has fewer elements than its shape. Load another checkpoint."
         raise CheckpointError(message)
-    return found
+    return values
 
 
-Names = Mapping[str, tuple[str, int, tuple[int, ...]]]
-"""Tensor in files -> key, first element there and shape of the whole: what a class renames."""
+RenamedTensors = Mapping[str, tuple[str, int, tuple[int, ...]]]
+"""Tensor name in files -> key, index of its first element there and shape of the whole tensor."""

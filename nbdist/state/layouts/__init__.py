@@ -1,11 +1,14 @@
-"""Where each engine keeps the state of a prepared model: one module for each engine.
+"""Layouts: where each engine stores the state of a prepared model, one module per engine.
 
-    layout = layouts.of(model, optimizers)
-    layout.weights(owned=True), layout.states(owned=True), layout.counts()     what there is
-    layout.allocate(names); fill layout.weights(owned=False) and .states(owned=False);
-    layout.settle(counts)                                                      what is taken over
+    layout = layouts.layout_for(model, optimizers)
+    layout.weights(owned=True)            this rank's shards of the weights
+    layout.optimizer_state(owned=True)    this rank's shards of element-wise optimizer state
+    layout.scalar_state()                 scalar optimizer state
+    layout.allocate_optimizer_state(...)  before writing to the shards with owned=False
+    layout.finalize_state(...)            after writing to them
 
-Knows attributes of torch 2.13 and deepspeed 0.19; `check` says in time when they are missing.
+The layouts use attributes of torch 2.13 and deepspeed 0.19; ``check_layout`` raises in advance if
+one is missing.
 """
 
 from __future__ import annotations
@@ -13,13 +16,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from nbdist.errors import SwitchError
-from nbdist.state.layouts.base import Layout, inside_compiled, is_engine
-from nbdist.state.layouts.ddp import Ddp
-from nbdist.state.layouts.free import free
-from nbdist.state.layouts.fsdp1 import Fsdp1
-from nbdist.state.layouts.fsdp2 import Fsdp2
-from nbdist.state.layouts.zero3 import Zero3
-from nbdist.state.layouts.zero12 import Zero
+from nbdist.state.layouts.base import Layout, is_deepspeed_engine, unwrap_compiled
+from nbdist.state.layouts.ddp import DdpLayout
+from nbdist.state.layouts.free import free_model
+from nbdist.state.layouts.fsdp1 import Fsdp1Layout
+from nbdist.state.layouts.fsdp2 import Fsdp2Layout
+from nbdist.state.layouts.zero3 import Zero3Layout
+from nbdist.state.layouts.zero12 import Zero12Layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,43 +30,49 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["Layout", "check", "free", "of"]
+__all__ = ["Layout", "check_layout", "free_model", "layout_for"]
 
-_KINDS: Final[tuple[type[Layout], ...]] = (Zero3, Zero, Fsdp1, Fsdp2, Ddp)
-"""In the order of asking; the last takes any model."""
+_KINDS: Final[tuple[type[Layout], ...]] = (
+    Zero3Layout,
+    Zero12Layout,
+    Fsdp1Layout,
+    Fsdp2Layout,
+    DdpLayout,
+)
+"""Layouts in the order in which they are tried; the last one accepts any model."""
 
 
-def of(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Layout:
+def layout_for(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Layout:
     """Return the layout of a prepared model; cheap, copies nothing.
 
     Args:
-        model: as `prepare()` returned it, compiled or not; a bare one counts as under DDP.
-        optimizers: those of its parameters, as `prepare()` returned them or torch's own inside;
-            under DeepSpeed the engine's own one counts.
+        model: model as returned by `prepare()`, compiled or not; a bare model is handled as DDP.
+        optimizers: the model's optimizers, as returned by `prepare()` or the torch optimizers
+            inside; ignored for DeepSpeed, whose engine has the optimizer.
 
     Raises:
-        SwitchError: an engine whose state nbdist cannot describe.
+        SwitchError: nbdist does not support the engine's optimizer.
     """
-    prepared = inside_compiled(model)
-    kind = next(kind for kind in _KINDS if kind.holds(prepared))
-    if kind is Ddp and is_engine(prepared):
-        made = type(getattr(prepared, "optimizer", None)).__name__
+    prepared = unwrap_compiled(model)
+    kind = next(kind for kind in _KINDS if kind.is_layout_of(prepared))
+    if kind is DdpLayout and is_deepspeed_engine(prepared):
+        optimizer_class = type(getattr(prepared, "optimizer", None)).__name__
         message = (
-            f"DeepSpeed trains this model with its {made}, whose state nbdist cannot move; use one"
-            " of the session's backends zero1, zero2 and zero3 without a config that replaces it."
+            f"nbdist cannot reshard the state of this model: DeepSpeed replaced the optimizer with"
+            f" its {optimizer_class}. Use backend zero1, zero2 or zero3 without a config that"
+            " replaces the optimizer."
         )
         raise SwitchError(message)
     return kind(prepared, optimizers)
 
 
-def check(model: nn.Module) -> None:
-    """Find out whether an engine keeps its state where nbdist will look for it.
+def check_layout(model: nn.Module) -> None:
+    """Check that an engine has the attributes that its layout uses; changes nothing.
 
-    Touches nothing. To be called before the state is needed: libraries move such things
-    between releases.
+    Called before the state is needed, because private attributes of libraries change between
+    releases.
 
     Raises:
-        SwitchError: an attribute is missing, or the model is cut in a way that nbdist cannot
-            describe.
+        SwitchError: an attribute is missing, or the sharding is not supported.
     """
-    of(model).check()
+    layout_for(model).check_attributes()

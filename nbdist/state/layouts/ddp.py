@@ -1,10 +1,10 @@
-"""DDP, and a model without an engine: every rank has everything."""
+"""Layout of DDP and of models without an engine: every rank has the whole state."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.state.layouts.base import Layout, Place
+from nbdist.state.layouts.base import Layout, ParameterPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class Ddp(Layout):
-    """Parameters and state are whole; each rank owns an even share of each."""
+class DdpLayout(Layout):
+    """Layout of DDP: parameters and state are whole; each rank owns an even part of each."""
 
     @classmethod
-    def holds(cls, model: nn.Module) -> bool:  # noqa: ARG003 - any model can be read so
-        """Return True: a model under no other engine has its own parameters."""
+    def is_layout_of(cls, model: nn.Module) -> bool:  # noqa: ARG003 - accepts any model
+        """Return True: the layout fits any model that no other engine has wrapped."""
         return True
 
-    def places(self) -> Iterator[Place]:
-        """Each parameter is where the module has it."""
+    def placements(self) -> Iterator[ParameterPlacement]:
+        """Yield the parameters of the module as whole placements."""
         for name, parameter in self.named_parameters():
-            yield self.replica(name, parameter)
+            yield self.whole_placement(name, parameter)
 
-    def internals(self) -> Iterator[tuple[object, str]]:
-        """Return nothing: modules and optimizers are torch's public interface."""
+    def required_attributes(self) -> Iterator[tuple[object, str]]:
+        """Yield nothing: only public attributes of torch are used."""
         yield from ()

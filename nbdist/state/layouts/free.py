@@ -1,8 +1,8 @@
-"""Emptying an engine, so that its memory is free whoever still refers to it.
+"""Freeing of an engine's memory even if references to its objects remain.
 
 deepspeed 0.19.8: after `engine.destroy()` all tensors of a ZeRO-3 engine are still reachable
-from its parameters, modules and hooks; a variable, a traceback or a figure of the notebook
-that holds one of them would hold them all.
+from its parameters, modules and hooks. A single variable or traceback that refers to one of them
+would keep all of them alive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from nbdist.state.layouts.base import innermost, inside_compiled, is_engine
+from nbdist.state.layouts.base import innermost_optimizer, is_deepspeed_engine, unwrap_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""What any module has, and what printing or collecting one needs."""
+"""Attributes of every module, which printing and garbage collection need."""
 
 
 @torch.no_grad()
-def free(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
-    """Let go of all tensors of a prepared model, its engine and its optimizers.
+def free_model(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
+    """Free all tensors of a prepared model, its engine and its optimizers.
 
-    The objects stay as empty shells that compute nothing any more; a second call does nothing.
-    No collective. What the caller wants of them (`param_groups`, buffers) must have been taken
-    before. Parameters are emptied in place: also for another model that shares them.
+    The objects remain as unusable empty shells; a second call does nothing. Not a collective. The
+    caller must read what it needs (`param_groups`, buffers) before. Parameters are emptied in
+    place, which also affects other models that share them.
 
     Args:
-        model: as `prepare()` returned it.
-        optimizers: likewise, or torch's own.
+        model: model as returned by `prepare()`.
+        optimizers: optimizers as returned by `prepare()`, or torch's own.
     """
-    modules, prepared = list(model.modules()), inside_compiled(model)
+    modules, prepared = list(model.modules()), unwrap_compiled(model)
     parameters = [*model.parameters(), *model.buffers()]
-    for optimizer in map(innermost, optimizers):
+    for optimizer in map(innermost_optimizer, optimizers):
         _free_optimizer(optimizer)
-    if is_engine(prepared):
+    if is_deepspeed_engine(prepared):
         _free_deepspeed(prepared)
     for module in modules:
         if isinstance(module, FSDPModule):
@@ -58,19 +58,19 @@ def free(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
 
 
 def _free_optimizer(optimizer: Any) -> None:
-    """Empty torch's own optimizer; its groups keep their options."""
+    """Free a torch optimizer; its groups keep their options."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = []
 
 
 def _free_deepspeed(engine: Any) -> None:
-    """Empty an engine and its optimizer."""
+    """Free a DeepSpeed engine and its optimizer."""
     zero = vars(engine).get("optimizer")
     try:
         engine.destroy()
-    except Exception as error:  # noqa: BLE001 - half-built engines fail in their own ways
-        log.debug("deepspeed could not end an engine: %s", error)
+    except Exception as error:  # noqa: BLE001 - partly built engines may raise anything
+        log.debug("deepspeed could not destroy an engine: %s", error)
     inner = getattr(zero, "optimizer", None)
     if inner is not None:
         _free_optimizer(inner)
@@ -82,22 +82,22 @@ def _free_deepspeed(engine: Any) -> None:
 
 
 def _free_fsdp1(module: FullyShardedDataParallel) -> list[torch.Tensor]:
-    """Empty the flat parameter of a unit; returns what is to be emptied of it."""
+    """Detach the flat parameter of an FSDP1 unit; return its tensors, to be freed."""
     handle = getattr(module, "_handle", None)
     flat = getattr(handle, "flat_param", None)
     if flat is None:
         return []
-    found = [one for one in vars(flat).values() if isinstance(one, torch.Tensor)]
+    tensors = [value for value in vars(flat).values() if isinstance(value, torch.Tensor)]
     vars(handle).clear()
-    return [flat, *found]
+    return [flat, *tensors]
 
 
 def _free_fsdp2(module: Any) -> None:
-    """Empty the groups of a unit, whose objects hold shards beside the module's parameters."""
+    """Free the parameter groups of an FSDP2 unit, which refer to shards too."""
     state = module._get_fsdp_state()  # noqa: SLF001
     for group in state._fsdp_param_groups:  # noqa: SLF001
-        for one in group.fsdp_params:
-            vars(one).clear()
+        for parameter in group.fsdp_params:
+            vars(parameter).clear()
         vars(group.comm_ctx).clear()
         vars(group).clear()
     state._fsdp_param_groups.clear()  # noqa: SLF001
@@ -105,7 +105,7 @@ def _free_fsdp2(module: Any) -> None:
 
 
 def _free_tensor(tensor: torch.Tensor) -> None:
-    """Take a tensor's storage and gradient away; what DeepSpeed hung on it goes too."""
+    """Free a tensor's storage and gradient, and the attributes that DeepSpeed added."""
     tensor.grad = None
     if isinstance(tensor, DTensor):
         tensor._local_tensor = torch.empty(0)  # noqa: SLF001
@@ -115,8 +115,9 @@ def _free_tensor(tensor: torch.Tensor) -> None:
 
 
 def _free_module(module: nn.Module) -> None:
-    """Empty a module but for its children; DDP's reducer has a copy of all gradients."""
+    """Free a module's own tensors and hooks, not its children."""
     attributes = vars(module)
+    # DDP's reducer has a copy of all gradients.
     for name in ("reducer", "logger", "_original_parameters", "ds_inflight_param_registry"):
         attributes.pop(name, None)
     for name, value in list(attributes.items()):

@@ -1,7 +1,7 @@
-"""FSDP1: the parameters of a unit lie one after the other in a flat one, which is cut evenly.
+"""Layout of FSDP1: the parameters of a unit are concatenated in a flat parameter, split evenly.
 
 Source: torch 2.13, torch/distributed/fsdp/_flat_param.py: `FlatParameter` lists its original
-parameters, `_ShardParamInfo` says which part of each is in this rank's shard. The shard is
+parameters, `_ShardParamInfo` has the part of each that is in this rank's shard. The shard is
 `_local_shard` from the first forward on, and the flat parameter's own data before it.
 """
 
@@ -14,7 +14,14 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 
 from nbdist.errors import SwitchError
 from nbdist.state import collectives
-from nbdist.state.layouts.base import Counts, Layout, Place, bare, check_world, plain
+from nbdist.state.layouts.base import (
+    Layout,
+    ParameterPlacement,
+    ScalarState,
+    bare_name,
+    check_group_size,
+    unwrap_engine,
+)
 from nbdist.state.shards import Shard
 
 if TYPE_CHECKING:
@@ -25,59 +32,65 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Fsdp1(Layout):
-    """What an optimizer steps is this rank's part of the original parameter.
+class Fsdp1Layout(Layout):
+    """Layout of FSDP1.
 
-    With `use_orig_params=False` it is the flat parameter.
+    The optimizer steps this rank's part of the original parameters, or the flat parameter with
+    `use_orig_params=False`.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Return to shards first.
-
-        An evaluation leaves the outermost unit whole; an error or Stop within a forward or a
-        backward leaves any of them so, and torch then takes them to be still at work.
-        """
+        """Reshard all units first."""
+        # Evaluation leaves the root unit gathered. An error or interrupt within a forward or
+        # backward pass leaves any unit gathered and its training state not IDLE.
         super().__init__(model, optimizers)
         self._reshard()
 
     @classmethod
-    def holds(cls, model: nn.Module) -> bool:
-        """Whether any module is wrapped by FSDP1."""
-        return any(isinstance(one, FullyShardedDataParallel) for one in bare(model).modules())
+    def is_layout_of(cls, model: nn.Module) -> bool:
+        """Return whether any module is wrapped by FSDP1."""
+        return any(
+            isinstance(module, FullyShardedDataParallel)
+            for module in unwrap_engine(model).modules()
+        )
 
-    def places(self) -> Iterator[Place]:
-        """Each original parameter in its unit's flat one; ignored ones are whole."""
-        found = {place.name: place for handle in self._handles() for place in self._inside(handle)}
-        flat = {id(one) for handle in self._handles() for one in _parameters(handle)}
+    def placements(self) -> Iterator[ParameterPlacement]:
+        """Yield the placement of each parameter in its flat parameter; ignored ones are whole."""
+        places = {place.name: place for handle in self._handles() for place in self._inside(handle)}
+        flat = {
+            id(flat_parameter)
+            for handle in self._handles()
+            for flat_parameter in _parameters(handle)
+        }
         for name, parameter in self.named_parameters():
             if id(parameter) not in flat:
-                found[name] = self.replica(name, parameter)
-        yield from found.values()
+                places[name] = self.whole_placement(name, parameter)
+        yield from places.values()
 
-    def states(self, *, owned: bool) -> dict[str, dict[str, Shard]]:
-        """As everywhere, with the keys of what only other ranks have. A collective."""
-        found = super().states(owned=owned)
+    def optimizer_state(self, *, owned: bool) -> dict[str, dict[str, Shard]]:
+        """Return the optimizer state, with the keys that only other ranks have. A collective."""
+        own_states = super().optimizer_state(owned=owned)
         kinds = {
             name: {state: (shard.shape, shard.dtype) for state, shard in tensors.items()}
-            for name, tensors in found.items()
+            for name, tensors in own_states.items()
         }
-        for others in collectives.everyones(kinds):
-            for name, states in others.items():
+        for rank_kinds in collectives.all_gather_values(kinds):
+            for name, states in rank_kinds.items():
                 for state, (shape, dtype) in states.items():
                     nothing = Shard(shape=shape, dtype=dtype)
-                    found.setdefault(name, {}).setdefault(state, nothing)
-        return found
+                    own_states.setdefault(name, {}).setdefault(state, nothing)
+        return own_states
 
-    def counts(self) -> Counts:
-        """As everywhere, with those of what only other ranks have. A collective."""
-        found: Counts = {}
-        for others in collectives.everyones(super().counts()):
-            for name, scalars in others.items():
-                found.setdefault(name, scalars)
-        return found
+    def scalar_state(self) -> ScalarState:
+        """Return the scalar state, including that of other ranks. A collective."""
+        counts: ScalarState = {}
+        for rank_counts in collectives.all_gather_values(super().scalar_state()):
+            for name, scalars in rank_counts.items():
+                counts.setdefault(name, scalars)
+        return counts
 
     def refresh(self) -> None:
-        """Return to shards, so that the next forward gathers what was filled."""
+        """Reshard, so that the next forward gathers the written values."""
         self._reshard()
 
     def _reshard(self) -> None:
@@ -92,22 +105,22 @@ class Fsdp1(Layout):
                 handle._prefetched = False  # noqa: SLF001
 
     def _units(self) -> Iterator[Any]:
-        """Wrapped modules with parameters."""
+        """Yield the FSDP1 units that have parameters."""
         for module in self.model.modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:  # noqa: SLF001
                 yield module
 
     def _handles(self) -> Iterator[Any]:
-        """FSDP1's own objects around each flat parameter."""
+        """Yield FSDP1's handle of each flat parameter."""
         for unit in self._units():
             yield unit._handle  # noqa: SLF001
 
-    def _inside(self, handle: Any) -> Iterator[Place]:
-        """Find the original parameters of one flat one."""
+    def _inside(self, handle: Any) -> Iterator[ParameterPlacement]:
+        """Yield the placements of the original parameters of a flat parameter."""
         flat = handle.flat_param
         if handle.uses_sharded_strategy:
-            check_world(handle.process_group.size(), "FSDP1")
-        names = {id(module): plain(name) for name, module in self.model.named_modules()}
+            check_group_size(handle.process_group.size(), "FSDP1")
+        names = {id(module): bare_name(name) for name, module in self.model.named_modules()}
         shard = getattr(flat, "_local_shard", None)
         shard = flat.detach() if shard is None else shard.detach()
         for index, info in enumerate(flat._param_infos):  # noqa: SLF001
@@ -116,34 +129,39 @@ class Fsdp1(Layout):
                 _refuse_order(name)
             yield self._part(handle, index, name, shard)
 
-    def _part(self, handle: Any, index: int, name: str, shard: torch.Tensor) -> Place:
-        """Find one original parameter in a shard."""
+    def _part(self, handle: Any, index: int, name: str, shard: torch.Tensor) -> ParameterPlacement:
+        """Return the placement of an original parameter in this rank's shard."""
         flat = handle.flat_param
         shape, part = tuple(flat._shapes[index]), flat._shard_param_infos[index]  # noqa: SLF001
         originals = flat._params  # noqa: SLF001
         if not part.in_shard:
-            # torch steps it on other ranks only: its gradient here is None.
-            return Place(name=name, shape=shape, weight=shard[:0])
+            # Stepped on other ranks only: its gradient here is None.
+            return ParameterPlacement(name=name, shape=shape, weight=shard[:0])
         start, offset = part.intra_param_start_idx, part.offset_in_shard
         weight = shard.narrow(0, offset, part.numel_in_shard)
-        stepped = self.if_stepped(flat if originals is None else originals[index])
+        stepped = self.optimizer_tensor_or_none(flat if originals is None else originals[index])
         if originals is not None:
-            offset = 0  # of what is stepped
+            offset = 0  # in the stepped tensor
         if not handle.uses_sharded_strategy:
-            return Place(
+            return ParameterPlacement(
                 name=name,
                 shape=shape,
                 weight=weight,
-                whole=True,
-                stepped=stepped,
-                offset=offset,
+                is_whole=True,
+                optimizer_tensor=stepped,
+                optimizer_offset=offset,
             )
-        return Place(
-            name=name, shape=shape, weight=weight, start=start, stepped=stepped, offset=offset
+        return ParameterPlacement(
+            name=name,
+            shape=shape,
+            weight=weight,
+            start=start,
+            optimizer_tensor=stepped,
+            optimizer_offset=offset,
         )
 
-    def internals(self) -> Iterator[tuple[object, str]]:
-        """Return what is used of the handles; looking at the places checks the cut."""
+    def required_attributes(self) -> Iterator[tuple[object, str]]:
+        """Yield the required attributes of the handles; iterating also checks the sharding."""
         for handle in self._handles():
             yield (
                 handle,
@@ -158,15 +176,15 @@ class Fsdp1(Layout):
 
 
 def _parameters(handle: Any) -> list[nn.Parameter]:
-    """Parameters of modules that are views of a flat one, and that one itself."""
+    """Return a flat parameter and the module parameters that are views of it."""
     flat = handle.flat_param
     return [flat, *(flat._params or ()), *(flat._shared_params or ())]  # noqa: SLF001
 
 
 def _refuse_order(name: str) -> None:
-    """Say that a parameter's elements are not in the order that other engines have."""
+    """Raise the error for a parameter that is not in row-major memory order."""
     message = (
-        f"{name} is in another memory order than row by row, and FSDP1 keeps it so in its flat"
-        " parameter; use model.to(memory_format=torch.contiguous_format) before prepare()."
+        f"{name} is not in row-major memory order, which FSDP1 preserves in its flat parameter."
+        " Call model.to(memory_format=torch.contiguous_format) before prepare()."
     )
     raise SwitchError(message)

@@ -1,10 +1,11 @@
-"""FSDP2: each parameter is a DTensor, cut in blocks of rows.
+"""Layout of FSDP2: each parameter is a DTensor, sharded by rows.
 
-The mesh has one axis, or two: shards inside a node, replicas across nodes. What replicas hold is
-equal, bit by bit, for they began equal and reduce their gradients together; each owns an even part.
+The device mesh has one dimension, or two with HSDP: shards within a node, replicas across nodes.
+Replicas are bitwise equal, since they start equal and reduce gradients together; each owns an
+even part.
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`:
-`torch.chunk` of dimension 0, the last ranks with fewer rows or none.
+`torch.chunk` of dimension 0; the last ranks have fewer rows or none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nbdist.errors import SwitchError
-from nbdist.state.layouts.base import Layout, Place, bare, check_world
+from nbdist.state.layouts.base import Layout, ParameterPlacement, check_group_size, unwrap_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,18 +28,16 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _CUTS = ((Shard(0),), (Replicate(), Shard(0)))
-"""Placements by mesh axis: over all ranks, or inside a node and repeated across nodes."""
+"""Supported placements per mesh dimension: over all ranks, or within a node and replicated."""
 
 
-class Fsdp2(Layout):
-    """What an optimizer steps is the DTensor; this rank's rows are its local tensor."""
+class Fsdp2Layout(Layout):
+    """Layout of FSDP2: the optimizer steps the DTensor, whose local tensor has this rank's rows."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Return to shards first.
-
-        An evaluation leaves the outermost unit whole; an error or Stop within a forward or a
-        backward leaves any of them so, and torch then takes them to be still at work.
-        """
+        """Reshard all units first."""
+        # Evaluation leaves the root unit gathered. An error or interrupt within a forward or
+        # backward pass leaves any unit gathered and its training state not IDLE.
         super().__init__(model, optimizers)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -48,42 +47,42 @@ class Fsdp2(Layout):
                 module.reshard()
 
     @classmethod
-    def holds(cls, model: nn.Module) -> bool:
-        """Whether any of a model's modules was given to `fully_shard`."""
-        return any(isinstance(module, FSDPModule) for module in bare(model).modules())
+    def is_layout_of(cls, model: nn.Module) -> bool:
+        """Return whether `fully_shard` was applied to any module of a model."""
+        return any(isinstance(module, FSDPModule) for module in unwrap_engine(model).modules())
 
-    def places(self) -> Iterator[Place]:
-        """Each parameter's rows on this rank; what FSDP was told to ignore is whole."""
+    def placements(self) -> Iterator[ParameterPlacement]:
+        """Yield the placement of this rank's rows of each parameter; ignored ones are whole."""
         for name, parameter in self.named_parameters():
             if isinstance(parameter, DTensor):
                 yield self._cut(name, parameter)
             else:
-                yield self.replica(name, parameter)
+                yield self.whole_placement(name, parameter)
 
-    def _cut(self, name: str, parameter: DTensor) -> Place:
-        """Find this rank's rows of a parameter."""
+    def _cut(self, name: str, parameter: DTensor) -> ParameterPlacement:
+        """Return the placement of this rank's rows of a parameter."""
         _check_cut(name, parameter)
         mesh, shape = parameter.device_mesh, tuple(parameter.shape)
-        cut = mesh.ndim - 1  # the axis of the shards
+        cut = mesh.ndim - 1  # the mesh dimension that shards
         with torch.no_grad():
             local = parameter.to_local().detach()
         rows = -(-shape[0] // mesh.size(cut))
         first = min(shape[0], mesh.get_local_rank(cut) * rows)
-        here = min(shape[0], first + rows) - first
-        if local.shape != (here, *shape[1:]) or not local.is_contiguous():
-            self._refuse_version("DTensor", f"rows {first} to {first + here} of {name} here")
-        return Place(
+        local_rows = min(shape[0], first + rows) - first
+        if local.shape != (local_rows, *shape[1:]) or not local.is_contiguous():
+            self._refuse_version("DTensor", f"rows {first} to {first + local_rows} of {name} here")
+        return ParameterPlacement(
             name=name,
             shape=shape,
             weight=local.view(-1),
             start=first * math.prod(shape[1:]),
-            copy=mesh.get_local_rank(0) if cut else 0,
-            copies=mesh.size(0) if cut else 1,
-            stepped=self.if_stepped(parameter),
+            replica_index=mesh.get_local_rank(0) if cut else 0,
+            num_replicas=mesh.size(0) if cut else 1,
+            optimizer_tensor=self.optimizer_tensor_or_none(parameter),
         )
 
-    def internals(self) -> Iterator[tuple[object, str]]:
-        """Return what is used of DTensor, of all parameters, which also checks their cut."""
+    def required_attributes(self) -> Iterator[tuple[object, str]]:
+        """Yield the required attributes of units and DTensors; also checks the sharding."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 yield module, "reset_iter_state"
@@ -94,14 +93,14 @@ class Fsdp2(Layout):
 
 
 def _check_cut(name: str, parameter: DTensor) -> None:
-    """Refuse a mesh of more axes and a cut along another dimension."""
+    """Raise if the mesh or the sharded dimension is not supported."""
     mesh = parameter.device_mesh
     if tuple(parameter.placements) not in _CUTS:
         cut = ", ".join(map(str, parameter.placements))
         message = (
-            f"{name} is laid out as ({cut}) over {mesh.ndim} mesh axes; nbdist moves the state of"
-            " FSDP2 models whose parameters are all cut along dimension 0 over the last axis, and"
-            " repeated over one axis before it at most."
+            f"{name} has placements ({cut}) over {mesh.ndim} mesh dimensions. nbdist supports FSDP2"
+            " models whose parameters are all sharded along dimension 0 over the last mesh"
+            " dimension, and replicated over at most one dimension before it."
         )
         raise SwitchError(message)
-    check_world(mesh.size(), "FSDP2")
+    check_group_size(mesh.size(), "FSDP2")

@@ -1,11 +1,11 @@
-"""ZeRO-1 and ZeRO-2: each parameter group is one flat tensor, of which each rank steps a part.
+"""Layout of ZeRO-1 and ZeRO-2: each parameter group is a flat tensor; each rank steps a part.
 
 Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, and runtime/bf16_optimizer.py, which
-takes the place of stage 1 where a user's config has bf16 and `grad_accum_dtype` fp32. A
-group's parameters follow each other, in another order under `round_robin_gradients`, and each
-rank has the master of an equal part of that in a flat fp32 tensor. `_hp_mapping`, by which a
-parameter should find its part, forgets that order. Frozen parameters are whole on every rank,
-in the type that DeepSpeed computes in.
+replaces stage 1 if the user's config has bf16 and `grad_accum_dtype` fp32. The parameters of a
+group are concatenated, in another order with `round_robin_gradients`, and each rank has the fp32
+master weights of an equal part in a flat tensor. DeepSpeed's own map from parameters to parts,
+`_hp_mapping`, ignores that order. Frozen parameters are whole on every rank, in DeepSpeed's
+compute dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from nbdist.state import collectives
-from nbdist.state.layouts.base import Layout, Place, check_world, is_engine
+from nbdist.state.layouts.base import (
+    Layout,
+    ParameterPlacement,
+    check_group_size,
+    is_deepspeed_engine,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,105 +35,105 @@ _ATTRIBUTES: Mapping[str, tuple[str, str]] = {
     _WITH_ORDER: ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
     "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition"),
 }
-"""Class of the engine's optimizer -> its parameters in order by group, its masters by group."""
+"""Class of the engine's optimizer -> attributes with parameters and master weights per group."""
 
 
-class OfDeepSpeed(Layout):
-    """What all stages have in common: the engine's own optimizer, and torch's inside it."""
+class DeepSpeedLayout(Layout):
+    """Base of the layouts of all ZeRO stages: the engine's optimizer and torch's inside it."""
 
     library: ClassVar[str] = "deepspeed"
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:  # noqa: ARG002 - the engine's own one counts
-        """Look at an engine; for Adagrad deepspeed 0.19 makes another optimizer than the given."""
-        self.zero: Any = model.optimizer
-        inner = getattr(self.zero, "optimizer", None)
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:  # noqa: ARG002 - see below
+        # The engine's optimizer, not the user's: deepspeed 0.19 replaces Adagrad.
+        self.zero_optimizer: Any = model.optimizer
+        inner = getattr(self.zero_optimizer, "optimizer", None)
         super().__init__(model, () if inner is None else (inner,))
 
     def _state_dtype(self, stepped: torch.Tensor, named: torch.dtype) -> torch.dtype:
-        """As everywhere; DeepSpeed's CPU optimizers may keep fp32 state for bf16 masters."""
+        """Return the state dtype; DeepSpeed's CPU optimizers may use fp32 for bf16 masters."""
         if named.is_floating_point and getattr(self.optimizers[0], "fp32_optimizer_states", False):
             return torch.float32
         return super()._state_dtype(stepped, named)
 
 
-class Zero(OfDeepSpeed):
-    """What an optimizer steps is this rank's part of a group's flat master."""
+class Zero12Layout(DeepSpeedLayout):
+    """Layout of ZeRO-1 and 2: the optimizer steps this rank's part of a group's flat master."""
 
     @classmethod
-    def holds(cls, model: nn.Module) -> bool:
-        """Whether a model is an engine of stage 1 or 2."""
-        return is_engine(model) and type(model.optimizer).__name__ in _ATTRIBUTES
+    def is_layout_of(cls, model: nn.Module) -> bool:
+        """Return whether a model is a DeepSpeed engine of stage 1 or 2."""
+        return is_deepspeed_engine(model) and type(model.optimizer).__name__ in _ATTRIBUTES
 
-    def _groups(self) -> Iterator[_Group]:
-        """Parameter groups with this rank's part of each."""
-        names = _ATTRIBUTES[type(self.zero).__name__]
-        ordered, masters = (getattr(self.zero, name) for name in names)
-        processes = self.zero.real_dp_process_group
-        offsets = getattr(self.zero, "round_robin_bit16_offsets", None)
+    def _groups(self) -> Iterator[_FlatParamGroup]:
+        """Yield the parameter groups with this rank's part of each."""
+        names = _ATTRIBUTES[type(self.zero_optimizer).__name__]
+        ordered, masters = (getattr(self.zero_optimizer, name) for name in names)
+        processes = self.zero_optimizer.real_dp_process_group
+        offsets = getattr(self.zero_optimizer, "round_robin_bit16_offsets", None)
         for index, (parameters, master) in enumerate(zip(ordered, masters, strict=True)):
-            check_world(collectives.size(processes[index]), "DeepSpeed")
-            sizes = [one.numel() for one in parameters]
+            check_group_size(collectives.group_size(processes[index]), "DeepSpeed")
+            sizes = [parameter.numel() for parameter in parameters]
             starts = [0, *accumulate(sizes)][:-1] if offsets is None else offsets[index]
             first = collectives.rank(processes[index]) * master.numel()
-            yield _Group(dict(zip(map(id, parameters), starts, strict=True)), master, first)
+            yield _FlatParamGroup(
+                dict(zip(map(id, parameters), starts, strict=True)), master, first
+            )
 
-    def places(self) -> Iterator[Place]:
-        """Each trainable parameter's part of the master; all others in the module."""
-        groups = {one: group for group in self._groups() for one in group.starts}
+    def placements(self) -> Iterator[ParameterPlacement]:
+        """Yield placements: trainable parameters in the master weights, others in the module."""
+        groups = {parameter_id: group for group in self._groups() for parameter_id in group.starts}
         for name, parameter in self.named_parameters():
             if id(parameter) in groups:
                 yield groups[id(parameter)].place(name, parameter)
             else:
-                yield self.replica(name, parameter)
+                yield self.whole_placement(name, parameter)
 
     def refresh(self) -> None:
-        """Renew weights from the masters on all ranks, and the parameters' links to state.
-
-        deepspeed 0.19.8, stage_1_and_2.py, `_lazy_init_hp_params_optimizer_state`: links once,
-        right after group 0 was stepped, so that of later groups is missing.
-        """
-        ordered = getattr(self.zero, _ATTRIBUTES[type(self.zero).__name__][0])
-        if not all(hasattr(one, "_hp_mapping") for group in ordered for one in group):
-            # Of its own Adagrad, made with one group, deepspeed links that group alone. A view
-            # of the master that was made without gradients cannot be looked at after a step.
+        """Update weights from the master weights, and the parameters' references to state."""
+        # deepspeed 0.19.8, stage_1_and_2.py: _lazy_init_hp_params_optimizer_state runs once, right
+        # after the step of group 0, when the state of later groups does not exist.
+        ordered = getattr(self.zero_optimizer, _ATTRIBUTES[type(self.zero_optimizer).__name__][0])
+        if not all(hasattr(parameter, "_hp_mapping") for group in ordered for parameter in group):
+            # For its own Adagrad, created with one group, deepspeed links only that group. Grad
+            # mode: a view of the master made under no_grad cannot be accessed after a step.
             with torch.enable_grad():
-                self.zero._link_all_hp_params()  # noqa: SLF001
-        self.zero._hp_optimizer_states_linked = False  # noqa: SLF001
-        if all(self.zero.optimizer.state.get(group.master) for group in self._groups()):
-            self.zero._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
-        self.zero.update_lp_params()
+                self.zero_optimizer._link_all_hp_params()  # noqa: SLF001
+        self.zero_optimizer._hp_optimizer_states_linked = False  # noqa: SLF001
+        if all(self.zero_optimizer.optimizer.state.get(group.master) for group in self._groups()):
+            self.zero_optimizer._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
+        self.zero_optimizer.update_lp_params()
 
-    def internals(self) -> Iterator[tuple[object, str]]:
-        """Return what is used of the engine's optimizer and of its parameters."""
-        yield self.zero, "optimizer update_lp_params _lazy_init_hp_params_optimizer_state"
-        yield self.zero, " ".join(_ATTRIBUTES[type(self.zero).__name__])
-        yield self.zero, "real_dp_process_group"
-        if type(self.zero).__name__ == _WITH_ORDER:
-            yield self.zero, "round_robin_bit16_offsets"
+    def required_attributes(self) -> Iterator[tuple[object, str]]:
+        """Yield the required attributes of the engine's optimizer."""
+        yield self.zero_optimizer, "optimizer update_lp_params _lazy_init_hp_params_optimizer_state"
+        yield self.zero_optimizer, " ".join(_ATTRIBUTES[type(self.zero_optimizer).__name__])
+        yield self.zero_optimizer, "real_dp_process_group"
+        if type(self.zero_optimizer).__name__ == _WITH_ORDER:
+            yield self.zero_optimizer, "round_robin_bit16_offsets"
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Parameters that follow each other, and one rank's part of all of them."""
+class _FlatParamGroup:
+    """Concatenated parameters of a group, and one rank's part of them."""
 
     starts: dict[int, int]
-    """Identity of a parameter -> where its elements begin in the group."""
+    """id() of a parameter -> index of its first element in the group."""
     master: torch.Tensor
     first: int
-    """Where the master's elements begin in the group."""
+    """Index of the master's first element in the group."""
 
-    def place(self, name: str, parameter: torch.Tensor) -> Place:
-        """Find a parameter's part in this rank's master."""
+    def place(self, name: str, parameter: torch.Tensor) -> ParameterPlacement:
+        """Return the placement of a parameter in this rank's master weights."""
         begin = self.starts[id(parameter)]
         low = max(begin, self.first)
         high = min(begin + parameter.numel(), self.first + self.master.numel())
         if low >= high:
             low = high = self.first
-        return Place(
+        return ParameterPlacement(
             name=name,
             shape=tuple(parameter.shape),
             weight=self.master.detach().narrow(0, low - self.first, high - low),
             start=low - begin if low < high else 0,
-            stepped=self.master,
-            offset=low - self.first,
+            optimizer_tensor=self.master,
+            optimizer_offset=low - self.first,
         )

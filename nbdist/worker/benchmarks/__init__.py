@@ -1,1 +1,1 @@
-"""Short measurements: bandwidth between ranks and devices, and of a disk."""
+"""Short benchmarks of collectives, devices and disks."""

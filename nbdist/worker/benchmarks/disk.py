@@ -1,7 +1,7 @@
-"""How fast a disk is written and read, past the page cache; runs on a rank.
+"""Benchmarks writing to and reading from a disk, bypassing the page cache.
 
-All ranks of a machine do it at once, each with a file that has no name, so that nothing is left
-whatever ends the process.
+All ranks of a node run it at the same time, each with an unnamed temporary file, which disappears
+even if the process is killed.
 """
 
 from __future__ import annotations
@@ -15,93 +15,94 @@ import time
 from pathlib import Path
 from typing import Any
 
-CHUNK = 8 << 20
-MOST = 256 << 20
-"""Bytes that one rank writes."""
-LONGEST_S = 1.0
-"""A slow disk is written for no longer."""
-SHARE_OF_ROOM = 32
-"""Of what is free on it, one rank writes no more than one part in so many."""
+CHUNK_BYTES = 8 << 20
+MAX_WRITE_BYTES = 256 << 20
+"""Maximum bytes that one rank writes."""
+MAX_WRITE_S = 1.0
+"""Maximum duration of writing to a slow disk."""
+FREE_SPACE_DIVISOR = 32
+"""One rank writes at most 1/32 of the free space."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 _DASH = "-"
-"""In mountinfo, before the type of the file system."""
+"""Field of mountinfo before the type of the file system."""
 
 
-class Trial:
-    """One rank's file: opened, written, read, closed, each step by all ranks together.
+class DiskBenchmark:
+    """Benchmark of one rank: open, write, read and close a file.
+
+    All ranks call each step at the same time.
 
     Args:
-        folder: on the disk.
+        folder: a folder on the disk.
     """
 
     def __init__(self, folder: str) -> None:
-        """Open nothing yet."""
         self._folder = Path(folder).expanduser()
-        self._chunk = mmap.mmap(-1, CHUNK)  # aligned as direct access needs it
-        self._chunk.write(os.urandom(CHUNK))  # some file systems compress
+        self._chunk = mmap.mmap(-1, CHUNK_BYTES)  # aligned, which direct I/O requires
+        self._chunk.write(os.urandom(CHUNK_BYTES))  # some file systems compress
         self._direct = False
         self._written = 0
 
     def open(self) -> None:
-        """Make the file, past the page cache where the file system can.
+        """Create the file, with direct I/O if the file system supports it.
 
         Raises:
-            OSError: the folder cannot be written to, or has no room.
+            OSError: the folder cannot be written to or has too little free space.
         """
         self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by `close`
-        room = shutil.disk_usage(self._folder).free // SHARE_OF_ROOM
-        self._size = min(MOST, room // CHUNK * CHUNK)
+        limit = shutil.disk_usage(self._folder).free // FREE_SPACE_DIVISOR
+        self._size = min(MAX_WRITE_BYTES, limit // CHUNK_BYTES * CHUNK_BYTES)
         if not self._size:
-            message = f"{self._folder} has no room to measure its disk; free some."
+            message = f"Not enough free space in {self._folder} to benchmark its disk. Free some."
             raise OSError(message)
-        number = self._file.fileno()
+        fd = self._file.fileno()
         try:
-            fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | _DIRECT)
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _DIRECT)
             self._direct = bool(_DIRECT)
         except OSError:
-            self._direct = False  # this file system has none: fsync and fadvise instead
+            self._direct = False  # not supported here: fsync and fadvise are used instead
 
-    def write(self) -> float:
-        """Bytes/s of writing, to the disk itself.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        number, since = self._file.fileno(), time.perf_counter()
-        while self._written < self._size and time.perf_counter() - since < LONGEST_S:
-            self._written += os.write(number, self._chunk)
-        os.fsync(number)
-        return self._written / (time.perf_counter() - since)
-
-    def read(self) -> float:
-        """Bytes/s of reading what was written.
+    def measure_write(self) -> float:
+        """Return the bytes/s of writing, including fsync.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be written.
         """
-        number, left = self._file.fileno(), self._written
-        os.lseek(number, 0, os.SEEK_SET)
+        fd, start = self._file.fileno(), time.perf_counter()
+        while self._written < self._size and time.perf_counter() - start < MAX_WRITE_S:
+            self._written += os.write(fd, self._chunk)
+        os.fsync(fd)
+        return self._written / (time.perf_counter() - start)
+
+    def measure_read(self) -> float:
+        """Return the bytes/s of reading the written file.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        fd, left = self._file.fileno(), self._written
+        os.lseek(fd, 0, os.SEEK_SET)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-        since = time.perf_counter()
-        while left > 0 and (size := os.readv(number, [self._chunk])):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        while left > 0 and (size := os.readv(fd, [self._chunk])):
             left -= size
-        return self._written / (time.perf_counter() - since)
+        return self._written / (time.perf_counter() - start)
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close and so delete the file."""
         if hasattr(self, "_file"):
             self._file.close()
         self._chunk.close()
 
-    def told(self) -> dict[str, Any]:
-        """What the disk is."""
-        return {"filesystem": filesystem(self._folder), "direct": self._direct}
+    def describe(self) -> dict[str, Any]:
+        """Return the file system and whether direct I/O is used."""
+        return {"filesystem": describe_filesystem(self._folder), "direct": self._direct}
 
 
-def filesystem(folder: Path) -> str:
-    """Say what a folder is on: "ext4 on /dev/nvme0n1p1"; "unknown" where nobody tells."""
+def describe_filesystem(folder: Path) -> str:
+    """Return the file system of a folder, e.g. "ext4 on /dev/nvme0n1p1", or "unknown"."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     lines = _MOUNTS.read_text().splitlines() if _MOUNTS.exists() else []

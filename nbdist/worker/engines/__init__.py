@@ -1,1 +1,1 @@
-"""DDP, FSDP and DeepSpeed on this rank: the accelerator, its options, `--auto`, the Trainer."""
+"""DDP, FSDP and DeepSpeed engines of a rank: the accelerator, `--auto` and the HF Trainer."""

@@ -1,13 +1,12 @@
-"""The session's `accelerator`, and every other one, under the session's strategy.
+"""Applies the session's strategy to every `Accelerator` on a rank.
 
-Runs on a rank. `worker.main` calls `install` once, after the process group exists. From then
-on an `Accelerator()` that a cell or a Trainer makes takes the session's engine, unless it
-is given a plugin of its own. The `accelerator` of a rank's namespace is a
-`LateAccelerator`: it builds its engine at the first `prepare()`, so that the choice of the
-engine can wait for the model.
+`worker.main` calls ``patch_accelerator`` once, after the process group exists. From then on an
+`Accelerator()` created by a cell or a Trainer uses the session's engine, unless it is given its
+own plugin. The predefined `accelerator` is a ``LazyAccelerator``, which builds its engine at the
+first `prepare()`, so that `--auto` can choose the engine for the model.
 
-The hooks sit on Accelerate's class itself, because modules that are imported already
-(Trainer's) hold the class by name.
+The methods of Accelerate's class are patched, not replaced by a subclass, because modules such
+as transformers' Trainer import the class by name.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch import nn
 from nbdist.errors import OptionError, SessionError
 from nbdist.worker import process_group_lifetime
 from nbdist.worker.engines import cpu, deepspeed, fsdp, wrap_policy
-from nbdist.worker.interrupt.step_gate import gate
+from nbdist.worker.interrupt.step_gate import step_gate
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.profiling import optimizer_hooks
 from nbdist.worker.training import dataloader_state, model_cleanup, prepared_models
@@ -38,9 +37,9 @@ from nbdist.worker.training import dataloader_state, model_cleanup, prepared_mod
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbdist.hardware.discovery import Node
+    from nbdist.hardware.discovery import SessionNode
     from nbdist.strategies import Hardware, Options
-    from nbdist.worker.engines.auto_strategy import Chooser
+    from nbdist.worker.engines.auto_strategy import AutoStrategy
 
 _OWN_ENGINE = frozenset(
     {
@@ -52,13 +51,13 @@ _OWN_ENGINE = frozenset(
         "torch_tp_plugin",
     }
 )
-"""Arguments of `Accelerator(...)` by which a user brings an engine."""
+"""Arguments of `Accelerator(...)` with which a user selects an engine."""
 
 _OWN_DEEPSPEED = frozenset({"deepspeed_plugin", "deepspeed_plugins"})
 
 _UNDECIDED = (
-    "--auto decides when the rank's own `accelerator` prepares a model, or a Trainer is made with"
-    " one; use that instead of a new Accelerator()."
+    "--auto cannot decide for a new Accelerator(): it decides when the predefined `accelerator`"
+    " prepares a model or a Trainer is created with one. Use one of these instead."
 )
 
 _LEFT_BEHIND = (
@@ -67,22 +66,22 @@ _LEFT_BEHIND = (
     "ACCELERATE_MIXED_PRECISION",
     "FSDP_CPU_RAM_EFFICIENT_LOADING",
 )
-"""Environment that accelerate 1.15's plugins set and its next Accelerator would read."""
+"""Environment variables that accelerate 1.15's plugins set and its next Accelerator reads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """What this rank's engines are built from."""
+class EngineConfig:
+    """Configuration that this rank's engines are built from."""
 
     options: Options
     hardware: Hardware
-    nodes: Sequence[Node] = ()
-    """What the nodes have; none: all ranks are on this machine."""
-    chooser: Chooser | None = None
-    """Under --auto, until it has decided; the options hold no longer than that."""
+    nodes: Sequence[SessionNode] = ()
+    """Hardware of the nodes; empty if all ranks are on this machine."""
+    auto_strategy: AutoStrategy | None = None
+    """Set under --auto until it has decided; the options are provisional until then."""
 
 
-_current: Session | None = None
+_current: EngineConfig | None = None
 _original_init = Accelerator.__init__
 _original_prepare = Accelerator.prepare
 _original_prepare_model = Accelerator.prepare_model
@@ -90,125 +89,126 @@ _original_clip = Accelerator.clip_grad_norm_
 _original_free_memory = Accelerator.free_memory
 
 _shared_states: dict[type, dict[str, Any]] = {}
-"""By class of accelerate, what all its instances share: as the last Accelerator was built."""
+"""Accelerate's state class -> its shared state after the last Accelerator was built."""
 
 _evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models that were prepared for evaluation only."""
+"""Models prepared with `evaluation_mode=True`."""
 
 _ENGINE_NAMES = frozenset(_original_init.__code__.co_names)
-"""Attributes that a built Accelerator has and an unbuilt one has not, among other names."""
+"""Names used in `Accelerator.__init__`, among them the attributes that it sets."""
 
 
-def current() -> Session:
-    """Return the session of this rank.
+def current_config() -> EngineConfig:
+    """Return the engine configuration of this rank.
 
     Raises:
         SessionError: this process is not a rank.
     """
     if _current is None:
-        message = "this is not a rank of a session; call it in a %%distribute cell."
+        message = "This process is not a rank of a session. Call this in a %%distribute cell."
         raise SessionError(message)
     return _current
 
 
-def decide(choice: Callable[[Chooser], Options]) -> Session:
-    """Return the session with its options decided; under --auto `choice` asks the chooser."""
+def decide_options(choice: Callable[[AutoStrategy], Options]) -> EngineConfig:
+    """Return the configuration with final options; under --auto `choice` makes the decision."""
     global _current  # noqa: PLW0603 - the decision holds for the whole rank
-    session = current()
-    if session.chooser is not None:
-        _current = session = replace(session, options=choice(session.chooser), chooser=None)
+    session = current_config()
+    if session.auto_strategy is not None:
+        _current = session = replace(
+            session, options=choice(session.auto_strategy), auto_strategy=None
+        )
     return session
 
 
-def adopt(options: Options) -> Session:
-    """Let every Accelerator that is built from now on take these options."""
+def set_options(options: Options) -> EngineConfig:
+    """Set the options of every Accelerator that is built later."""
     global _current  # noqa: PLW0603 - it holds for the whole rank
-    _current = replace(current(), options=options, chooser=None)
+    _current = replace(current_config(), options=options, auto_strategy=None)
     return _current
 
 
-def install(
+def patch_accelerator(
     options: Options,
     hardware: Hardware,
     *,
-    nodes: Sequence[Node] = (),
-    chooser: Chooser | None = None,
+    nodes: Sequence[SessionNode] = (),
+    chooser: AutoStrategy | None = None,
 ) -> Accelerator:
-    """Put the session's strategy under every Accelerator of this rank and return the late one.
+    """Patch Accelerate to use the session's strategy and return the predefined `accelerator`.
 
-    To be called once, with checked options, after the default process group was made.
+    Call it once per process, after the default process group was created.
 
     Args:
-        options: the session's, checked.
-        hardware: what the ranks run on.
-        nodes: what they have; none: all ranks are on this machine.
-        chooser: where given, decides the options at the first `prepare()` of the late one.
+        options: the session's validated options.
+        hardware: hardware of the ranks.
+        nodes: hardware of the nodes; empty if all ranks are on this machine.
+        chooser: if given, decides the options at the first `prepare()`.
     """
     global _current  # noqa: PLW0603 - a rank has one session in its life
-    _current = Session(options, hardware, nodes, chooser)
+    _current = EngineConfig(options, hardware, nodes, chooser)
     process_group_lifetime.install()
     if hardware.kind == "cpu":
-        cpu.install()
-    deepspeed.install()
-    late = LateAccelerator()
+        cpu.patch_accelerate()
+    deepspeed.patch_accelerate()
+    lazy = LazyAccelerator()
     _keep_shared_states()
-    memory_probe.install(late.device)
-    dataloader_state.install()
+    memory_probe.count_optimizer_steps(lazy.device)
+    dataloader_state.patch_dataloaders()
     Accelerator.__init__ = _init
     Accelerator.prepare = _prepare
     Accelerator.prepare_model = _prepare_model
     Accelerator.clip_grad_norm_ = _clip_grad_norm
     Accelerator.free_memory = Accelerator.clear = _free_memory
     for name in ("backward", "save_state", "load_state"):
-        setattr(Accelerator, name, _after_letting_go(getattr(Accelerator, name)))
-    Accelerator.backward = prepared_models.counting_backward(Accelerator.backward)
-    for cls in (AcceleratedOptimizer, deepspeed.StepsItself):
+        setattr(Accelerator, name, _release_before(getattr(Accelerator, name)))
+    Accelerator.backward = prepared_models.wrap_backward(Accelerator.backward)
+    for cls in (AcceleratedOptimizer, deepspeed.SteppingOptimizerWrapper):
         for name in ("step", "zero_grad"):
-            setattr(cls, name, prepared_models.using_gradients(getattr(cls, name)))
-        step = optimizer_hooks.around_step(gate.around_step(cls.step))
+            setattr(cls, name, prepared_models.wrap_gradient_use(getattr(cls, name)))
+        step = optimizer_hooks.wrap_step(step_gate.wrap_step(cls.step))
         setattr(cls, "step", step)  # noqa: B010 - no plain attribute to mypy
-    return late
+    return lazy
 
 
-class LateAccelerator(Accelerator):  # type: ignore[misc]
-    """An Accelerator that is built at the first `prepare()`.
+class LazyAccelerator(Accelerator):  # type: ignore[misc]
+    """Accelerator that is built at the first `prepare()`.
 
-    Before it, what needs no engine works: device, process_index, num_processes,
-    is_main_process, print, wait_for_everyone, gather, reduce. Anything else builds it.
+    Before that, everything that needs no engine works: device, process_index, num_processes,
+    is_main_process, print, wait_for_everyone, gather, reduce. Any other attribute builds it.
     """
 
     def __init__(self) -> None:
-        """Know the ranks, and nothing of the engine."""
         self._built = False
         self.state = PartialState()
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Build the engine where there is none, then prepare as Accelerate does."""
+        """Build the engine if there is none, then prepare as Accelerate does."""
         if not self._built:
             self._build(args)
         return super().prepare(*args, device_placement=device_placement)
 
     def end_training(self) -> None:
-        """End trackers; where nothing was prepared there are none, and --auto has not decided."""
-        if self._built:
+        """End the trackers."""
+        if self._built:  # otherwise there are no trackers, and --auto may not have decided yet
             super().end_training()
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The engine, as Accelerate names it; asking builds it."""
+        """Accelerate's name of the engine; reading it builds the engine."""
         if not self._built:
             self._build(())
         return self.state.distributed_type
 
     def __repr__(self) -> str:
-        """Say which strategy, and whether it is built."""
-        if current().chooser is not None:
+        """Return the strategy and whether the engine is built."""
+        if current_config().auto_strategy is not None:
             return "<accelerator: auto (decided at the first prepare())>"
         state = "built" if self._built else "built at the first prepare()"
-        return f"<accelerator: {current().options.strategy.title} ({state})>"
+        return f"<accelerator: {current_config().options.strategy.title} ({state})>"
 
     def __getattr__(self, name: str) -> Any:
-        """Build the engine for what an Accelerator has only with one."""
+        """Build the engine for attributes that exist only after it is built."""
         of_engine = name in _ENGINE_NAMES or name in vars(Accelerator)
         if self.__dict__.get("_built", True) or not of_engine:
             message = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -217,8 +217,8 @@ class LateAccelerator(Accelerator):  # type: ignore[misc]
         return getattr(self, name)
 
     def _build(self, objects: Sequence[object]) -> None:
-        """Decide the options, then become an ordinary Accelerator."""
-        decide(lambda chooser: chooser(objects))
+        """Decide the options, then initialize as an ordinary Accelerator."""
+        decide_options(lambda chooser: chooser(objects))
         self._built = True
         try:
             super().__init__()
@@ -229,57 +229,57 @@ class LateAccelerator(Accelerator):  # type: ignore[misc]
 
 @functools.wraps(_original_init)
 def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
-    """Build an Accelerator; its engine is the session's where none is given."""
+    """Build an Accelerator with the session's engine, unless the arguments select one."""
     given = inspect.signature(_original_init).bind_partial(self, *args, **kwargs).arguments
     named = {key: value for key, value in given.items() if key != "self" and value is not None}
-    session = current()
+    session = current_config()
     own = not _OWN_ENGINE.isdisjoint(named)
-    if session.chooser is not None and not own:
+    if session.auto_strategy is not None and not own:
         raise OptionError(_UNDECIDED)
     _forget_engine()
     if not _OWN_DEEPSPEED.isdisjoint(named):
-        deepspeed.start(session.hardware)
-    asked = dict(named)
+        deepspeed.init_deepspeed(session.hardware)
+    arguments = dict(named)
     if not own:
         named = _with_session(session, named)
     with process_group_lifetime.owned_by_engines():
         _original_init(self, **named)
     _keep_shared_states()
-    self._nbdist_asked = asked
+    self._nbdist_arguments = arguments
     self._nbdist_session = None if own else session
     self._nbdist_clipped = False
-    model_cleanup.know(self)
+    model_cleanup.register_accelerator(self)
     for variable in _LEFT_BEHIND:
         os.environ.pop(variable, None)
     if self.distributed_type == DistributedType.DEEPSPEED:
-        deepspeed.forget_globals(self.state.deepspeed_plugin)
+        deepspeed.reset_zero3_globals(self.state.deepspeed_plugin)
 
 
-def take_apart(accelerator: Accelerator) -> None:
-    """Let an Accelerator forget the models, optimizers and schedulers that it prepared."""
-    for kept in (accelerator._models, accelerator._optimizers, accelerator._schedulers):  # noqa: SLF001
-        kept.clear()
+def detach_models(accelerator: Accelerator) -> None:
+    """Remove the prepared models, optimizers and schedulers from an Accelerator."""
+    for prepared in (accelerator._models, accelerator._optimizers, accelerator._schedulers):  # noqa: SLF001
+        prepared.clear()
     accelerator.deepspeed_engine_wrapped = None
 
 
-def renew(accelerator: Accelerator) -> None:
-    """Build an Accelerator again, in place, under the session's options of now.
+def rebuild_in_place(accelerator: Accelerator) -> None:
+    """Rebuild an Accelerator in place with the session's current options.
 
-    Its loaders, trackers and hooks stay: a loop over a prepared loader goes on where it is. Where
-    that fails or is stopped, it is as before.
+    Its loaders, trackers and hooks are kept, so a loop over a prepared loader can continue. If
+    the rebuild fails or is interrupted, the previous state is restored.
     """
-    now = vars(accelerator)
-    before = dict(now)
-    now.clear()
+    attributes = vars(accelerator)
+    before = dict(attributes)
+    attributes.clear()
     if (built := before.get("_built")) is not None:
         accelerator._built = built  # noqa: SLF001
     try:
-        Accelerator.__init__(accelerator, **before["_nbdist_asked"])
+        Accelerator.__init__(accelerator, **before["_nbdist_arguments"])
     except BaseException:
-        now.clear()
-        now.update(before)
+        attributes.clear()
+        attributes.update(before)
         raise
-    now.update({name: before[name] for name in _OUTLIVE_THE_ENGINE if name in before})
+    attributes.update({name: before[name] for name in _OUTLIVE_THE_ENGINE if name in before})
 
 
 _OUTLIVE_THE_ENGINE = (
@@ -292,24 +292,28 @@ _OUTLIVE_THE_ENGINE = (
     "trackers",
     "log_with",
 )
-"""Attributes of an Accelerator of accelerate 1.15 that no engine has a part in."""
+"""Attributes of accelerate 1.15's Accelerator that do not depend on the engine."""
 
 
-def built() -> list[Accelerator]:
-    """Accelerators that are built and have the session's engine."""
-    found = [one for one in model_cleanup.known() if vars(one).get("_nbdist_session") is not None]
-    return sorted(found, key=id)
+def built_accelerators() -> list[Accelerator]:
+    """Return the built Accelerators that use the session's engine."""
+    accelerators = [
+        accelerator
+        for accelerator in model_cleanup.registered_accelerators()
+        if vars(accelerator).get("_nbdist_session") is not None
+    ]
+    return sorted(accelerators, key=id)
 
 
-def brings_its_own(accelerator: Accelerator) -> bool:
-    """Whether the user gave it an engine."""
+def has_user_plugin(accelerator: Accelerator) -> bool:
+    """Return whether the user gave the Accelerator its own engine."""
     return vars(accelerator).get("_nbdist_session") is None
 
 
 def _forget_engine() -> None:
-    """Take the engine of an earlier Accelerator out of Accelerate's shared state.
+    """Remove the engine of an earlier Accelerator from Accelerate's shared state.
 
-    Without it accelerate 1.15 silently stays with the first engine of a process.
+    Otherwise accelerate 1.15 silently keeps the first engine of the process.
     """
     for variable in _LEFT_BEHIND:
         os.environ.pop(variable, None)
@@ -323,18 +327,18 @@ def _keep_shared_states() -> None:
 
 
 def restore_shared_states() -> None:
-    """Give back what a cell has reset: the accelerators of other cells share it.
+    """Restore the shared state that a cell has reset, which accelerators of other cells use.
 
-    Called when a cell has ended, so that within a cell accelerate's `_reset_state()`, which
-    TrainingArguments of transformers 5.23 calls as well, does what it does in a script.
+    Called after each cell, so that within a cell accelerate's `_reset_state()`, which
+    TrainingArguments of transformers 5.23 also calls, behaves as in a script.
     """
-    for cls, kept in _shared_states.items():
+    for cls, state in _shared_states.items():
         if not cls._shared_state:  # type: ignore[attr-defined]
-            cls._shared_state.update(kept)  # type: ignore[attr-defined]
+            cls._shared_state.update(state)  # type: ignore[attr-defined]
 
 
-def _with_session(session: Session, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an Accelerator, the session's where the user gave none."""
+def _with_session(session: EngineConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the user's arguments of an Accelerator, completed from the session's options."""
     options, hardware = session.options, session.hardware
     kwargs = options.strategy.accelerator_kwargs(options)
     if "gradient_accumulation_plugin" in given:
@@ -347,20 +351,19 @@ def _with_session(session: Session, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ddp_kwargs(_: Options, __: Hardware, ___: str) -> dict[str, Any]:
-    """DDP is what Accelerate does without a plugin."""
-    return {}
+    return {}  # Accelerate uses DDP without a plugin
 
 
 def _fsdp_kwargs(options: Options, hardware: Hardware, precision: str) -> dict[str, Any]:
-    """Return the FSDP plugin, and over which ranks it cuts where that is not all."""
-    plugin = {"fsdp_plugin": fsdp.plugin(options, hardware, precision)}
-    return plugin | fsdp.parallelism(options, hardware)
+    """Return the FSDP plugin, and the parallelism config for hybrid sharding."""
+    plugin = {"fsdp_plugin": fsdp.build_plugin(options, hardware, precision)}
+    return plugin | fsdp.build_parallelism_config(options, hardware)
 
 
 def _zero_kwargs(options: Options, hardware: Hardware, _: str) -> dict[str, Any]:
-    """Return the DeepSpeed plugin, its communication started."""
-    deepspeed.start(hardware)
-    return {"deepspeed_plugin": deepspeed.plugin(options, hardware)}
+    """Initialize DeepSpeed's communication and return its plugin."""
+    deepspeed.init_deepspeed(hardware)
+    return {"deepspeed_plugin": deepspeed.build_plugin(options, hardware)}
 
 
 _ENGINE_KWARGS = {"ddp": _ddp_kwargs, "fsdp": _fsdp_kwargs, "deepspeed": _zero_kwargs}
@@ -368,26 +371,27 @@ _ENGINE_KWARGS = {"ddp": _ddp_kwargs, "fsdp": _fsdp_kwargs, "deepspeed": _zero_k
 
 @functools.wraps(_original_prepare)
 def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
-    """Prepare under any engine, and measure what comes of it."""
-    for model in _evaluated.intersection(one for one in args if isinstance(one, nn.Module)):
-        _take_back(self, model)
-    new = [one for one in args if isinstance(one, nn.Module) and not _is_prepared(one)]
-    _check_something(args)
-    meeting = prepared_models.Meeting(self, args)
-    memory_probe.meet(new, args, meeting.twin)
-    if new and wrap_policy.have_values():  # else a switch, which let go of everything before
-        model_cleanup.let_go()
+    """Prepare under any engine, and record and measure the result."""
+    models = [arg for arg in args if isinstance(arg, nn.Module)]
+    for model in _evaluated.intersection(models):
+        _undo_evaluation_prepare(self, model)
+    new = [model for model in models if not _is_prepared(model)]
+    _check_not_only_none(args)
+    call = prepared_models.PrepareCall(self, args)
+    memory_probe.reset_for_prepare(new, args, call.meta_copy)
+    if new and wrap_policy.has_weights():  # a switch has already released the unused models
+        model_cleanup.release_unused_models()
     with process_group_lifetime.owned_by_engines():
         result = _prepared(self, args, new, device_placement)
-    for one in meeting.learn(result):
-        prepared_models.watch_forward(one, gathers=_cuts_parameters(self))
-    memory_probe.watch(self, result, self._nbdist_session and self._nbdist_session.options)
+    for record in call.record_result(result):
+        prepared_models.hook_forward(record, gathers=_shards_parameters(self))
+    memory_probe.start_probe(self, result, self._nbdist_session and self._nbdist_session.options)
     return result
 
 
-def _cuts_parameters(accelerator: Accelerator) -> bool:
-    """Whether the engine cuts the parameters of its models."""
-    session: Session | None = accelerator._nbdist_session  # noqa: SLF001
+def _shards_parameters(accelerator: Accelerator) -> bool:
+    """Return whether the engine shards parameters."""
+    session: EngineConfig | None = accelerator._nbdist_session  # noqa: SLF001
     return session is not None and "parameters" in session.options.strategy.shards
 
 
@@ -397,8 +401,8 @@ def _prepared(
     new: Sequence[nn.Module],
     device_placement: list[bool] | None,
 ) -> Any:
-    """Prepare under any engine; adds activation checkpointing, units and clipping."""
-    session: Session | None = self._nbdist_session
+    """Prepare under any engine, with activation checkpointing, FSDP units and clipping."""
+    session: EngineConfig | None = self._nbdist_session
     options = session.options if session else None
     kind = self.distributed_type
     if options is not None:
@@ -407,7 +411,7 @@ def _prepared(
             if options.activation_checkpointing:
                 _checkpoint_activations(model, config)
             if kind == DistributedType.FSDP:
-                fsdp.shard_ready(self, model, config)
+                fsdp.sync_and_set_units(self, model, config)
     if kind == DistributedType.DEEPSPEED:
         return deepspeed.prepare(self, _original_prepare, args, options=options)
     if kind == DistributedType.FSDP:
@@ -419,27 +423,27 @@ def _prepared(
     return result
 
 
-def _check_something(args: Sequence[object]) -> None:
-    """Refuse a call with nothing but None, which a Trainer makes.
+def _check_not_only_none(args: Sequence[object]) -> None:
+    """Raise OptionError if all arguments are None.
 
-    transformers 5.23: `evaluate()` under FSDP1 takes the wrapped model for `model` alone, and
-    `train()` after it goes on without an optimizer.
+    A Trainer of transformers 5.23 makes such a call: after `evaluate()` under FSDP1 its
+    `train()` has no optimizer.
     """
-    if args and all(one is None for one in args):
+    if args and all(arg is None for arg in args):
         message = (
-            "there is nothing to prepare, only None; if this is Trainer.train() after "
-            "Trainer.evaluate() under fsdp1, make a new model and Trainer for train(), call "
+            "accelerator.prepare() got only None. If Trainer.train() was called after "
+            "Trainer.evaluate() under fsdp1, create a new model and Trainer for train(), call "
             "train() first, or use backend fsdp2."
         )
         raise OptionError(message)
 
 
-def _after_letting_go(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that uses what was prepared."""
+def _release_before(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method so that it first releases unused models."""
 
     @functools.wraps(original)
     def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        model_cleanup.let_go_of_the_rest()
+        model_cleanup.release_remaining()
         return original(self, *args, **kwargs)
 
     return method
@@ -447,49 +451,48 @@ def _after_letting_go(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.wraps(_original_free_memory)
 def _free_memory(self: Accelerator, *objects: Any) -> Any:
-    """Forget what was prepared; what something else still uses lives on.
-
-    accelerate 1.15 destroys DeepSpeed's engine here, and a Trainer calls this first in each
-    `train()`: the second one would have neither model nor optimizer.
-    """
+    """Drop references to the prepared objects; those still in use elsewhere survive."""
     if "deepspeed_engine_wrapped" in vars(self):
+        # accelerate 1.15 would destroy DeepSpeed's engine, and a Trainer calls this at the start
+        # of every train(): the second one would have neither model nor optimizer.
         self.deepspeed_engine_wrapped = None
     return _original_free_memory(self, *objects)
 
 
 @functools.wraps(_original_prepare_model)
 def _prepare_model(self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Prepare one model; remember the one that is prepared for evaluation only."""
-    made = _original_prepare_model(self, model, *args, **kwargs)
+    """Prepare one model; register it if it is prepared for evaluation only."""
+    prepared = _original_prepare_model(self, model, *args, **kwargs)
     if kwargs.get("evaluation_mode"):
-        _evaluated.add(made)
-    return made
+        _evaluated.add(prepared)
+    return prepared
 
 
-def _take_back(accelerator: Accelerator, model: nn.Module) -> None:
+def _undo_evaluation_prepare(accelerator: Accelerator, model: nn.Module) -> None:
     """Undo a preparation for evaluation, so that the model can be prepared for training.
 
-    accelerate 1.15 takes it for prepared: a Trainer that evaluated before `train()` would
-    train each rank alone under DDP, without a word.
+    accelerate 1.15 treats the model as prepared: with DDP, a Trainer that evaluated before
+    `train()` would silently train each rank without gradient synchronization.
     """
     _evaluated.discard(model)
-    accelerator._models[:] = [one for one in accelerator._models if one is not model]  # noqa: SLF001
+    models = accelerator._models  # noqa: SLF001
+    models[:] = [other for other in models if other is not model]
     vars(model).pop("_is_accelerate_prepared", None)
     if "_original_forward" in vars(model):
         model.forward = vars(model).pop("_original_forward")
 
 
 def _is_prepared(model: nn.Module) -> bool:
-    """Whether a model went through `prepare()` already."""
+    """Return whether a model is already prepared."""
     return bool(getattr(model, "_is_accelerate_prepared", False))
 
 
 def _checkpoint_activations(model: nn.Module, config: Any) -> None:
-    """Recompute activations, or say that the model offers no block to recompute."""
-    if not wrap_policy.checkpoint_activations(model, fsdp.units(model, config)):
+    """Enable activation checkpointing; raise OptionError if the model has no suitable block."""
+    if not wrap_policy.add_activation_checkpointing(model, fsdp.find_units(model, config)):
         message = (
-            f"activation checkpointing found no block in {type(model).__name__}; build the model "
-            "of larger modules or leave the option out."
+            f"Activation checkpointing found no repeated block in {type(model).__name__}. Group"
+            " its layers into modules, or remove the option."
         )
         raise OptionError(message)
 
@@ -497,7 +500,7 @@ def _checkpoint_activations(model: nn.Module, config: Any) -> None:
 def _clip_before_steps(accelerator: Accelerator, max_norm: float) -> None:
     """Clip before each real step of the prepared optimizers, unless the cell has clipped.
 
-    DeepSpeed clips by itself; this gives the other engines the same.
+    DeepSpeed has this option built in; the hook adds it to the other engines.
     """
     for prepared in accelerator._optimizers:  # noqa: SLF001
         optimizer = prepared.optimizer
@@ -516,21 +519,19 @@ def _clip_step(
     *,
     max_norm: float,
 ) -> None:
-    """Clip the gradients that an optimizer is about to use.
-
-    A GradScaler has unscaled them by now, but for a fused optimizer, whose kernel does it
-    (torch 2.13): there the limit is scaled instead.
-    """
+    """Clip the gradients that an optimizer is about to use."""
     if accelerator._nbdist_clipped:  # noqa: SLF001
         accelerator._nbdist_clipped = False  # noqa: SLF001
         return
+    # A GradScaler has already unscaled the gradients, except for a fused optimizer (torch 2.13),
+    # which does it in its kernel: scale the limit instead.
     if (scale := getattr(optimizer, "grad_scale", None)) is not None:
         max_norm *= float(scale)
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    held = set(map(id, parameters))
-    owners = [m for m in accelerator._models if held & set(map(id, m.parameters()))]  # noqa: SLF001
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ids = set(map(id, parameters))
+    owners = [m for m in accelerator._models if ids & set(map(id, m.parameters()))]  # noqa: SLF001
     if owners:
-        fsdp.clip(owners[-1], parameters, max_norm)
+        fsdp.clip_fsdp1_grads(owners[-1], parameters, max_norm)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
@@ -542,7 +543,7 @@ def _clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """Clip now, or under DeepSpeed at the coming step; returns the norm before."""
+    """Clip now, or under DeepSpeed at the next step; return the norm before clipping."""
     self._nbdist_clipped = math.isfinite(max_norm)
     if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_engine_wrapped:
         return deepspeed.clip_grad_norm(self, max_norm, norm_type)

@@ -1,7 +1,7 @@
-"""Whether torch.compile is at work in this process; runs on a rank.
+"""Detects whether torch.compile is in use in this process.
 
-What is measured must not change what is compiled: dynamo gives a function up for good that it
-meets under a dispatch mode, and compiles one anew where a hook has come or gone.
+Measurements must not affect compilation: dynamo permanently falls back to eager for a function
+that it sees under a dispatch mode, and recompiles when hooks are added or removed.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def in_use() -> bool:
-    """Whether code that torch.compile made lives; dynamo (torch 2.13) keeps it in a weak map."""
+def is_compile_active() -> bool:
+    """Return whether compiled code is alive; dynamo (torch 2.13) keeps it in a weak map."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.orig_code_map.values)
 
 
-def hear(tell: Callable[[], object]) -> Callable[[], object]:
-    """Have it said when something begins to be compiled; returns what ends that."""
+def on_compile(notify: Callable[[], object]) -> Callable[[], object]:
+    """Register a callback for the start of a compilation; return a function that removes it."""
     dynamo: Any = sys.modules.get("torch._dynamo.callback")
-    if dynamo is None:  # as long as nothing is compiled
+    if dynamo is None:  # nothing has been compiled yet
         return lambda: None
     handler = dynamo.callback_handler
-    callback = handler.register_start_callback(lambda _: tell())
+    callback = handler.register_start_callback(lambda _: notify())
 
-    def unhear() -> None:
+    def remove() -> None:
         with contextlib.suppress(ValueError):  # torch.compiler.reset() has removed it
             handler.remove_start_callback(callback)
 
-    return unhear
+    return remove

@@ -1,10 +1,10 @@
-"""Real engines on CPU ranks; the only module that knows how.
+"""Makes Accelerate build FSDP and DeepSpeed engines on CPU ranks.
 
-Runs on a rank without a GPU, before anything of Accelerate is used. Accelerate 1.15 drops
-an FSDP or DeepSpeed request on a CPU without a word and trains plain DDP, or each rank
-alone. `install()` lets its two state objects see CPU ranks as it sees GPUs, so the engines
-are built by Accelerate's own code, for the session's accelerator, a user's `Accelerator()`
-and a `Trainer` alike. With a GPU nothing here is used.
+Used only on ranks without a GPU, before Accelerate is used. On a CPU, accelerate 1.15 silently
+ignores an FSDP or DeepSpeed plugin and trains with plain DDP, or each rank separately.
+``patch_accelerate()`` makes its two state classes treat CPU ranks like GPU ranks, so Accelerate's
+own code builds the engines for the predefined accelerator, a user's `Accelerator()` and a
+`Trainer`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from accelerate.utils import DistributedType
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Init = Any
-"""An `__init__` of Accelerate, as a plain function."""
+InitMethod = Any
+"""An `__init__` method as a plain function."""
 
 
-def install() -> None:
-    """Patch Accelerate's states in this process; a second call changes nothing."""
-    # accelerate 1.15 sets the number of threads and warns where the variable is missing.
+def patch_accelerate() -> None:
+    """Patch Accelerate's state classes in this process; idempotent."""
+    # accelerate 1.15 sets the number of threads and warns if the variable is missing.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    # accelerate 1.15: with it every Accelerator is told cpu=True, which turns DeepSpeed off.
+    # In accelerate 1.15 it implies cpu=True for every Accelerator, which disables DeepSpeed.
     os.environ.pop("ACCELERATE_USE_CPU", None)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _patch(PartialState, _cpu_rank)
@@ -36,26 +36,26 @@ def install() -> None:
 
 
 def skip_shared_memory_op() -> None:
-    """Tell DeepSpeed that its shared-memory collectives cannot be built here.
+    """Mark DeepSpeed's shared-memory collectives as incompatible.
 
-    deepspeed 0.19 compiles them (12-137 s) at every first start on a CPU, and uses them
-    for `inference_all_reduce` alone; training goes through gloo either way. Without
-    them nothing is left in /dev/shm.
+    deepspeed 0.19 compiles them (12-137 s) at the first start on a CPU but uses them only for
+    `inference_all_reduce`; training uses gloo either way. Without them nothing is left in
+    /dev/shm.
     """
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _patch(cls: type, around: Callable[[Init], Init]) -> None:
-    """Wrap a class's `__init__`, once."""
-    original: Init = cls.__dict__["__init__"]
+def _patch(cls: type, around: Callable[[InitMethod], InitMethod]) -> None:
+    """Wrap a class's `__init__` unless it is already wrapped."""
+    original: InitMethod = cls.__dict__["__init__"]
     if not hasattr(original, "__wrapped__"):
         cls.__init__ = around(original)  # type: ignore[misc]
 
 
-def _cpu_rank(original: Init) -> Init:
-    """Wrap PartialState's init: a gloo group of CPU ranks whatever it is asked for."""
+def _cpu_rank(original: InitMethod) -> InitMethod:
+    """Wrap PartialState's init to always use the gloo group of CPU ranks."""
 
     @functools.wraps(original)
     def init(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:  # noqa: ARG001, FBT001, FBT002
@@ -63,14 +63,14 @@ def _cpu_rank(original: Init) -> Init:
         kwargs.pop("backend", None)
         original(self, cpu=True, **kwargs)
         if fresh:
-            # accelerate 1.15 says "cpu:0", which FSDP1 refuses as another device than "cpu".
+            # accelerate 1.15 sets "cpu:0", which FSDP1 rejects as a device other than "cpu".
             self.device = torch.device("cpu")
 
     return init
 
 
-def _as_on_a_gpu(original: Init) -> Init:
-    """Wrap AcceleratorState's init: plugins count on a CPU too."""
+def _as_on_a_gpu(original: InitMethod) -> InitMethod:
+    """Wrap AcceleratorState's init to accept plugins on a CPU."""
 
     @functools.wraps(original)
     def init(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
@@ -82,9 +82,9 @@ def _as_on_a_gpu(original: Init) -> Init:
             and shared["distributed_type"] == DistributedType.MULTI_CPU
         )
         if promoted:
-            # accelerate 1.15, state.py: only the MULTI_<device> types are turned into FSDP.
+            # accelerate 1.15, state.py: only MULTI_<device> types are replaced by FSDP.
             shared["distributed_type"] = DistributedType.MULTI_GPU
-        # cpu=True would turn DeepSpeed off; the ranks are CPU ranks already.
+        # cpu=True would disable DeepSpeed; PartialState has already selected the CPU.
         original(self, *args, **(kwargs | {"cpu": False}))
 
     return init

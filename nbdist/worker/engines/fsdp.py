@@ -1,8 +1,8 @@
-"""What FSDP needs around Accelerate's own preparation; runs on a rank.
+"""Extends Accelerate's FSDP1 and FSDP2 support.
 
-`worker.engines.accelerator` calls `plugin` when the engine is built and `prepare` for each call of
-`Accelerator.prepare` under FSDP1 or FSDP2. Here: units by our own choice, one start for
-all ranks, and model and optimizer in two separate calls.
+`worker.engines.accelerator` calls ``build_plugin`` when the engine is built and `prepare` for each
+call of `Accelerator.prepare`. This module selects the FSDP units, broadcasts rank 0's weights, and
+supports preparing model and optimizer in separate calls.
 """
 
 from __future__ import annotations
@@ -51,57 +51,60 @@ _POLICIES: Mapping[int, type[MixedPrecision | MixedPrecisionPolicy]] = {
 }
 
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Whole parameter of a model under FSDP2 -> the shard that took its place."""
+"""Original parameter of a model under FSDP2 -> the shard that replaced it."""
 
 
 _cuts: WeakKeyDictionary[distributed.ProcessGroup, ParallelismConfig] = WeakKeyDictionary()
-"""Group of all ranks -> how it is cut into replicas."""
+"""Default process group -> its parallelism config."""
 
 
-def plugin(options: Options, hardware: Hardware, precision: str) -> FullyShardedDataParallelPlugin:
-    """Return Accelerate's plugin for the session's options; the units come later."""
+def build_plugin(
+    options: Options, hardware: Hardware, precision: str
+) -> FullyShardedDataParallelPlugin:
+    """Return Accelerate's plugin for the session's options; units are set in `prepare`."""
     kwargs = options.strategy.fsdp_kwargs(options)
     if precision in _COMPUTE:
         kwargs.setdefault("mixed_precision_policy", _precision(options, _COMPUTE[precision]))
-    for ours in ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"):
-        kwargs.pop(ours, None)
-    made = FullyShardedDataParallelPlugin(**kwargs)
+    for name in ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"):
+        kwargs.pop(name, None)
+    fsdp_plugin = FullyShardedDataParallelPlugin(**kwargs)
     if hardware.kind == "cpu":
-        # All is on the CPU already, and torch 2.13 page-locks memory for a GPU only.
-        made.cpu_offload = _WITHOUT_PINNING.get(type(made.cpu_offload), made.cpu_offload)
-    _let_fsdp2_take_our_policy()
-    return made
+        # Everything is on the CPU already, and torch 2.13 pins memory only with a GPU.
+        offload = fsdp_plugin.cpu_offload
+        fsdp_plugin.cpu_offload = _WITHOUT_PINNING.get(type(offload), offload)
+    _patch_fsdp2_wrap_policy()
+    return fsdp_plugin
 
 
-def parallelism(options: Options, hardware: Hardware) -> dict[str, ParallelismConfig]:
-    """Return Accelerate's word for shards inside a node and replicas across nodes, or nothing.
+def build_parallelism_config(options: Options, hardware: Hardware) -> dict[str, ParallelismConfig]:
+    """Return Accelerate's config for hybrid sharding: shards within a node, replicas across nodes.
 
-    Its mesh makes process groups, a collective; an engine that is built again takes those of
-    before, as long as the group of all ranks is the same.
+    Its mesh creates process groups, which is collective; a rebuilt engine reuses them as long as
+    the default process group is the same. Returns {} if no hybrid sharding is configured.
     """
     sizes = options.strategy.parallelism_kwargs(options, hardware)
     if not sizes:
         return {}
-    everyone = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
-    # accelerate 1.15 asks for the mesh of the shards in a way that torch 2.13 warns of.
+    world = distributed.distributed_c10d._get_default_group()  # noqa: SLF001
+    # accelerate 1.15 slices the mesh in a way that torch 2.13 warns about.
     warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh", UserWarning)
-    if everyone not in _cuts:
-        _cuts[everyone] = ParallelismConfig(**sizes)
-    return {"parallelism_config": _cuts[everyone]}
+    if world not in _cuts:
+        _cuts[world] = ParallelismConfig(**sizes)
+    return {"parallelism_config": _cuts[world]}
 
 
 def _precision(options: Options, compute: torch.dtype) -> MixedPrecision | MixedPrecisionPolicy:
-    """Compute in a small type, reduce gradients in fp32, leave buffers and outputs alone.
+    """Return a policy that computes in low precision and reduces gradients in fp32.
 
-    accelerate 1.15's own policy also rounds the loss it returns (FSDP2) and the buffers,
-    rotary frequencies among them (Fsdp1); the other engines do not.
+    accelerate 1.15's own policy also casts the returned loss (FSDP2) and buffers such as rotary
+    frequencies (FSDP1), which the other engines do not.
     """
     policy = _POLICIES[options.strategy.level]
     return policy(param_dtype=compute, reduce_dtype=torch.float32)
 
 
-def units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
-    """Return the model's units by the user's --fsdp-config, or found by ourselves."""
+def find_units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
+    """Return the model's FSDP units, from the user's --fsdp-config or found automatically."""
     policy = str(config.get("auto_wrap_policy") or "").upper()
     if policy == "NO_WRAP":
         return []
@@ -110,84 +113,91 @@ def units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
         names = [name.strip() for name in names.split(",")]
     smallest = config.get("min_num_params")
     by_size = policy == "SIZE_BASED_WRAP"
-    return module_units.units(
+    return module_units.find_wrap_units(
         model,
         names=None if by_size else names,
-        min_num_params=int(smallest or 0) or module_units.SMALLEST_UNIT if by_size else None,
+        min_num_params=int(smallest or 0) or module_units.MIN_UNIT_PARAMS if by_size else None,
     )
 
 
-def shard_ready(accelerator: Accelerator, model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Give all ranks one start and tell Accelerate the units; before `prepare`."""
+def sync_and_set_units(
+    accelerator: Accelerator, model: nn.Module, config: Mapping[str, Any]
+) -> None:
+    """Broadcast rank 0's weights and set the FSDP units; call it before `prepare`."""
     if isinstance(model, (FSDPModule, Fsdp1)):
         return
     _check_not_inside(model)
-    made = accelerator.state.fsdp_plugin
-    if not made.cpu_ram_efficient_loading:
-        wrap_policy.same_start(model)
-    chosen = wrap_policy.with_checkpoint_wrappers(model, units(model, config))
-    made.auto_wrap_policy = wrap_policy.UnitPolicy(chosen)
+    fsdp_plugin = accelerator.state.fsdp_plugin
+    if not fsdp_plugin.cpu_ram_efficient_loading:
+        wrap_policy.broadcast_from_rank_0(model)
+    modules = wrap_policy.with_checkpoint_wrappers(model, find_units(model, config))
+    fsdp_plugin.auto_wrap_policy = wrap_policy.UnitWrapPolicy(modules)
 
 
 def prepare(
     accelerator: Accelerator, original: Callable[..., Any], args: Sequence[object], **kwargs: Any
 ) -> Any:
-    """Prepare as Accelerate does; under FSDP2 model and optimizer may come one by one.
+    """Prepare as Accelerate does; under FSDP2, also model and optimizer in separate calls.
 
-    A model that is prepared already stays as it is.
+    A model that is already prepared is returned unchanged.
     """
-    models = [one for one in args if isinstance(one, nn.Module)]
-    optimizers = [one for one in args if isinstance(one, Optimizer)]
+    models = [arg for arg in args if isinstance(arg, nn.Module)]
+    optimizers = [arg for arg in args if isinstance(arg, Optimizer)]
     if not accelerator.is_fsdp2:
         return original(accelerator, *args, **kwargs)
     if all(map(_is_sharded, models)) and (models or optimizers):
-        # accelerate 1.15 would match parameters by address, and shards without rows share one.
-        accelerator._models += [one for one in models if one not in accelerator._models]  # noqa: SLF001
-        return _beside_the_model(accelerator, args, optimizers)
-    with contextlib.ExitStack() as ends:
+        # accelerate 1.15 would match parameters by data pointer, which empty shards share.
+        known = accelerator._models  # noqa: SLF001
+        known += [model for model in models if model not in known]
+        return _prepare_without_model(accelerator, args, optimizers)
+    with contextlib.ExitStack() as stack:
         for model in models:
-            ends.enter_context(shared_ends_in_root(model))
+            stack.enter_context(keep_tied_embeddings_in_root(model))
         if optimizers or not models:
             return original(accelerator, *args, **kwargs)
-        return _model_alone(accelerator, original, args, models[0])
+        return _prepare_model_only(accelerator, original, args, models[0])
 
 
 @contextlib.contextmanager
-def shared_ends_in_root(model: nn.Module) -> Iterator[None]:
-    """Let FSDP2 leave input embedding and head in the root where the rest has a part of them.
+def keep_tied_embeddings_in_root(model: nn.Module) -> Iterator[None]:
+    """Keep input embedding and head in the root unit if other modules share their parameters.
 
-    accelerate 1.15 makes groups of what the model's two methods name, and torch 2.13 refuses
-    T5's embedding and BERT's head at the first forward: meanwhile those methods name nothing.
-    Nor do they raise, as they do for a ResNet.
+    accelerate 1.15 makes separate units of the results of the model's get_input_embeddings() and
+    get_output_embeddings(), and torch 2.13 raises at the first forward for T5's embedding and
+    BERT's head. Within this context these methods return None, also for models such as ResNet
+    where they raise.
     """
     plain = getattr(model, "_orig_mod", model)
-    silent = {module_units.EMBEDDING, module_units.HEAD} - module_units.own_ends(plain).keys()
+    methods = {
+        module_units.GET_EMBEDDING_METHOD,
+        module_units.GET_HEAD_METHOD,
+    } - module_units.separable_embedding_and_head(plain).keys()
     attributes = vars(plain)
-    before = {name: attributes[name] for name in silent if name in attributes}
-    attributes.update(dict.fromkeys(silent, lambda: None))
+    before = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(dict.fromkeys(methods, lambda: None))
     try:
         yield
     finally:
-        for name in silent:
+        for name in methods:
             del attributes[name]
         attributes.update(before)
 
 
-def moved() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Whole parameters of models under FSDP2, each with the shard that took its place."""
+def sharded_by_original() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the original parameters of models under FSDP2, each with the shard replacing it."""
     yield from _moved.items()
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether a model is prepared under FSDP2, compiled or not."""
+    """Return whether a model, compiled or not, is prepared under FSDP2."""
     return isinstance(getattr(model, "_orig_mod", model), FSDPModule)
 
 
 def _reshard(model: nn.Module) -> None:
-    """Return to shards, and remember which shard each whole parameter came from.
+    """Reshard a model, and record the shard of each unsharded parameter.
 
-    torch 2.13 leaves the outermost unit whole after a forward without a backward, so an
-    optimizer that is built after an evaluation holds whole parameters.
+    torch 2.13 leaves the root unit unsharded after a forward without a backward, so an optimizer
+    built after an evaluation holds unsharded parameters.
     """
     before = dict(model.named_parameters())
     for module in model.modules():
@@ -198,11 +208,11 @@ def _reshard(model: nn.Module) -> None:
             _moved[before[name]] = parameter
 
 
-def start_over(model: nn.Module) -> None:
-    """Return a model under FSDP2 to where it is between two iterations, whatever cut one short.
+def reset_iteration_state(model: nn.Module) -> None:
+    """Reset a model under FSDP2 to its state between iterations, after an interrupted one.
 
-    Each evaluated batch adds to the order in which a backward gathers ahead, and ranks that were
-    stopped may have counted different ones.
+    Each forward adds to the order in which a backward prefetches all-gathers, and the order of
+    interrupted ranks may differ.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -212,11 +222,11 @@ def start_over(model: nn.Module) -> None:
 
 
 def _check_not_inside(model: nn.Module) -> None:
-    """Refuse the bare model of what FSDP1 has wrapped: it holds shards without their wrapper."""
-    if any(isinstance(one, Fsdp1) for one in model.modules()):
+    """Raise OptionError for a model that FSDP1 has wrapped: its parameters are sharded."""
+    if any(isinstance(module, Fsdp1) for module in model.modules()):
         message = (
-            f"this {type(model).__name__} was prepared already; use the model that "
-            "accelerator.prepare() returned, or build it anew."
+            f"This {type(model).__name__} was prepared already. Use the model that "
+            "accelerator.prepare() returned, or build a new one."
         )
         raise OptionError(message)
 
@@ -227,9 +237,9 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
 ) -> Any:
-    """Clip as Accelerate does, with any number of models.
+    """Clip as Accelerate does, for any number of models.
 
-    accelerate 1.15 compares lists of tensors by value, which raises for a second model.
+    accelerate 1.15 compares lists of tensors by value, which raises if there are two models.
     """
     accelerator.unscale_gradients()
     clipped = list(parameters)
@@ -239,19 +249,19 @@ def clip_grad_norm(
     return accelerator._clip_grad_norm_dtensor_aware(clipped, max_norm, norm_type=norm_type)  # noqa: SLF001
 
 
-def clip(model: nn.Module, parameters: Iterable[torch.Tensor], max_norm: float) -> None:
-    """Clip the gradients of a model under FSDP1, whose norm needs all ranks."""
+def clip_fsdp1_grads(model: nn.Module, parameters: Iterable[torch.Tensor], max_norm: float) -> None:
+    """Clip gradients; for an FSDP1 model with its own method, which reduces the norm."""
     if isinstance(model, Fsdp1):
         model.clip_grad_norm_(max_norm)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
-def _let_fsdp2_take_our_policy() -> None:
-    """Make Accelerate's FSDP2 use a `UnitPolicy` as it stands.
+def _patch_fsdp2_wrap_policy() -> None:
+    """Make Accelerate's FSDP2 support accept a ``UnitWrapPolicy``.
 
-    accelerate 1.15 knows its two named policies alone and its one by size would cut
-    ModuleLists, which torch refuses.
+    accelerate 1.15 accepts only its two named policies, and the size-based one would wrap
+    ModuleLists, which torch does not allow.
     """
     original = fsdp_utils.fsdp2_prepare_auto_wrap_policy
     if hasattr(original, "__wrapped__"):
@@ -259,66 +269,66 @@ def _let_fsdp2_take_our_policy() -> None:
 
     def policy(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
         ours = fsdp2_plugin.auto_wrap_policy
-        return ours if isinstance(ours, wrap_policy.UnitPolicy) else original(fsdp2_plugin, model)
+        return (
+            ours if isinstance(ours, wrap_policy.UnitWrapPolicy) else original(fsdp2_plugin, model)
+        )
 
     policy.__wrapped__ = original  # type: ignore[attr-defined]
     fsdp_utils.fsdp2_prepare_auto_wrap_policy = policy
 
 
-def _plain(name: str) -> str:
-    """Return a parameter's name without what torch.compile adds."""
+def _uncompiled_name(name: str) -> str:
+    """Return a parameter's name without torch.compile's prefix."""
     return name.replace("_orig_mod.", "")
 
 
-def _model_alone(
+def _prepare_model_only(
     accelerator: Accelerator,
     original: Callable[..., Any],
     args: Sequence[object],
     model: nn.Module,
 ) -> Any:
-    """Prepare a model whose optimizer comes later, or never.
-
-    accelerate 1.15 insists on an optimizer to move to the shards: a stand-in is given.
-    """
-    before = {_plain(name): parameter for name, parameter in model.named_parameters()}
-    stand_in = torch.optim.SGD(model.parameters(), lr=0.0)
-    *result, prepared = original(accelerator, *args, stand_in)
+    """Prepare a model whose optimizer is prepared later or never."""
+    before = {_uncompiled_name(name): parameter for name, parameter in model.named_parameters()}
+    # accelerate 1.15 requires an optimizer, whose parameters it replaces with the shards.
+    placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
+    *result, prepared = original(accelerator, *args, placeholder)
     accelerator._optimizers.remove(prepared)  # noqa: SLF001
-    wrapped = next(one for one in result if isinstance(one, nn.Module))
+    wrapped = next(item for item in result if isinstance(item, nn.Module))
     for name, parameter in wrapped.named_parameters():
-        _moved[before[_plain(name)]] = parameter
+        _moved[before[_uncompiled_name(name)]] = parameter
     return tuple(result) if len(result) > 1 else result[0]
 
 
-def _beside_the_model(
+def _prepare_without_model(
     accelerator: Accelerator, args: Sequence[object], optimizers: Sequence[Optimizer]
 ) -> Any:
-    """Prepare optimizers, loaders and schedulers; their model is prepared already."""
+    """Prepare optimizers, loaders and schedulers of a model that is already prepared."""
     for model in filter(_is_sharded, accelerator._models):  # noqa: SLF001
         _reshard(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [_moved.get(old, old) for old in group["params"]]
-            if not all(isinstance(one, DTensor) for one in group["params"]):
+            if not all(isinstance(parameter, DTensor) for parameter in group["params"]):
                 message = (
-                    "the optimizer holds parameters that are not those of a prepared model; under "
-                    "fsdp2 use model, optimizer = accelerator.prepare(model, optimizer) with both "
-                    "newly built, or build the optimizer from the prepared model."
+                    "The optimizer's parameters are not those of a prepared model. Under fsdp2 "
+                    "build both and use model, optimizer = accelerator.prepare(model, optimizer), "
+                    "or build the optimizer from the prepared model."
                 )
                 raise OptionError(message)
-    result = [_prepared(accelerator, one) for one in args]
-    result = [_scheduler(accelerator, one) for one in result]
+    result = [_prepared(accelerator, arg) for arg in args]
+    result = [_scheduler(accelerator, arg) for arg in result]
     return tuple(result) if len(result) > 1 else result[0]
 
 
-def _prepared(accelerator: Accelerator, one: object) -> object:
+def _prepared(accelerator: Accelerator, value: object) -> object:
     """Prepare an optimizer or a data loader."""
-    if isinstance(one, Optimizer):
-        return accelerator.prepare_optimizer(one)
-    return accelerator.prepare_data_loader(one) if isinstance(one, DataLoader) else one
+    if isinstance(value, Optimizer):
+        return accelerator.prepare_optimizer(value)
+    return accelerator.prepare_data_loader(value) if isinstance(value, DataLoader) else value
 
 
-def _scheduler(accelerator: Accelerator, one: object) -> object:
-    """Prepare a scheduler; after all optimizers."""
-    schedules = isinstance(one, torch.optim.lr_scheduler.LRScheduler)
-    return accelerator.prepare_scheduler(one) if schedules else one
+def _scheduler(accelerator: Accelerator, value: object) -> object:
+    """Prepare a scheduler; call it after all optimizers are prepared."""
+    schedules = isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+    return accelerator.prepare_scheduler(value) if schedules else value

@@ -1,10 +1,9 @@
-"""HF Trainer under the session's strategy; runs on a rank.
+"""Makes the HF Trainer use the session's strategy.
 
-A Trainer makes its own `Accelerator()`, which takes the session's engine as any other
-does (`worker.engines.accelerator`). Clipping, accumulation and precision are also
-TrainingArguments of
-its own: what these leave at its default comes from the session, and two different values are
-refused. Under --auto the engine is decided here, before Trainer builds it.
+A Trainer creates its own `Accelerator()`, which uses the session's engine like any other
+(`worker.engines.accelerator`). TrainingArguments also set clipping, gradient accumulation and
+precision: those left at their default are taken from the session, and conflicting values raise
+OptionError. Under --auto the engine is decided here, before the Trainer builds it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch import distributed, nn
 
 from nbdist.errors import OptionError
 from nbdist.worker.engines import accelerator
-from nbdist.worker.engines.auto_strategy import Batch
-from nbdist.worker.engines.deepspeed import StepsItself
+from nbdist.worker.engines.auto_strategy import MicroBatch
+from nbdist.worker.engines.deepspeed import SteppingOptimizerWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,22 +28,22 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from nbdist.strategies import Options
-    from nbdist.worker.engines.accelerator import Session
-    from nbdist.worker.engines.auto_strategy import Chooser
+    from nbdist.worker.engines.accelerator import EngineConfig
+    from nbdist.worker.engines.auto_strategy import AutoStrategy
 
-BATCH_SIZE = 8
+DEFAULT_BATCH_SIZE = 8
 """Trainer's default of per_device_train_batch_size."""
-OPTIMIZER = {"class": "AdamW", "fused": True}
-"""Trainer's default (adamw_torch_fused in transformers 5.23)."""
+DEFAULT_OPTIMIZER = {"class": "AdamW", "fused": True}
+"""Trainer's default, adamw_torch_fused in transformers 5.23."""
 MODULE = "transformers.trainer"
 _OWN_ENGINE = ("deepspeed_plugin", "fsdp_plugin_args", "parallelism_config")
-"""Attributes of TrainingArguments that are set where the user gave an engine."""
+"""Attributes of TrainingArguments that are set if the user selected an engine."""
 
 
 def install() -> None:
-    """Put every Trainer of this rank under the session; to be called once.
+    """Patch Trainer, now or when it is imported; call it once per process.
 
-    The import of transformers' Trainer takes seconds, so that it is not imported here.
+    Importing transformers' Trainer takes seconds, so it is not imported here.
     """
     if MODULE in sys.modules:
         _patch(sys.modules[MODULE])
@@ -53,7 +52,7 @@ def install() -> None:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Patches Trainer's module as soon as it is imported."""
+    """Import hook that patches Trainer's module after its import."""
 
     def find_spec(
         self,
@@ -61,7 +60,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002 - importlib's signature
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """Find Trainer's module as the other finders do, and patch it when it has run."""
+        """Find Trainer's module with the other finders, and patch it after execution."""
         if fullname != MODULE:
             return None
         sys.meta_path.remove(self)
@@ -80,9 +79,9 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
 
 def _patch(module: Any) -> None:
-    """Let Trainers take what the session says, and keep engine and optimizer in a second `train()`.
+    """Make Trainers use the session's options, and keep the engine across `train()` calls.
 
-    transformers 5.23 (`deepspeed_init`) makes a new optimizer for an engine that has one.
+    transformers 5.23 (`deepspeed_init`) would create a new optimizer for an engine that has one.
     """
     trainer = module.Trainer
     create, init = trainer.create_accelerator_and_postprocess, module.deepspeed_init
@@ -90,44 +89,48 @@ def _patch(module: Any) -> None:
     @functools.wraps(create)
     def create_accelerator_and_postprocess(self: Any) -> None:
         if all(getattr(self.args, name, None) is None for name in _OWN_ENGINE):
-            session = accelerator.decide(functools.partial(_choose, self))
+            session = accelerator.decide_options(functools.partial(_choose, self))
             _take_over(self.args, session)
         create(self)
 
     @functools.wraps(init)
     def deepspeed_init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = self.optimizer
-        if isinstance(kept, StepsItself) and kept.engine is self.model_wrapped:
-            return kept, None
+        optimizer = self.optimizer
+        if (
+            isinstance(optimizer, SteppingOptimizerWrapper)
+            and optimizer.engine is self.model_wrapped
+        ):
+            return optimizer, None
         return init(self, *args, **kwargs)
 
     trainer.create_accelerator_and_postprocess = create_accelerator_and_postprocess
     module.deepspeed_init = deepspeed_init
 
 
-def _choose(trainer: Any, chooser: Chooser) -> Options:
-    """Decide under --auto by the model and the batch size of a Trainer."""
+def _choose(trainer: Any, chooser: AutoStrategy) -> Options:
+    """Decide under --auto from the model and batch size of a Trainer."""
     if trainer.model is None:
         message = (
-            "--auto decides by the model, which Trainer makes later from model_init; give it"
-            " model=, or name a backend."
+            "--auto needs the model, which Trainer creates later from model_init. Pass model="
+            " or choose a backend."
         )
         raise OptionError(message)
-    guess = "assumed: seq_len; nbdist.trainer_arguments(model, seq_len=...) takes your own"
+    guess = "Assumed seq_len. Set it with nbdist.trainer_arguments(model, seq_len=...)."
     batch_size = trainer.args.per_device_train_batch_size
-    batch = Batch(batch_size=batch_size, seq_len=None, guess=guess)
-    return chooser.decide(trainer.model, OPTIMIZER, lambda: batch)
+    batch = MicroBatch(batch_size=batch_size, seq_len=None, assumption=guess)
+    return chooser.decide(trainer.model, DEFAULT_OPTIMIZER, lambda: batch)
 
 
-def _take_over(args: Any, session: Session) -> None:
-    """Set what TrainingArguments leave at their default to what the session says.
+def _take_over(args: Any, session: EngineConfig) -> None:
+    """Set TrainingArguments that have their default value from the session's options.
 
     Raises:
-        OptionError: they say something else than the session's options.
+        OptionError: an argument conflicts with the session's options.
     """
     options, fields = session.options, type(args).__dataclass_fields__
     before: dict[str, tuple[Any, Any]] = vars(args).pop("_nbdist_taken", {})
-    for name, (value, own) in before.items():  # an earlier Trainer's; the session may have switched
+    # Undo what an earlier Trainer has set: the session may have switched since.
+    for name, (value, own) in before.items():
         if getattr(args, name) == value:
             setattr(args, name, own)
     values: dict[str, Any] = {}
@@ -135,31 +138,31 @@ def _take_over(args: Any, session: Session) -> None:
         ("max_grad_norm", "clip", options.clip),
         ("gradient_accumulation_steps", "accumulate", options.accumulate),
     ):
-        mine = getattr(args, name)
-        if value == mine or value == _UNSET[option]:
+        given = getattr(args, name)
+        if value == given or value == _UNSET[option]:
             continue
-        if mine != fields[name].default:
+        if given != fields[name].default:
             message = (
-                f"TrainingArguments has {name}={mine} and the session has --{option} {value}; keep"
-                " one of them."
+                f"TrainingArguments has {name}={given} but the session has --{option} {value}."
+                " Remove one of them."
             )
             raise OptionError(message)
         values[name] = value
     if args.mixed_precision == "no" and options.precision not in {None, "no"}:
         values["mixed_precision"] = options.precision
-        # With fp8 accelerate 1.15 sets bf16 in DeepSpeed's config, and transformers compares.
+        # With fp8 accelerate 1.15 sets bf16 in DeepSpeed's config, and transformers compares it.
         values["fp16" if options.precision == "fp16" else "bf16"] = True
     taken = {name: (value, getattr(args, name)) for name, value in values.items()}
     vars(args).update(values, _nbdist_taken=taken)
     if session.hardware.kind == "cpu":
-        args.dataloader_pin_memory = False  # as use_cpu=True does; torch warns at each loader
+        args.dataloader_pin_memory = False  # as use_cpu=True does; torch warns for each loader
     if taken and taken != before and distributed.get_rank() == 0:
         text = ", ".join(f"{name}={value}" for name, value in values.items())
         print(f"Trainer takes from the session's options: {text}.")  # noqa: T201
 
 
 _UNSET = {"clip": None, "accumulate": 1}
-"""Values of the session's options that say nothing."""
+"""Default values of the session's options, which do not override TrainingArguments."""
 
 
 def trainer_arguments(
@@ -167,55 +170,57 @@ def trainer_arguments(
 ) -> dict[str, Any]:
     """Return arguments for `TrainingArguments(..., **nbdist.trainer_arguments())`.
 
-    A Trainer needs them only for what it would do otherwise: it clips at 1.0 where neither the
-    session nor TrainingArguments say anything, and --auto assumes a sequence length.
+    They are needed only to override Trainer's defaults: it clips at 1.0 if neither the session
+    nor TrainingArguments set a value, and --auto assumes a sequence length.
 
     Args:
-        model: needed under --auto, which decides by it: the model that Trainer will get.
-        batch_size: samples of one rank's micro-batch; default: Trainer's own, 8.
-        seq_len: tokens of a sample; default: what the model takes, 2048 at most.
+        model: the model that Trainer will get; required under --auto.
+        batch_size: samples in one rank's micro-batch; default: Trainer's default, 8.
+        seq_len: tokens per sample; default: the model's maximum, at most 2048.
 
     Raises:
         SessionError: not called on a rank of a session.
-        OptionError: --auto, and no model.
+        OptionError: no model is given under --auto.
     """
 
-    def choice(chooser: Chooser) -> Options:
+    def choice(chooser: AutoStrategy) -> Options:
         if model is None:
             message = (
-                "--auto decides by the model: nbdist.trainer_arguments(model=model), and say"
-                " batch_size= and seq_len= for a choice that fits your batch."
+                "--auto needs the model: use nbdist.trainer_arguments(model=model), with"
+                " batch_size= and seq_len= to decide for your batch."
             )
             raise OptionError(message)
         given = {"batch_size": batch_size, "seq_len": seq_len}
-        guessed = [name for name, value in given.items() if value is None]
-        guess = f"assumed: {' and '.join(guessed)}; give trainer_arguments(...) your own"
-        batch = Batch(
-            batch_size=batch_size or BATCH_SIZE, seq_len=seq_len, guess=guess if guessed else ""
+        missing = [name for name, value in given.items() if value is None]
+        guess = f"Assumed {' and '.join(missing)}. Set them with trainer_arguments(...)."
+        batch = MicroBatch(
+            batch_size=batch_size or DEFAULT_BATCH_SIZE,
+            seq_len=seq_len,
+            assumption=guess if missing else "",
         )
-        return chooser.decide(model, OPTIMIZER, lambda: batch)
+        return chooser.decide(model, DEFAULT_OPTIMIZER, lambda: batch)
 
-    session = accelerator.decide(choice)
+    session = accelerator.decide_options(choice)
     return session.options.strategy.training_arguments(session.options, session.hardware)
 
 
-def found(names: Mapping[str, Any]) -> list[Any]:
-    """Trainers of transformers among variables."""
+def find_trainers(names: Mapping[str, Any]) -> list[Any]:
+    """Return the transformers Trainers among variables."""
     return [value for value in names.values() if _is_trainer(type(value))]
 
 
 def _is_trainer(kind: type) -> bool:
-    """Whether it is a Trainer or made of one, without importing it."""
+    """Return whether a class is Trainer or a subclass, without importing transformers."""
     bases = inspect.getmro(kind)
     return any(
         base.__name__ == "Trainer" and base.__module__.startswith("transformers.") for base in bases
     )
 
 
-def follow(trainer: Any) -> None:
-    """Let a Trainer know the engine that its model has now.
+def update_trainer_engine(trainer: Any) -> None:
+    """Update a Trainer's attributes after its model's engine has changed.
 
-    Its `model` is the bare one, but under FSDP the wrapped one (transformers 5.23).
+    Its `model` is the user's model, but under FSDP the wrapped one (transformers 5.23).
     """
     state = trainer.accelerator.state
     trainer.is_deepspeed_enabled = getattr(state, "deepspeed_plugin", None) is not None

@@ -1,8 +1,7 @@
-"""What is done with a model's units: one FSDP group, or one checkpointed block, each.
+"""Applies FSDP wrapping and activation checkpointing to a model's units.
 
-Runs on a rank, called by the FSDP engines and by activation checkpointing. Which modules are
-units, `planner.tracing.wrap_units` says. DeepSpeed cuts by itself and uses units for activation
-checkpointing alone.
+`planner.tracing.wrap_units` determines which modules are units. DeepSpeed partitions parameters
+itself and uses units only for activation checkpointing.
 """
 
 from __future__ import annotations
@@ -17,29 +16,28 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 
-class UnitPolicy:
-    """Answers whether a module is a unit, in the ways that FSDP1 and FSDP2 ask."""
+class UnitWrapPolicy:
+    """Auto-wrap policy for FSDP1 and FSDP2 that wraps the given modules."""
 
     def __init__(self, chosen: Collection[nn.Module]) -> None:
-        """Remember the units by identity."""
         self._chosen = frozenset(map(id, chosen))
 
     def __call__(self, module: nn.Module, recurse: bool = False, **_: Any) -> bool:  # noqa: FBT001, FBT002
-        """Return True for a unit, and for "look into its children?" (FSDP1) always."""
+        """Return True for a unit; for FSDP1's question whether to recurse always True."""
         return recurse or id(module) in self._chosen
 
 
-def checkpoint_activations(model: nn.Module, chosen: Collection[nn.Module]) -> bool:
-    """Recompute activations in the backward pass instead of keeping them.
+def add_activation_checkpointing(model: nn.Module, chosen: Collection[nn.Module]) -> bool:
+    """Enable activation checkpointing; return whether anything will be recomputed.
 
-    A transformers model does it itself; in any other, the units are wrapped by torch's own
-    checkpoint wrapper. Returns whether anything will be recomputed.
+    A transformers model supports it itself; in other models, the units are wrapped in torch's
+    checkpoint wrapper.
     """
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if callable(enable):
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", False):
-            # transformers 5.23 turns it off with a warning at the first forward.
+            # transformers 5.23 would disable it with a warning at the first forward.
             config.use_cache = False
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return True
@@ -47,13 +45,13 @@ def checkpoint_activations(model: nn.Module, chosen: Collection[nn.Module]) -> b
         apply_activation_checkpointing,
     )
 
-    wanted = frozenset(map(id, chosen))
-    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in wanted)
-    return bool(wanted)
+    ids = frozenset(map(id, chosen))
+    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in ids)
+    return bool(ids)
 
 
 def with_checkpoint_wrappers(model: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the units, each replaced by its checkpoint wrapper where it has one."""
+    """Return the units, each replaced by its checkpoint wrapper if it has one."""
     wrapper_of = {
         id(module._checkpoint_wrapped_module): module  # noqa: SLF001
         for module in model.modules()
@@ -63,12 +61,12 @@ def with_checkpoint_wrappers(model: nn.Module, chosen: Collection[nn.Module]) ->
 
 
 _filled_later: list[bool] = []
-"""Not empty while models are prepared whose values come afterwards."""
+"""Non-empty while models are prepared whose weights are loaded afterwards."""
 
 
 @contextlib.contextmanager
-def filled_later() -> Iterator[None]:
-    """Prepare models that have no values yet: none are exchanged between the ranks."""
+def defer_weights() -> Iterator[None]:
+    """Prepare models without weights, which skips their broadcast between ranks."""
     _filled_later.append(True)
     try:
         yield
@@ -76,19 +74,19 @@ def filled_later() -> Iterator[None]:
         _filled_later.pop()
 
 
-def have_values() -> bool:
-    """Whether models that are prepared now have their values already."""
+def has_weights() -> bool:
+    """Return whether the models being prepared have their weights."""
     return not _filled_later
 
 
 @torch.no_grad()
-def same_start(model: nn.Module) -> None:
-    """Give every rank rank 0's weights and buffers, as DDP and DeepSpeed do.
+def broadcast_from_rank_0(model: nn.Module) -> None:
+    """Broadcast rank 0's weights and buffers, as DDP and DeepSpeed do; collective.
 
-    A collective: all ranks call it with the same model. FSDP takes each rank's own piece
-    of what that rank has, so models built without a common seed would be mixed.
+    FSDP shards each rank's own weights, so a model built without a common seed would be a mix
+    of different initializations.
     """
-    if not have_values():
+    if not has_weights():
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:

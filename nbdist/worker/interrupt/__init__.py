@@ -1,1 +1,1 @@
-"""Interrupts on a rank: stop at an optimizer step, report progress, abort collectives."""
+"""Interrupts on a rank: at an optimizer step, between phases, or by aborting collectives."""

@@ -1,17 +1,17 @@
-"""Ending what ranks are waiting for in a collective; runs on the control thread of each rank.
+"""Aborts the collectives that ranks wait in; runs on the control thread of each rank.
 
-A collective that waits for a rank which never comes ends only when its process group does. The
-release is the same on CPU and GPU ranks: all process groups are aborted, then the connections
-between the ranks are closed.
+A collective that waits for a rank that never calls it ends only when its process group is aborted.
+The procedure is the same on CPU and GPU ranks: abort all process groups, then close the
+connections between the ranks.
 
     NCCL (torch 2.13)   `abort` ends its kernels and closes its connections; all ranks must call it
     gloo (torch 2.13)   has no `abort`: the call does nothing, and closing its sockets ends its
                         collectives within milliseconds
 
-The order matters: NCCL's watchdog takes a connection that is closed before the abort for an error.
-The groups stay in torch's registry, because FSDP2 and DeepSpeed look them up by name and rank
-while `worker.operations.recover` takes their engines apart and makes new groups. A second release
-is harmless.
+The order matters: NCCL's watchdog reports a connection closed before the abort as an error. The
+groups stay in torch's registry, because FSDP2 and DeepSpeed look them up by name and rank while
+`worker.operations.recover` detaches their engines and creates new groups. A second abort is
+harmless.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 
 Address = tuple[str, int]
-TOLD_S = dt.timedelta(seconds=1.5)
-"""For the other ranks to publish their connections; one that is stopped does not, and one that is
-late closes the connections by itself."""
+PEER_REPLY_S = dt.timedelta(seconds=1.5)
+"""Timeout for the other ranks to publish their connections. A suspended rank does not publish
+them; a late rank closes the connections from its side."""
 ABORT_S = 20.0
-"""For NCCL's abort, which waits for its kernels to end. torch's own limit is that of the group."""
+"""Timeout of NCCL's abort, which waits for its kernels; torch's default is the group's timeout."""
 
 
-def release(pids: Iterable[int], name: str) -> int:
-    """End all collectives of this rank; returns how many connections were closed.
+def abort_collectives(pids: Iterable[int], name: str) -> int:
+    """Abort all collectives of this rank; return the number of closed connections.
 
     Args:
-        pids: processes of all ranks.
-        name: of this release, the same on all ranks.
+        pids: process ids of all ranks.
+        name: name of this abort, the same on all ranks.
 
     Raises:
         RuntimeError: a group was not aborted; the connections are closed nevertheless.
@@ -63,23 +63,23 @@ def release(pids: Iterable[int], name: str) -> int:
 
 
 def release_together(name: str) -> None:
-    """Do the same where all ranks come here, on their main threads.
+    """Abort all collectives, called by all ranks on their main threads.
 
     Args:
-        name: of this release, the same on all ranks.
+        name: name of this abort, the same on all ranks.
 
     Raises:
         RuntimeError: a group was not aborted.
     """
     abort_groups()
-    _close(_published(stores.store(), name))
+    _close(_published(stores.get_store(), name))
 
 
 def abort_groups() -> None:
-    """Abort every process group, and leave all of them in torch's registry.
+    """Abort every process group without removing it from torch's registry.
 
     Raises:
-        RuntimeError: one could not be aborted, or not in time.
+        RuntimeError: aborting a group failed or timed out.
     """
     errors: list[BaseException] = []
 
@@ -89,7 +89,7 @@ def abort_groups() -> None:
         except Exception as error:  # noqa: BLE001 - raised again on the thread that waits
             errors.append(error)
 
-    # A thread of its own: NCCL's abort may hang, and this rank must answer then.
+    # In a thread: NCCL's abort may hang, and this rank must reply nevertheless.
     thread = threading.Thread(target=abort, name="nbdist-abort", daemon=True)
     thread.start()
     thread.join(ABORT_S)
@@ -103,7 +103,7 @@ def abort_groups() -> None:
 
 def _abort_groups() -> None:
     names: dict[Any, str] = dict(distributed_c10d._world.pg_names)  # noqa: SLF001
-    # the order in which torch 2.13's own _abort_process_group goes
+    # the same order as in torch 2.13's _abort_process_group
     groups = sorted(names, key=names.__getitem__, reverse=True)
     with _nccl_calls_grouped(groups):
         for group in groups:
@@ -112,12 +112,12 @@ def _abort_groups() -> None:
 
 @contextlib.contextmanager
 def _nccl_calls_grouped(groups: Iterable[distributed.ProcessGroup]) -> Iterator[None]:
-    """Let the aborts of several NCCL communicators not wait for one another.
+    """Abort several NCCL communicators without waiting for each other.
 
     https://github.com/pytorch/pytorch/issues/119797
     """
     backends = (_nccl_backend(group) for group in groups)
-    backend = next((found for found in backends if found is not None), None)
+    backend = next((backend for backend in backends if backend is not None), None)
     if backend is None:
         yield
         return
@@ -129,7 +129,7 @@ def _nccl_calls_grouped(groups: Iterable[distributed.ProcessGroup]) -> Iterator[
 
 
 def _nccl_backend(group: distributed.ProcessGroup) -> Any:
-    """NCCL's part of a group; None where it has none, as on CPU ranks."""
+    """Return the NCCL backend of a group; None if it has none, as on CPU ranks."""
     try:
         backend = group._get_backend(torch.device("cuda"))  # noqa: SLF001
     except RuntimeError:
@@ -138,48 +138,52 @@ def _nccl_backend(group: distributed.ProcessGroup) -> Any:
 
 
 def _ends_of_others(pids: Iterable[int], name: str) -> set[Address]:
-    """The other ranks' own ends of their connections."""
-    store = stores.store()
-    if not isinstance(store, stores.NodeStore):
+    """Return the local addresses of the other ranks' connections."""
+    store = stores.get_store()
+    if not isinstance(store, stores.NodeAgentStore):
         with contextlib.suppress(psutil.AccessDenied):  # /proc may be mounted with hidepid
             others = [pid for pid in pids if pid != os.getpid()]
-            return {own for pid in others for own, _, _ in _connections(pid)}
+            return {local for pid in others for local, _, _ in _connections(pid)}
     return _published(store, name)
 
 
 def _published(store: Store, name: str) -> set[Address]:
-    """The same as the other ranks say: on several nodes, a process number means nothing."""
+    """Exchange the local addresses through the store: a pid is only valid on its node."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     keys = [f"release/{name}/{number}" for number in range(world_size)]
-    own = [end for end, _, _ in _connections(os.getpid())]
-    store.set(keys[rank], json.dumps(own))
-    with contextlib.suppress(RuntimeError):  # some are silent: use what is there
-        store.wait(keys, TOLD_S)
+    addresses = [local for local, _, _ in _connections(os.getpid())]
+    store.set(keys[rank], json.dumps(addresses))
+    with contextlib.suppress(RuntimeError):  # some ranks do not publish: use what is available
+        store.wait(keys, PEER_REPLY_S)
     others = [key for key in keys if key != keys[rank] and store.check([key])]
     return {(ip, port) for key in others for ip, port in json.loads(store.get(key))}
 
 
 def _close(theirs: set[Address]) -> int:
-    """Close this rank's connections to these ends; returns how many."""
-    return sum(_shut(fd) for _, other, fd in _connections(os.getpid()) if other in theirs)
+    """Close this rank's connections to these addresses; return their number."""
+    return sum(_shut(fd) for _, remote, fd in _connections(os.getpid()) if remote in theirs)
 
 
 def _connections(pid: int) -> list[tuple[Address, Address, int]]:
-    """TCP connections of a process: own end, other end, descriptor."""
-    with contextlib.suppress(psutil.NoSuchProcess):  # its connections went with it
-        found: list[Any] = psutil.Process(pid).net_connections("tcp")
-        return [(_address(one.laddr), _address(one.raddr), one.fd) for one in found if one.raddr]
+    """Return the TCP connections of a process: local address, remote address, descriptor."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        connections: list[Any] = psutil.Process(pid).net_connections("tcp")
+        return [
+            (_address(connection.laddr), _address(connection.raddr), connection.fd)
+            for connection in connections
+            if connection.raddr
+        ]
     return []
 
 
 def _address(end: Any) -> Address:
-    """Address and port; IPv4 may come through sockets of IPv6."""
-    return end.ip.removeprefix("::ffff:"), end.port
+    """Return address and port."""
+    return end.ip.removeprefix("::ffff:"), end.port  # IPv4 on an IPv6 socket
 
 
 def _shut(fd: int) -> bool:
-    """End a connection whose descriptor torch owns, from beside it."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as beside:
-        beside.shutdown(socket.SHUT_RDWR)
+    """Shut down a connection through a duplicate of torch's descriptor."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
+        duplicate.shutdown(socket.SHUT_RDWR)
         return True
-    return False  # it was closed meanwhile, which is what was wanted
+    return False  # already closed

@@ -1,7 +1,7 @@
-"""Where the main thread of this rank is: the user's line, and the collective it waits in.
+"""Finds the user's line that the main thread is executing, and the collective it waits in.
 
-Called on the control thread while a cell runs. Reads frames and nothing else, so that training
-pays nothing for it.
+Called on the control thread while a cell runs. It only reads frames, which costs training
+nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _COLLECTIVES = PurePath("torch", "distributed", "distributed_c10d.py").parts
-"""End of the path of torch's module whose public functions are the collectives."""
+"""Last parts of the path of torch's module whose public functions are the collectives."""
 _SOURCE_CHARS = 120
 
 
-def reply(
-    cell_of: Callable[[str], tuple[str, str] | None], standing: messages.Standing
-) -> messages.WhereReply:
-    """Say where the main thread is.
+def current_line_reply(
+    cell_of: Callable[[str], tuple[str, str] | None], standing: messages.MainThreadStatus
+) -> messages.RankActivityReply:
+    """Return the position of the main thread.
 
     Args:
         cell_of: IPython's `compile.format_code_name`: file of a cell's code -> ("Cell", "In[3]").
-        standing: whether it gets on.
+        standing: status of the main thread, part of the reply.
     """
     collective = called = ""
     for frame in _outwards(_main_frame()):
@@ -38,7 +38,7 @@ def reply(
         if (cell := cell_of(code.co_filename)) is not None:
             line = line_of(frame)
             source = linecache.getline(code.co_filename, line).strip()
-            return messages.WhereReply(
+            return messages.RankActivityReply(
                 cell=cell[1],
                 line=line,
                 source=source[:_SOURCE_CHARS],
@@ -49,15 +49,15 @@ def reply(
         if not code.co_name.startswith("_"):
             called = code.co_name
         if _is_collective(frame):
-            collective = code.co_name  # the outermost is what was called
-    return messages.WhereReply(
+            collective = code.co_name  # the last one found is the outermost, which the user called
+    return messages.RankActivityReply(
         cell="", line=0, source="", called="", collective=collective, standing=standing
     )
 
 
 def line_of(frame: FrameType) -> int:
-    """The line that a frame is at, or its function's first: between two lines Python says None."""
-    return frame.f_lineno or frame.f_code.co_firstlineno
+    """Return the current line of a frame, or the first line of its function."""
+    return frame.f_lineno or frame.f_code.co_firstlineno  # f_lineno may be None between lines
 
 
 def _main_frame() -> FrameType | None:

@@ -1,8 +1,9 @@
-"""Stop within work of phases; runs on a rank.
+"""Defers interrupts during operations that consist of phases, such as load and switch.
 
-A load or a switch that is cut at any line leaves a model in pieces. So the first Stop is heard
-where a phase ends: there all ranks agree, and the work fails on all of them and goes back. Only a
-further Stop cuts the phase itself, but never the agreement, nor the way back.
+Interrupting such an operation at an arbitrary line would leave a model incomplete. The first
+interrupt therefore takes effect at the end of a phase, where all ranks synchronize: the operation
+fails on all ranks and is rolled back. A further interrupt ends the phase immediately, but never
+the synchronization or the rollback.
 """
 
 from __future__ import annotations
@@ -15,60 +16,59 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Stops:
-    """How often Stop has come in the work of now."""
+class InterruptFlag:
+    """Count of the interrupts during the current operation."""
 
     def __init__(self) -> None:
-        """None yet."""
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        self._came = 0
-        self._heard = True
-        """Whether Stop can end the work still."""
-        self._whole = False
-        """Whether what happens now must not be cut."""
+    def _reset(self) -> None:
+        self._num_interrupts = 0
+        self._is_interruptible = True
+        """False during a rollback, which cannot be interrupted."""
+        self._is_blocked = False
+        """True while interrupts are blocked."""
         self.failed = ""
-        """The error with which this rank waits for the others to agree."""
+        """Error with which this rank waits in the synchronization; "" if there is none."""
 
     @property
-    def wanted(self) -> bool:
-        """Whether the work is to end."""
-        return self._heard and self._came > 0
+    def is_set(self) -> bool:
+        """True if the operation was interrupted."""
+        return self._is_interruptible and self._num_interrupts > 0
 
     @contextlib.contextmanager
-    def in_phases(self) -> Iterator[None]:
-        """Work of phases, on the main thread."""
-        self._begin()
-        before = signal.signal(signal.SIGINT, lambda *_: self._hear())
+    def defer_interrupts(self) -> Iterator[None]:
+        """Defer interrupts in this context; for the main thread."""
+        self._reset()
+        before = signal.signal(signal.SIGINT, lambda *_: self._on_interrupt())
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
-            self._begin()
+            self._reset()
 
     @contextlib.contextmanager
-    def whole(self, error: BaseException | None = None) -> Iterator[None]:
-        """Let no Stop cut what happens in this: the agreement, to which a rank may bring an error.
+    def block_interrupts(self, error: BaseException | None = None) -> Iterator[None]:
+        """Block interrupts in this context, during the synchronization of the ranks.
 
         Args:
-            error: that of this rank.
+            error: the error with which this rank enters the synchronization.
         """
-        self._whole, self.failed = True, "" if error is None else type(error).__name__
+        self._is_blocked, self.failed = True, "" if error is None else type(error).__name__
         try:
             yield
         finally:
-            self._whole, self.failed = False, ""
+            self._is_blocked, self.failed = False, ""
 
-    def no_more(self) -> None:
-        """The work has failed: what follows is the way back."""
-        self._heard = False
+    def ignore(self) -> None:
+        """Ignore further interrupts: the operation failed and is rolled back."""
+        self._is_interruptible = False
 
-    def _hear(self) -> None:
-        self._came += 1
-        if self._came > 1 and self._heard and not self._whole:
+    def _on_interrupt(self) -> None:
+        self._num_interrupts += 1
+        if self._num_interrupts > 1 and self._is_interruptible and not self._is_blocked:
             raise KeyboardInterrupt
 
 
-stops = Stops()
-"""Of this rank."""
+interrupt_flag = InterruptFlag()
+"""The flag of this rank."""

@@ -1,7 +1,7 @@
-"""Whether this rank gets on: how long it has been at one place, and what it waits for.
+"""Reports whether this rank makes progress: time at one position and what it waits for.
 
-Looked at on the control thread while a cell runs. Training pays nothing for it: the counters
-are torch's own, and the collective that is waited for stands in `Meeting.waiting`.
+Called on the control thread while a cell runs. It costs training nothing: the counters are
+torch's own, and the pending collective is ``CollectiveBarrier.pending``.
 """
 
 from __future__ import annotations
@@ -19,70 +19,70 @@ from torch.distributed import distributed_c10d
 
 from nbdist.protocol import messages
 from nbdist.worker import collective_check
-from nbdist.worker.interrupt.interrupt_flag import stops
+from nbdist.worker.interrupt.interrupt_flag import interrupt_flag
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
-    from nbdist.worker.collective_check import Meeting
+    from nbdist.worker.collective_check import CollectiveBarrier
 
-STEP_S = 0.5
-"""Times are told in these steps: ranks that wait at one place then answer the same, which an agent
-passes on once."""
+ROUND_TO_S = 0.5
+"""Times are rounded to this: ranks that wait at the same position then send equal replies, which
+an agent deduplicates."""
 
 
-class Standing:
-    """What successive looks at the main thread tell."""
+class MainThreadMonitor:
+    """Monitor of the main thread that compares successive samples."""
 
-    def __init__(self, meeting: Meeting | None) -> None:
-        """Look at a rank whose collectives meet first, or do not (NCCL)."""
-        self._meeting = meeting
+    def __init__(self, barrier: CollectiveBarrier | None) -> None:
+        """Create a monitor; GPU ranks (NCCL) have no barrier, so it is None there."""
+        self._meeting = barrier
         self._main = threading.main_thread().ident or 0
         self._place: object = None
         self._since = time.monotonic()
 
-    def look(self) -> messages.Standing:
-        """Say how the main thread stands now."""
-        now, counts = time.monotonic(), group_counts()
+    def sample(self) -> messages.MainThreadStatus:
+        """Return the status of the main thread."""
+        now, counts = time.monotonic(), collective_counts()
         place = (self._frames(), tuple(counts.items()))
         if place != self._place:
             self._place, self._since = place, now
-        waiting = self._meeting.waiting if self._meeting is not None else None
-        return messages.Standing(
-            waits_for=waiting.words if waiting else "",
-            missing=list(waiting.missing) if waiting else [],
-            still_s=(now - (waiting.since if waiting else self._since)) // STEP_S * STEP_S,
+        waiting = self._meeting.pending if self._meeting is not None else None
+        return messages.MainThreadStatus(
+            waits_for=waiting.description if waiting else "",
+            missing=list(waiting.missing_ranks) if waiting else [],
+            still_s=(now - (waiting.since if waiting else self._since)) // ROUND_TO_S * ROUND_TO_S,
             sleeps=_sleeps(),
-            failed=stops.failed,
+            failed=interrupt_flag.failed,
             counts=counts,
-            midway=prepared_models.midway(),
+            midway=prepared_models.interrupted_pass(),
         )
 
     def _frames(self) -> tuple[tuple[int, int], ...]:
-        """Where each function of the main thread is, our own waiting left out."""
-        found = []
+        """Return the position in each frame of the main thread, except the barrier's frames."""
+        positions = []
         frame = sys._current_frames().get(self._main)  # noqa: SLF001
         while frame is not None:
             if frame.f_code.co_filename != _OWN_FILE:
-                found.append((id(frame.f_code), frame.f_lasti))
+                positions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
-        return tuple(found)
+        return tuple(positions)
 
 
 _OWN_FILE = collective_check.__file__
 _STATE = re.compile(r"\) ([A-Z])")
-"""After the name of a process, which may hold anything but stands in parentheses."""
+"""Process state after the name, which is in parentheses and may contain any character."""
 
 
 def _sleeps() -> bool:
-    """Whether the main thread sleeps now; Linux gives it the number of its process."""
-    with contextlib.suppress(OSError):  # no /proc: macOS
+    """Return whether the main thread is sleeping; its thread id on Linux is the pid."""
+    with contextlib.suppress(OSError):  # no /proc on macOS
         text = Path(f"/proc/self/task/{os.getpid()}/stat").read_text(errors="replace")
-        found = _STATE.findall(text)
-        return bool(found) and found[-1] in "SDI"
+        states = _STATE.findall(text)
+        return bool(states) and states[-1] in "SDI"
     return False
 
 
-def group_counts() -> dict[str, int]:
-    """Collectives that have begun, by name of the process group; of the groups of this rank."""
-    known: list[tuple[Any, str]] = list(distributed_c10d._world.pg_names.items())  # noqa: SLF001
-    return {name: group._get_sequence_number_for_group() for group, name in known}  # noqa: SLF001
+def collective_counts() -> dict[str, int]:
+    """Return the number of started collectives by name of this rank's process groups."""
+    groups: list[tuple[Any, str]] = list(distributed_c10d._world.pg_names.items())  # noqa: SLF001
+    return {name: group._get_sequence_number_for_group() for group, name in groups}  # noqa: SLF001

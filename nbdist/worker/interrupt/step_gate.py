@@ -1,12 +1,13 @@
-"""Stop between optimizer steps, on all ranks after the same one; runs on a rank.
+"""Interrupts all ranks after the same optimizer step.
 
-KeyboardInterrupt may come between any two lines. In a training loop one rank would then have
-made a step that another has not, and their weights or shards would not belong together; within
-a step, half of the parameters. So Stop takes two messages. The first holds every rank at its
-next step and asks how many steps of this cell it has begun. The kernel then names the step
-after which all of them stop, which each rank can reach without the others' next one.
+KeyboardInterrupt can be raised between any two lines. In a training loop, one rank might then have
+made a step that another has not, so that their weights or shards are inconsistent; within a step,
+only some parameters are updated. An interrupt therefore takes two messages. The first pauses
+every rank before its next step and returns how many steps of this cell it has started. The kernel
+then sends the step after which all ranks stop, which each rank can reach without the next step of
+the others.
 
-What is no training, or whose steps take long, is interrupted at once.
+Code without optimizer steps, or with slow ones, is interrupted immediately.
 """
 
 from __future__ import annotations
@@ -21,24 +22,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HELD_S = 2.0
-"""A rank that is held goes on after this time: nobody has told it where to stop."""
-REST_S = 0.1
-"""After its last step a rank may take this long for the rest of its iteration: clearing gradients,
-a scheduler, counters. The next forward or backward ends it before."""
+MAX_PAUSE_S = 2.0
+"""A paused rank continues after this time if no step to stop after was sent."""
+ITERATION_END_S = 0.1
+"""Time after the last step for the rest of the iteration: clearing gradients, a scheduler,
+counters. The next forward or backward ends it earlier."""
 _NAP_S = 0.002
 
 
-class Gate:
-    """Where optimizer steps of this rank begin and end."""
+class OptimizerStepGate:
+    """Gate around the optimizer steps of this rank."""
 
     def __init__(self) -> None:
-        """Hold nobody."""
         self._lock = threading.RLock()
         self.begin_cell()
 
     def begin_cell(self) -> None:
-        """No step of this cell has begun, and nobody has pressed Stop."""
+        """Reset the state at the start and end of a cell."""
         with self._lock:
             self._entered = 0
             self._entered_at = time.monotonic()
@@ -46,31 +46,30 @@ class Gate:
             self._inside = self._armed = self._raised = False
             self._held_at: float | None = None
             self._last: int | None = None
-            """Number of the step after which to stop; 0 at once."""
+            """Number of the step after which to stop; 0 for immediately."""
 
     @property
-    def entered(self) -> int:
-        """Steps of this cell that have begun."""
+    def num_steps_begun(self) -> int:
+        """Number of steps started in this cell."""
         return self._entered
 
     # -- the control thread
 
-    def hold(self) -> tuple[int, float]:
-        """Let no further step begin for a moment.
+    def pause_steps(self) -> tuple[int, float]:
+        """Pause before the next step, for a limited time.
 
         Returns:
-            Steps that have begun, and the seconds until the next one would, as it was so far.
+            Number of steps started, and the estimated seconds until the next one.
         """
         with self._lock:
             self._held_at, self._last = time.monotonic(), None
             ago = self._held_at - self._entered_at
             return self._entered, max(self._step_s - ago, 0.0)
 
-    def stop(self, after: int) -> None:
-        """Raise KeyboardInterrupt in the main thread once it has made that many steps.
+    def interrupt_after(self, after: int) -> None:
+        """Raise KeyboardInterrupt in the main thread after that many steps.
 
-        A rank that is on its way out already is told nothing twice, but by 0: a cell may have
-        caught the first.
+        It is raised only once, except with `after=0`: the cell may have caught the first one.
         """
         with self._lock:
             self._last, self._held_at = after, None
@@ -85,8 +84,10 @@ class Gate:
                 if self._last is not None and self._entered >= self._last:
                     self._raised = True
                     raise KeyboardInterrupt
-                held = self._held_at is not None and time.monotonic() - self._held_at < HELD_S
-                if not held:
+                paused = (
+                    self._held_at is not None and time.monotonic() - self._held_at < MAX_PAUSE_S
+                )
+                if not paused:
                     now = time.monotonic()
                     self._step_s, self._entered_at = now - self._entered_at, now
                     self._entered += 1
@@ -99,7 +100,7 @@ class Gate:
             self._inside = False
             if self._last is not None and self._entered >= self._last:
                 self._armed = True
-                threading.Timer(REST_S, self._fire).start()
+                threading.Timer(ITERATION_END_S, self._fire).start()
 
     def _fire(self) -> None:
         with self._lock:
@@ -111,20 +112,20 @@ class Gate:
         self._raised = True
         os.kill(os.getpid(), signal.SIGINT)
 
-    def pause(self) -> None:
-        """End an iteration that was the last: the next one is about to begin."""
+    def end_iteration(self) -> None:
+        """Raise a pending KeyboardInterrupt, because the next iteration is about to start."""
         with self._lock:
             armed, self._armed = self._armed, False
             self._raised = self._raised or armed
         if armed:
             raise KeyboardInterrupt
 
-    def around_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `step()` of prepared optimizers."""
 
         @functools.wraps(original)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not optimizer.gradient_state.sync_gradients:  # it only accumulates
+            if not optimizer.gradient_state.sync_gradients:  # gradient accumulation
                 return original(optimizer, *args, **kwargs)
             self._enter()
             try:
@@ -135,5 +136,5 @@ class Gate:
         return step
 
 
-gate = Gate()
-"""Of this rank."""
+step_gate = OptimizerStepGate()
+"""The gate of this rank."""

@@ -1,1 +1,1 @@
-"""Memory of this rank: what a training step allocates, and advice after an OOM error."""
+"""Memory of a rank: measurements of a training step, and advice after an out-of-memory error."""

@@ -1,8 +1,8 @@
-"""Whether a model that is trained has room under other options; runs on a rank.
+"""Checks whether a prepared model fits into memory under other options.
 
-Weights and optimizer state that are larger than the device can only fail, so such a switch is
-refused before anything moves. A whole step is an estimate: where it is larger than the device,
-the switch is made and says so.
+If weights and optimizer state exceed the device memory, a switch would fail, so it is rejected
+before anything changes. The peak of a step is only an estimate: if it exceeds the device memory,
+the switch proceeds with a note.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import distributed
 
-from nbdist.display.units import size
+from nbdist.display.units import format_bytes
 from nbdist.errors import PlanError, SwitchError
 from nbdist.planner import validation
 from nbdist.planner.models import traced
@@ -19,75 +19,82 @@ from nbdist.worker.engines import auto_strategy
 from nbdist.worker.memory import memory_probe, model_description
 
 if TYPE_CHECKING:
-    from nbdist.planner.memory.timeline import Moment
+    from nbdist.planner.memory.timeline import MemoryUsage
     from nbdist.strategies import Hardware, Options
-    from nbdist.worker.training.prepared_models import Trained
+    from nbdist.worker.training.prepared_models import PreparedModel
 
 
 _STATE = ("parameters", "master", "optimizer")
-"""Parts that rest on a device whatever a step does; a CPU's engines never touch some buffers."""
+"""Parts that are always allocated; engines on a CPU never touch some of the buffers."""
 
 
-def check(one: Trained, then: Options, hardware: Hardware, *, world_size: int) -> list[str]:
-    """Compare what the planner expects under these options with what this rank's device has.
+def check_memory(
+    prepared: PreparedModel, new_options: Options, hardware: Hardware, *, world_size: int
+) -> list[str]:
+    """Compare the planner's prediction for these options with this rank's device memory.
 
-    Only models with a closed form are looked at, which takes milliseconds; a trace takes
-    seconds, and a switch that fails for lack of memory goes back by itself.
+    Checks only models with an analytic spec, which takes milliseconds; a trace would take
+    seconds, and a switch that runs out of memory is rolled back anyway.
 
     Args:
-        one: the model.
-        then: checked options.
-        hardware: of the ranks.
-        world_size: number of ranks that there will be.
+        prepared: the model.
+        new_options: validated options after the switch.
+        hardware: hardware of the ranks.
+        world_size: number of ranks after the switch.
 
     Returns:
-        A sentence about a step that may not fit, or nothing.
+        A note that a step may not fit, or an empty list.
 
     Raises:
-        SwitchError: not even weights and optimizer state fit.
+        SwitchError: weights and optimizer state do not fit.
     """
-    peak = _peak(one, then, hardware, world_size)
+    peak = _peak(prepared, new_options, hardware, world_size)
     if peak is None:
         return []
-    free = auto_strategy.free_bytes()
+    free = auto_strategy.available_bytes()
     if hardware.kind == "cpu":  # the ranks share the host's memory
         free = free * distributed.get_world_size() // world_size
     resting = sum(peak.parts.get(name, 0) for name in _STATE)
     if resting > free:
         message = (
-            f"under {then.describe()} a rank keeps {size(resting)} of weights and optimizer state,"
-            f" and its device has {size(free)}; %nbdist plan shows what fits."
+            f"Not enough memory under {new_options.describe()}: a rank needs"
+            f" {format_bytes(resting)} for weights and optimizer state, but its device has"
+            f" {format_bytes(free)}. Run %nbdist plan to see what fits."
         )
         raise SwitchError(message)
-    if peak.total > free:
+    if peak.device_bytes > free:
         note = (
-            f"a step under {then.describe()} is expected to take {size(peak.total)} on a rank whose"
-            f" device has {size(free)}: the next one may run out of memory, and %nbdist plan shows"
-            " what fits"
+            f"a step under {new_options.describe()} is predicted to take"
+            f" {format_bytes(peak.device_bytes)} on a rank, but its device has"
+            f" {format_bytes(free)}: it may run out of memory; run %nbdist plan to see what fits"
         )
         return [note]
     return []
 
 
-def _peak(one: Trained, then: Options, hardware: Hardware, world_size: int) -> Moment | None:
-    """The fullest moment of a step; None where it is not known at once."""
-    watch = memory_probe.state.watch
-    if watch is None or watch.twin is None or watch.prepared is not one.model:
+def _peak(
+    prepared: PreparedModel, new_options: Options, hardware: Hardware, world_size: int
+) -> MemoryUsage | None:
+    """Return the predicted peak of a step; None if there is no analytic spec."""
+    probe = memory_probe.probe_state.probe
+    if probe is None or probe.meta_model is None or probe.prepared_model is not prepared.model:
         return None
-    spec = traced.closed_form(watch.twin)
+    spec = traced.find_analytic_spec(probe.meta_model)
     if spec is None:
         return None
-    samples, tokens = watch.shape or (1, model_description.default_length(watch.twin))
-    micro_batch = validation.Measured(
+    samples, tokens = probe.batch_shape or (1, model_description.default_seq_len(probe.meta_model))
+    micro_batch = validation.MeasuredMemory(
         kind=hardware.kind,
         step=0,
         batch_size=samples,
         seq_len=tokens,
-        accumulate=watch.accumulate,
-        optimizer=watch.described,
+        accumulate=probe.accumulate,
+        optimizer=probe.optimizer_description,
     )
     try:
-        setup = validation.setup_of(then, world_size, micro_batch, nodes=hardware.nodes)
-        return validation.predicted(spec, setup, micro_batch)
+        setup = validation.setup_from_measurement(
+            new_options, world_size, micro_batch, nodes=hardware.nodes
+        )
+        return validation.predict_peak(spec, setup, micro_batch)
     except PlanError:  # an optimizer that the planner does not know
         return None

@@ -1,12 +1,13 @@
-"""What this rank's training really holds, measured by itself in the third optimizer step.
+"""Measures the memory of this rank's training during the third optimizer step.
 
-Runs on a rank. `worker.engines.accelerator` calls `meet` and `watch` around each `prepare()`; from
-then on two hooks count: the prepared model's forward and the prepared optimizer's step. From the
-first forward after the second step to the end of the third, CPU ranks see every operation
-through `planner.tracing.memory_tracker`; a GPU's allocator counts by itself, from there on for
-good. Before and after that one step a hook costs microseconds. A new `prepare()` starts anew.
+`worker.engines.accelerator` calls ``reset_for_prepare`` and ``start_probe`` around each
+`prepare()`, which hook the prepared model's forward and optimizer's step. From the first forward
+after the second step until the end of the third, `planner.tracing.memory_tracker` tracks every
+operation on CPU ranks; on GPUs, the allocator's peak statistics are used from there on. Outside
+that step a hook costs microseconds. A new `prepare()` restarts the measurement.
 
-Optimizer state exists by then, and ZeRO-3 has its trace: `planner.memory_model` predicts that step.
+By the third step the optimizer state exists and ZeRO-3 has its prefetch trace;
+`planner.memory_model` predicts the same step.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from nbdist.hardware import discovery
-from nbdist.planner.memory_calibration import Learned
-from nbdist.planner.tracing.memory_tracker import OTHER, Footprint
+from nbdist.planner.memory_calibration import MemoryCalibration
+from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
 from nbdist.worker.engines import compile_detection, deepspeed
 from nbdist.worker.memory import memory_accounting
-from nbdist.worker.profiling.optimizer_hooks import slot
+from nbdist.worker.profiling.optimizer_hooks import active_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,180 +46,185 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STEPS_BEFORE = 2
+WARMUP_STEPS = 2
 """Optimizer steps before the measured one."""
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _CLEAR_PEAK = "5"
 """proc(5): resets VmHWM."""
-NOT_SEEN = (
-    "memory was not told apart: torch.compile is in use, and what compiled code allocates on a CPU"
-    " rank is not seen."
+COMPILE_NOTE = (
+    "No memory breakdown: torch.compile is in use, and allocations of compiled code on CPU ranks"
+    " cannot be tracked."
 )
 _DEFAULTS = ("fused", "foreach", "momentum", "amsgrad")
-"""What of an optimizer's defaults changes its memory."""
+"""Defaults of an optimizer that affect its memory."""
 
 
-Call = dict[str, tuple[torch.Size, torch.dtype]]
-"""Tensors of a forward: name, or place, of the argument -> shape and dtype."""
+ForwardInputs = dict[str, tuple[torch.Size, torch.dtype]]
+"""Tensor arguments of a forward: name or position -> shape and dtype."""
 
 
 @dataclass
-class Watch:
-    """One prepared model, followed until it is measured."""
+class MemoryProbe:
+    """Probe of one prepared model."""
 
-    twin: nn.Module | None = None
-    """The model as it was before `prepare()`, without its data."""
+    meta_model: nn.Module | None = None
+    """Meta copy of the model from before `prepare()`."""
     model: weakref.ref[nn.Module] | None = None
     optimizer: weakref.ref[AcceleratedOptimizer] | None = None
-    described: dict[str, Any] = field(default_factory=dict)
-    """The user's optimizer: its class and what changes its memory."""
+    optimizer_description: dict[str, Any] = field(default_factory=dict)
+    """The user's optimizer: its class and the defaults that affect memory."""
     options: Options | None = None
     accumulate: int = 1
-    compiled: bool = False
-    steps: int = 0
-    call: Call = field(default_factory=dict)
+    is_compiled: bool = False
+    num_steps: int = 0
+    forward_inputs: ForwardInputs = field(default_factory=dict)
     """Tensors of the last training forward."""
-    passes: int = 0
-    """Forwards with gradients so far, but those that torch.compile has seen."""
-    counting: Footprint | None = None
-    begun: bool = False
-    saw_buckets: bool = False
-    """A whole step was counted before the measured one: DDP's buckets are among the rest."""
-    figures: dict[str, Any] | None = None
-    rss_before: int = 0
+    num_forwards: int = 0
+    """Number of forwards with gradients, except those traced by torch.compile."""
+    memory_tracker: MemoryTracker | None = None
+    has_begun: bool = False
+    has_seen_buckets: bool = False
+    """A step was tracked before the measured one, so DDP's buckets are counted as OTHER."""
+    measurements: dict[str, Any] | None = None
+    rss_before_bytes: int = 0
 
-    def waits_for(self, optimizer: AcceleratedOptimizer) -> bool:
-        """Whether a step of this optimizer counts, and gradients are complete for it."""
-        if self.figures is not None or self.optimizer is None:
+    def is_waiting_for(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Return whether a step of this optimizer counts: it is the probed one and really steps."""
+        if self.measurements is not None or self.optimizer is None:
             return False
         complete = bool(optimizer.gradient_state.sync_gradients)
         return complete and self.optimizer() is optimizer
 
     @property
     def first_step(self) -> int:
-        """The step before which counting begins.
-
-        DDP's reducer holds its buckets in C++: they are seen when a backward fills them.
-        """
-        seen_late = (
-            self.prepared is not None and memory_accounting.ddp_bucket_bytes(self.prepared) > 0
+        """The number of steps after which tracking starts."""
+        # DDP's reducer holds its buckets in C++: they are tracked only when a backward fills them.
+        has_buckets = (
+            self.prepared_model is not None
+            and memory_accounting.ddp_bucket_bytes(self.prepared_model) > 0
         )
-        return STEPS_BEFORE - 1 if seen_late and state.device.type == "cpu" else STEPS_BEFORE
+        return (
+            WARMUP_STEPS - 1 if has_buckets and probe_state.device.type == "cpu" else WARMUP_STEPS
+        )
 
     @property
-    def shape(self) -> tuple[int, int] | None:
-        """Micro-batch of the last training forward: samples, tokens of each."""
-        return shape_of(self.call) if self.call else None
+    def batch_shape(self) -> tuple[int, int] | None:
+        """Micro-batch of the last training forward: samples, tokens per sample."""
+        return batch_shape_of(self.forward_inputs) if self.forward_inputs else None
 
     @property
-    def prepared(self) -> nn.Module | None:
-        """The model that `prepare()` returned, while it lives."""
+    def prepared_model(self) -> nn.Module | None:
+        """The prepared model; None if it was freed."""
         return None if self.model is None else self.model()
 
 
 @dataclass
-class State:
-    """What this rank follows."""
+class ProbeState:
+    """The current probe and the device of this rank."""
 
-    watch: Watch | None = None
+    probe: MemoryProbe | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
-    """The rank's own; the control thread has another current one."""
-    device_before: int = 0
-    """Bytes of the device that were used before this rank had a context there."""
+    """This rank's device; the current device of the control thread may differ."""
+    device_before_bytes: int = 0
+    """Bytes of the device in use before this rank created a context."""
 
 
-state = State()
+probe_state = ProbeState()
 
 
 def before_context(device: torch.device) -> None:
-    """Note what a GPU holds; to be called before NCCL and this rank's context are there."""
-    state.device_before = _device_used(device)
+    """Record the used memory of a GPU; call it before NCCL or CUDA is initialized."""
+    probe_state.device_before_bytes = _device_used(device)
 
 
-def install(device: torch.device) -> None:
-    """Count steps of all prepared optimizers from now on; once in a process."""
-    state.device = device
-    for cls in (AcceleratedOptimizer, deepspeed.StepsItself):
+def count_optimizer_steps(device: torch.device) -> None:
+    """Patch prepared optimizers to count their steps; call it once per process."""
+    probe_state.device = device
+    for cls in (AcceleratedOptimizer, deepspeed.SteppingOptimizerWrapper):
         setattr(cls, "step", _counting(cls.__dict__["step"]))  # noqa: B010 - mypy: a method
 
 
-def meet(models: Sequence[nn.Module], args: Sequence[object], twin: nn.Module | None) -> None:
-    """Forget what was followed where a new model comes to `prepare()`.
+def reset_for_prepare(
+    models: Sequence[nn.Module], args: Sequence[object], meta_model: nn.Module | None
+) -> None:
+    """Create a new probe if `prepare()` is called with a new model.
 
     Args:
-        models: the new ones, bare.
-        args: of `prepare()`.
-        twin: the last new model without its data; None where it cannot be copied.
+        models: the models that are not prepared yet.
+        args: arguments of `prepare()`.
+        meta_model: meta copy of the last new model; None if it cannot be copied.
     """
     if not models:
         return
-    state.watch = Watch(twin=twin, rss_before=psutil.Process().memory_info().rss)
-    optimizer = next((one for one in args if isinstance(one, torch.optim.Optimizer)), None)
+    probe_state.probe = MemoryProbe(
+        meta_model=meta_model, rss_before_bytes=psutil.Process().memory_info().rss
+    )
+    optimizer = next((arg for arg in args if isinstance(arg, torch.optim.Optimizer)), None)
     if optimizer is not None:
-        state.watch.described = described(optimizer)
+        probe_state.probe.optimizer_description = describe_optimizer(optimizer)
 
 
-def fed() -> Call:
-    """Tensors of the last training forward; none before one."""
-    return {} if state.watch is None else state.watch.call
+def last_forward_inputs() -> ForwardInputs:
+    """Return the tensor arguments of the last training forward; empty before the first."""
+    return {} if probe_state.probe is None else probe_state.probe.forward_inputs
 
 
-def note_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note what a model goes forward with, where it is the one that is followed."""
-    if state.watch is not None and state.watch.prepared is model:
-        state.watch.call = call_of(args, kwargs)
+def record_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Record the arguments of a forward if the model is the probed one."""
+    if probe_state.probe is not None and probe_state.probe.prepared_model is model:
+        probe_state.probe.forward_inputs = forward_inputs_of(args, kwargs)
 
 
-def fed_like(before: Call) -> None:
-    """After a switch a model is fed as it was before, until a forward tells otherwise."""
-    if state.watch is not None and not state.watch.call:
-        state.watch.call = before
+def restore_forward_inputs(before: ForwardInputs) -> None:
+    """Restore the recorded arguments after a switch, until the next forward."""
+    if probe_state.probe is not None and not probe_state.probe.forward_inputs:
+        probe_state.probe.forward_inputs = before
 
 
-def watch(accelerator: Accelerator, result: object, options: Options | None) -> None:
-    """Follow the model and the optimizer that `prepare()` returned.
+def start_probe(accelerator: Accelerator, result: object, options: Options | None) -> None:
+    """Attach the probe to the prepared model and optimizer.
 
     Args:
-        accelerator: whose `prepare()`.
-        result: what it returned.
-        options: of the engine; None for a user's own.
+        accelerator: the accelerator that prepared them.
+        result: the return value of `prepare()`.
+        options: options of the engine; None for a user's own.
     """
-    following = state.watch
-    if following is None:
+    probe = probe_state.probe
+    if probe is None:
         return
     prepared = result if isinstance(result, (list, tuple)) else (result,)
-    models = [one for one in prepared if isinstance(one, nn.Module)]
-    optimizers = [one for one in prepared if isinstance(one, AcceleratedOptimizer)]
-    following.options = options
-    following.accumulate = int(accelerator.gradient_accumulation_steps)
-    if following.model is None and models:
-        following.model = weakref.ref(models[-1])
-        following.compiled = hasattr(models[-1], "_orig_mod") or _compiles(models[-1])
+    models = [item for item in prepared if isinstance(item, nn.Module)]
+    optimizers = [item for item in prepared if isinstance(item, AcceleratedOptimizer)]
+    probe.options = options
+    probe.accumulate = int(accelerator.gradient_accumulation_steps)
+    if probe.model is None and models:
+        probe.model = weakref.ref(models[-1])
+        probe.is_compiled = hasattr(models[-1], "_orig_mod") or _compiles(models[-1])
         models[-1].register_forward_pre_hook(_before_forward, with_kwargs=True)
-    if following.optimizer is None and optimizers:
-        following.optimizer = weakref.ref(optimizers[0])
-        inside = innermost(following)  # a DummyOptim has none of its own before `prepare()`
-        if inside is not None:
-            following.described = following.described or described(inside)
+    if probe.optimizer is None and optimizers:
+        probe.optimizer = weakref.ref(optimizers[0])
+        inner = innermost_optimizer(probe)  # a DummyOptim has no inner optimizer before `prepare()`
+        if inner is not None:
+            probe.optimizer_description = probe.optimizer_description or describe_optimizer(inner)
 
 
-def cell_ended() -> None:
-    """Stop counting at the end of a cell, whatever ended it; the next step is tried instead."""
-    if state.watch is not None and state.watch.begun:
-        _stop(state.watch)
+def on_cell_end() -> None:
+    """Stop tracking at the end of a cell; an incomplete step is measured again later."""
+    if probe_state.probe is not None and probe_state.probe.has_begun:
+        _stop(probe_state.probe)
 
 
-def figures() -> dict[str, Any] | None:
-    """What was measured, as plain values; None before the end of the third step."""
-    measured = state.watch and state.watch.figures
+def get_measurements() -> dict[str, Any] | None:
+    """Return the measurements as JSON values; None before the end of the third step."""
+    measured = probe_state.probe and probe_state.probe.measurements
     if measured and measured["kind"] == "cuda":
-        measured |= _on_gpu(state.device)
+        measured |= _on_gpu(probe_state.device)
     return measured or None
 
 
-def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Class and memory-relevant defaults of an optimizer."""
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the class and the memory-relevant defaults of an optimizer."""
     defaults = {key: optimizer.defaults[key] for key in _DEFAULTS if key in optimizer.defaults}
     return {"class": type(optimizer).__name__, **defaults}
 
@@ -227,30 +233,30 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the micro-batch; nothing of it becomes part of a compiled model."""
+    """Record the micro-batch; excluded from compiled models."""
     if not torch.compiler.is_compiling():
         _note_pass(model, args, kwargs)
 
 
-@_disable_dynamo  # torch.compiler.disable imports dynamo at once
+@_disable_dynamo  # torch.compiler.disable imports dynamo immediately
 def _note_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note a forward with gradients; begin to measure where it is time."""
-    following = state.watch
-    if following is None or not torch.is_grad_enabled() or following.prepared is not model:
+    """Record a forward with gradients; start tracking in the step before the measured one."""
+    probe = probe_state.probe
+    if probe is None or not torch.is_grad_enabled() or probe.prepared_model is not model:
         return
-    note_call(model, args, kwargs)
-    following.passes += 1
-    if following.counting is not None:  # a further micro-batch of the measured step
+    record_forward(model, args, kwargs)
+    probe.num_forwards += 1
+    if probe.memory_tracker is not None:  # a further micro-batch of the measured step
         with _logged():
-            following.counting.know("gradients", memory_accounting.gradients(model))
+            probe.memory_tracker.track_tensors("gradients", memory_accounting.gradients(model))
     elif (
-        following.figures is None
-        and not following.begun
-        and slot.window is None
-        and following.steps >= following.first_step
+        probe.measurements is None
+        and not probe.has_begun
+        and active_window.window is None
+        and probe.num_steps >= probe.first_step
     ):
         with _logged():
-            _begin(following, model)
+            _begin(probe, model)
 
 
 def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,113 +264,115 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def step(self: AcceleratedOptimizer, closure: Callable[[], object] | None = None) -> Any:
-        following = state.watch
-        if following is None or not following.waits_for(self):
+        probe = probe_state.probe
+        if probe is None or not probe.is_waiting_for(self):
             return original(self, closure)
         with _logged():
-            _before_step(following)
+            _before_step(probe)
         result = original(self, closure)
-        following.steps += 1
-        if following.begun:
+        probe.num_steps += 1
+        if probe.has_begun:
             with _logged():
-                _end_of_step(following)
+                _end_of_step(probe)
         return result
 
     return step
 
 
-# ---------------------------------------------------------------------------- the one step
+# ---------------------------------------------------------------------------- measured step
 
 
-def _begin(following: Watch, model: nn.Module) -> None:
-    """Begin to count, unless something else watches operations already."""
-    device = state.device
-    following.compiled = following.compiled or compile_detection.in_use()
+def _begin(following: MemoryProbe, model: nn.Module) -> None:
+    """Start tracking, unless something else already intercepts operations."""
+    device = probe_state.device
+    following.is_compiled = following.is_compiled or compile_detection.is_compile_active()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif not following.compiled:
+    elif not following.is_compiled:
         if why_not_counted(following) is not None:
             return
-        following.counting = _entered(model, innermost(following))
-    reset_rss_peak()
-    following.begun = True
+        following.memory_tracker = _entered(model, innermost_optimizer(following))
+    reset_peak_rss()
+    following.has_begun = True
 
 
-def why_not_counted(following: Watch) -> str | None:
-    """Say why no footprint can count the operations of the main thread now; None: it can."""
-    if following.compiled or compile_detection.in_use():
-        return NOT_SEEN
+def why_not_counted(following: MemoryProbe) -> str | None:
+    """Return why the operations of the main thread cannot be tracked; None if they can."""
+    if following.is_compiled or compile_detection.is_compile_active():
+        return COMPILE_NOTE
     if _get_current_dispatch_mode() is not None or not _on_main_thread():
-        return "memory was not told apart: the cell has a dispatch mode of its own."
+        return "No memory breakdown: the cell uses its own dispatch mode."
     return None
 
 
-def _entered(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Footprint:
-    """A footprint that knows what there is, and counts."""
-    counting = Footprint(
-        on_change=lambda: counting.know("buffers", memory_accounting.buckets(model))
+def _entered(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> MemoryTracker:
+    """Return a memory tracker that knows the existing tensors and is active."""
+    tracker = MemoryTracker(
+        on_change=lambda: tracker.track_tensors("buffers", memory_accounting.zero_buckets(model))
     )
-    counting.know(OTHER, memory_accounting.everything())
-    for part, tensors in memory_accounting.held(model, optimizer):
-        counting.know(part, tensors)
-    counting.restart_peak()
-    return counting.__enter__()
+    tracker.track_tensors(OTHER_PART, memory_accounting.all_tensors())
+    for part, tensors in memory_accounting.tensors_by_use(model, optimizer):
+        tracker.track_tensors(part, tensors)
+    tracker.reset_peak()
+    return tracker.__enter__()
 
 
-def _before_step(following: Watch) -> None:
-    """Tell gradients from activations while they are there."""
-    if following.counting is not None and following.prepared is not None:
-        following.counting.know("gradients", memory_accounting.gradients(following.prepared))
+def _before_step(following: MemoryProbe) -> None:
+    """Classify the gradients before the step frees them."""
+    if following.memory_tracker is not None and following.prepared_model is not None:
+        following.memory_tracker.track_tensors(
+            "gradients", memory_accounting.gradients(following.prepared_model)
+        )
 
 
-def _end_of_step(following: Watch) -> None:
-    """Let the measured step begin, or end."""
-    if following.steps > STEPS_BEFORE:
+def _end_of_step(following: MemoryProbe) -> None:
+    """Reset the peak before the measured step, or end the measurement after it."""
+    if following.num_steps > WARMUP_STEPS:
         _end(following)
-    elif following.counting is not None:
-        following.counting.restart_peak()
-        following.saw_buckets = True
+    elif following.memory_tracker is not None:
+        following.memory_tracker.reset_peak()
+        following.has_seen_buckets = True
 
 
-def _end(following: Watch) -> None:
-    """Stop counting and keep the figures."""
-    counting, model = following.counting, following.prepared
+def _end(following: MemoryProbe) -> None:
+    """Stop tracking and store the measurements."""
+    tracker, model = following.memory_tracker, following.prepared_model
     _stop(following)
     if model is None:
         return
-    device = state.device
-    samples, tokens = following.shape or (0, 0)
-    following.figures = {
+    device = probe_state.device
+    samples, tokens = following.batch_shape or (0, 0)
+    following.measurements = {
         "kind": device.type,
-        "step": following.steps,
+        "step": following.num_steps,
         "batch_size": samples,
         "seq_len": tokens,
         "accumulate": following.accumulate,
-        "optimizer": following.described,
-        "compiled": following.compiled,
-        "rss_bytes": rss_peak(),
-        "rss_before_bytes": following.rss_before,
+        "optimizer": following.optimizer_description,
+        "compiled": following.is_compiled,
+        "rss_bytes": peak_rss_bytes(),
+        "rss_before_bytes": following.rss_before_bytes,
     }
-    inner = innermost(following)
-    following.figures["beside_bytes"] = beside(model, inner)
+    inner = innermost_optimizer(following)
+    following.measurements["beside_bytes"] = other_models_bytes(model, inner)
     if device.type == "cuda":
-        following.figures |= {"parts": resting(model, inner)} | _on_gpu(device)
-        following.figures["device_name"] = torch.cuda.get_device_name(device)
+        following.measurements |= {"parts": resting_bytes(model, inner)} | _on_gpu(device)
+        following.measurements["device_name"] = torch.cuda.get_device_name(device)
         if following.options is not None and torch.distributed.get_rank() == 0:
-            _learn(following.options, following.figures)
-    elif counting is not None and not compile_detection.in_use():
+            _record_calibration(following.options, following.measurements)
+    elif tracker is not None and not compile_detection.is_compile_active():
         buckets = memory_accounting.ddp_bucket_bytes(model)
-        if following.saw_buckets:
-            counting.at_peak[OTHER] -= buckets
-        parts = _parts(counting.at_peak, buckets)
-        following.figures |= {"parts": parts, "allocated_bytes": sum(parts.values())}
+        if following.has_seen_buckets:
+            tracker.at_peak[OTHER_PART] -= buckets
+        parts = _parts(tracker.at_peak, buckets)
+        following.measurements |= {"parts": parts, "allocated_bytes": sum(parts.values())}
     else:
-        following.figures |= {"parts": resting(model, inner), "allocated_bytes": None}
+        following.measurements |= {"parts": resting_bytes(model, inner), "allocated_bytes": None}
 
 
-def _learn(options: Options, found: dict[str, Any]) -> None:
-    """Remember how the device's bytes follow from those of tensors, for the next plan."""
-    Learned().learn(
+def _record_calibration(options: Options, found: dict[str, Any]) -> None:
+    """Store the ratio of device memory to tensor memory, for later plans."""
+    MemoryCalibration().record_session(
         found["device_name"],
         options.backend,
         options.offload_device,
@@ -374,15 +382,15 @@ def _learn(options: Options, found: dict[str, Any]) -> None:
     )
 
 
-def _stop(following: Watch) -> None:
-    """Count no more."""
-    following.begun, counting, following.counting = False, following.counting, None
-    if counting is not None:
-        leave(counting)
+def _stop(following: MemoryProbe) -> None:
+    """Stop tracking."""
+    following.has_begun, tracker, following.memory_tracker = False, following.memory_tracker, None
+    if tracker is not None:
+        exit_memory_tracker(tracker)
 
 
-def leave(counting: Footprint) -> None:
-    """Leave a footprint, also where modes of the user lie above it."""
+def exit_memory_tracker(counting: MemoryTracker) -> None:
+    """Exit a memory tracker, even if dispatch modes of the user are above it on the stack."""
     above = []
     while (top := _get_current_dispatch_mode()) is not None and top is not counting:
         above.append(_pop_mode())
@@ -391,106 +399,111 @@ def leave(counting: Footprint) -> None:
         _push_mode(mode)
 
 
-def resting(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes that parameters, gradients, optimizer and engine hold now on the model's device."""
-    counting = Footprint()
-    for part, tensors in memory_accounting.held(model, optimizer):
-        counting.know(part, _here(tensors))
-    return _parts(counting.current, memory_accounting.ddp_bucket_bytes(model))
+def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Return the bytes of parameters, gradients, optimizer and engine on this rank's device."""
+    tracker = MemoryTracker()
+    for part, tensors in memory_accounting.tensors_by_use(model, optimizer):
+        tracker.track_tensors(part, _device_tensors(tensors))
+    return _parts(tracker.current, memory_accounting.ddp_bucket_bytes(model))
 
 
-def beside(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes that other models and their optimizers hold on the model's device."""
-    counting = Footprint()
-    counting.know(OTHER, _here(memory_accounting.of_others(model, optimizer)))
-    for part, tensors in memory_accounting.held(model, optimizer):
-        counting.know(part, _here(tensors))
-    return max(0, counting.current[OTHER])
+def other_models_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of other models and their optimizers on this rank's device."""
+    tracker = MemoryTracker()
+    tracker.track_tensors(
+        OTHER_PART, _device_tensors(memory_accounting.tensors_of_other_models(model, optimizer))
+    )
+    for part, tensors in memory_accounting.tensors_by_use(model, optimizer):
+        tracker.track_tensors(part, _device_tensors(tensors))
+    return max(0, tracker.current[OTHER_PART])
 
 
-def _here(values: Iterable[object]) -> list[torch.Tensor]:
-    """The tensors among some values that lie on this rank's device."""
-    device = state.device.type
-    return [one for one in values if isinstance(one, torch.Tensor) and one.device.type == device]
+def _device_tensors(values: Iterable[object]) -> list[torch.Tensor]:
+    """Return the tensors among values that are on this rank's device."""
+    kind = probe_state.device.type
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.device.type == kind]
 
 
 def _parts(counted: dict[str, int], buckets: int) -> dict[str, int]:
-    """Parts with something in them, DDP's buckets included, OTHER last."""
-    parts = {part: size for part, size in counted.items() if size > 0 and part != OTHER}
+    """Return the non-empty parts, with DDP's buckets in "buffers" and OTHER last."""
+    parts = {part: size for part, size in counted.items() if size > 0 and part != OTHER_PART}
     if buckets:
         parts["buffers"] = parts.get("buffers", 0) + buckets
-    return parts | ({OTHER: counted[OTHER]} if counted.get(OTHER) else {})
+    return parts | ({OTHER_PART: counted[OTHER_PART]} if counted.get(OTHER_PART) else {})
 
 
-# ---------------------------------------------------------------------------- small things
+# ---------------------------------------------------------------------------- helpers
 
 
-def call_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
-    """Shapes and types of the tensors in a call; a mapping among them is looked into.
+def forward_inputs_of(args: Sequence[object], kwargs: Mapping[str, object]) -> ForwardInputs:
+    """Return shapes and dtypes of the tensors in a call, including those in a mapping.
 
-    Runs in every forward, so it only takes down what is there.
+    Runs in every forward, so it must be fast.
     """
-    call: Call = {}
-    for place, one in enumerate(args):
-        if isinstance(one, torch.Tensor):
-            call[str(place)] = one.shape, one.dtype
-        elif isinstance(one, Mapping):
-            call |= call_of((), one)
-    for name, one in kwargs.items():
-        if isinstance(one, torch.Tensor):
-            call[name] = one.shape, one.dtype
+    call: ForwardInputs = {}
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            call[str(index)] = value.shape, value.dtype
+        elif isinstance(value, Mapping):
+            call |= forward_inputs_of((), value)
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            call[name] = value.shape, value.dtype
     return call
 
 
-def shape_of(call: Call) -> tuple[int, int]:
-    """Samples and tokens of each in a call of a model; tokens are 1 where there are none.
+def batch_shape_of(call: ForwardInputs) -> tuple[int, int]:
+    """Return batch size and tokens per sample of a forward; tokens are 1 if there are none.
 
-    Tokens are whole numbers of two dimensions, or embeddings of three.
+    Tokens are an integer tensor with two dimensions, or embeddings with three.
     """
     shaped = [(shape, dtype) for shape, dtype in call.values() if shape]
-    tokens = [one for one, dtype in shaped if len(one) == _TOKENS and not dtype.is_floating_point]
-    embedded = [one for one, _ in shaped if len(one) == _EMBEDDINGS]
-    for one in (*tokens, *embedded):
-        return one[0], one[1]
+    tokens = [
+        shape for shape, dtype in shaped if len(shape) == _TOKENS and not dtype.is_floating_point
+    ]
+    embedded = [shape for shape, _ in shaped if len(shape) == _EMBEDDINGS]
+    for shape in (*tokens, *embedded):
+        return shape[0], shape[1]
     return (shaped[0][0][0], 1) if shaped else (1, 1)
 
 
 _TOKENS, _EMBEDDINGS = 2, 3
-"""Dimensions: samples and tokens, and hidden units too."""
+"""Number of dimensions of token ids and of embeddings."""
 
 
-def innermost(following: Watch | None) -> torch.optim.Optimizer | None:
-    """The torch optimizer inside Accelerate's and DeepSpeed's wrappers."""
-    found: Any = following.optimizer() if following and following.optimizer else None
-    while hasattr(found, "optimizer"):
-        found = found.optimizer
-    return found if isinstance(found, torch.optim.Optimizer) else None
+def innermost_optimizer(following: MemoryProbe | None) -> torch.optim.Optimizer | None:
+    """Return the torch optimizer inside Accelerate's and DeepSpeed's wrappers."""
+    optimizer: Any = following.optimizer() if following and following.optimizer else None
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
 def _compiles(model: nn.Module) -> bool:
-    """Whether torch.compile works on the model or inside it."""
+    """Return whether the model or one of its modules is compiled."""
     return any(
-        hasattr(one, "_orig_mod") or getattr(one, "_compiled_call_impl", None) is not None
-        for one in model.modules()
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
     )
 
 
 def _on_gpu(device: torch.device) -> dict[str, int]:
-    """What the device's allocator and the driver count since the third step began."""
-    counted = torch.cuda.memory_stats(device)
+    """Return statistics of the allocator and the driver since the start of the third step."""
+    stats = torch.cuda.memory_stats(device)
     free, total = torch.cuda.mem_get_info(device)
     return {
-        "allocated_bytes": counted["allocated_bytes.all.peak"],
-        "active_bytes": counted["active_bytes.all.peak"],
-        "reserved_bytes": counted["reserved_bytes.all.peak"],
-        "device_bytes": total - free - state.device_before,
+        "allocated_bytes": stats["allocated_bytes.all.peak"],
+        "active_bytes": stats["active_bytes.all.peak"],
+        "reserved_bytes": stats["reserved_bytes.all.peak"],
+        "device_bytes": total - free - probe_state.device_before_bytes,
         "device_total_bytes": total,
     }
 
 
 def _device_used(device: torch.device) -> int:
-    """Bytes of a device in use by anybody, asked without a context."""
-    nvml = discovery.pynvml()
+    """Return the bytes of a device in use by all processes, without creating a context."""
+    nvml = discovery.import_pynvml()
     if nvml is None:
         return 0
     # torch 2.13 has no NVML index for a MIG instance (TypeError); a driver may fail at any call
@@ -503,21 +516,21 @@ def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def trim() -> None:
-    """Give the system what was freed: glibc keeps buffers of up to 32 MiB for later."""
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if give_back is not None:
-        give_back(0)
+def trim_malloc() -> None:
+    """Return freed memory to the system; glibc keeps buffers of up to 32 MiB otherwise."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
-def reset_rss_peak() -> None:
-    """Let the peak of resident memory be that of now."""
-    with contextlib.suppress(OSError):  # a sandbox without it: the peak since the start counts
+def reset_peak_rss() -> None:
+    """Reset the peak of resident memory to the current value."""
+    with contextlib.suppress(OSError):  # unsupported in a sandbox: the peak is since the start
         _CLEAR.write_text(_CLEAR_PEAK)
 
 
-def rss_peak() -> int:
-    """Most resident memory since `reset_rss_peak`, in bytes."""
+def peak_rss_bytes() -> int:
+    """Return the peak resident memory in bytes since ``reset_peak_rss``."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -526,11 +539,11 @@ def rss_peak() -> int:
 
 @contextlib.contextmanager
 def _logged() -> Iterator[None]:
-    """Let measuring fail without the user's training."""
+    """Log errors of the measurement instead of failing the user's training."""
     try:
         yield
     except Exception:
-        log.exception("the session's own measurement failed; training goes on")
-        if state.watch is not None:
-            state.watch.figures = state.watch.figures or {}
-            _stop(state.watch)
+        log.exception("measuring memory failed; training continues")
+        if probe_state.probe is not None:
+            probe_state.probe.measurements = probe_state.probe.measurements or {}
+            _stop(probe_state.probe)

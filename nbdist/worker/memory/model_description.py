@@ -1,8 +1,8 @@
-"""A model of this rank as the planner sees it; runs on a rank.
+"""Describes a model of this rank for the planner.
 
-A prepared model is in pieces or inside an engine, so what is described is its twin without
-data, which `worker.memory.memory_probe` made before `prepare()`. Looking at a model happens in a
-child process (`planner.tracing.trace_module`): neither the model nor a random state changes.
+A prepared model may be sharded or wrapped, so its meta copy is described, which
+`worker.memory.memory_probe` keeps from before `prepare()`. Tracing runs in a child process
+(`planner.tracing.trace_module`) and changes neither the model nor a random state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from nbdist.errors import PlanError
 from nbdist.planner import load_model
-from nbdist.planner.model_spec import noted
+from nbdist.planner.model_spec import with_notes
 from nbdist.planner.models import traced
 from nbdist.worker.memory import memory_probe
 
@@ -24,73 +24,73 @@ if TYPE_CHECKING:
 
     from nbdist.planner.model_spec import ModelSpec
     from nbdist.protocol import messages
-    from nbdist.worker.memory.memory_probe import Call, Watch
+    from nbdist.worker.memory.memory_probe import ForwardInputs, MemoryProbe
 
 
-def reply(asked: messages.ModelRequest, names: Mapping[str, Any]) -> messages.ModelReply:
-    """Answer the kernel's question for a model.
+def model_reply(request: messages.ModelRequest, names: Mapping[str, Any]) -> messages.ModelReply:
+    """Reply to the kernel's request for a model.
 
     Args:
-        asked: which model, for which micro-batch.
+        request: the request with the name of the model and the micro-batch.
         names: the user's variables.
     """
     try:
-        model, watch = _meant(asked["name"], names)
-        samples, tokens = (watch.shape if watch else None) or (1, None)
-        samples = asked["batch_size"] or samples
-        tokens = asked["seq_len"] or tokens or default_length(model)
-        spec = spec_of(
+        model, probe = _select_model(request["name"], names)
+        samples, tokens = (probe.batch_shape if probe else None) or (1, None)
+        samples = request["batch_size"] or samples
+        tokens = request["seq_len"] or tokens or default_seq_len(model)
+        spec = describe_model(
             model,
             batch_size=samples,
             seq_len=tokens,
-            call=watch.call if watch else {},
-            progress=_silent,
-            kind=asked["kind"],
-            quick=asked["quick"],
+            call=probe.forward_inputs if probe else {},
+            progress=_ignore_progress,
+            kind=request["kind"],
+            quick=request["quick"],
         )
     except PlanError as error:
         return {"status": "error", "error": str(error)}
-    except Exception as error:  # noqa: BLE001 - the kernel waits for an answer
-        said = f"the model cannot be looked at ({type(error).__name__}: {error})."
-        return {"status": "error", "error": said}
+    except Exception as error:  # noqa: BLE001 - the kernel waits for a reply
+        message = f"Cannot describe the model ({type(error).__name__}: {error})."
+        return {"status": "error", "error": message}
     return {
         "status": "ok",
         "spec": spec.to_json(),
         "batch_size": samples,
         "seq_len": tokens,
-        "optimizer": watch.described if watch else {},
+        "optimizer": probe.optimizer_description if probe else {},
     }
 
 
-def spec_of(
+def describe_model(
     model: nn.Module,
     *,
     batch_size: int,
     seq_len: int,
-    call: Call,
+    call: ForwardInputs,
     progress: Callable[[str], None],
     kind: Literal["cuda", "cpu"],
     quick: bool = False,
 ) -> ModelSpec:
-    """Describe a bare model: by its closed form, or by a trace in a child process.
+    """Describe an unprepared model, analytically or by a trace in a child process.
 
     Args:
-        model: bare, on any device, meta included.
-        batch_size: samples of the micro-batch.
-        seq_len: tokens of each.
-        call: tensors of a real forward, where one was seen.
-        progress: told what a trace is doing.
-        kind: of the devices that it is planned for.
-        quick: by its closed form or not at all.
+        model: not prepared, on any device including meta.
+        batch_size: samples in the micro-batch.
+        seq_len: tokens per sample.
+        call: tensors of a real forward, if there was one.
+        progress: called with the progress of a trace.
+        kind: kind of the devices to plan for.
+        quick: only analytically, without a trace.
 
     Raises:
-        PlanError: the model cannot be looked at.
+        PlanError: the model cannot be described.
     """
-    inputs = like(call, model) if call else None
+    inputs = meta_inputs(call, model) if call else None
     if quick:
-        found = closed_form(model, inputs)
+        spec = analytic_spec(model, inputs)
     else:
-        found = traced.of_module(
+        spec = traced.spec_from_module(
             model,
             inputs=inputs,
             batch_size=batch_size,
@@ -98,87 +98,99 @@ def spec_of(
             progress=progress,
             kinds=(kind,),
         )
-    return noted(found, load_model.length_notes(_config(model), seq_len))
+    return with_notes(spec, load_model.seq_len_notes(_config(model), seq_len))
 
 
-def closed_form(model: nn.Module, inputs: object) -> ModelSpec:
-    """Describe a model in milliseconds.
+def analytic_spec(model: nn.Module, inputs: object) -> ModelSpec:
+    """Describe a model analytically, in milliseconds.
 
     Raises:
-        PlanError: only a trace could tell.
+        PlanError: a trace is needed.
     """
-    found = traced.closed_form(model) if traced.plain(inputs) else None
-    if found is None:
-        message = f"{type(model).__name__} has no closed form: a trace of some seconds can tell."
+    spec = traced.find_analytic_spec(model) if traced.is_text_only(inputs) else None
+    if spec is None:
+        message = (
+            f"{type(model).__name__} has no analytic description: it needs a trace, which takes"
+            " seconds."
+        )
         raise PlanError(message)
-    return found
+    return spec
 
 
-def like(call: Call, model: nn.Module) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
-    """Return arguments without data for a forward: by name, or by place where there is none."""
-    made = {
+def meta_inputs(
+    call: ForwardInputs, model: nn.Module
+) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
+    """Return meta tensors for a forward: by argument name, or a tuple if all are positional."""
+    tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, (shape, dtype) in call.items()
     }
-    if all(name.isdigit() for name in made):
-        return tuple(made.values())
+    if all(name.isdigit() for name in tensors):
+        return tuple(tensors.values())
     names = list(inspect.signature(model.forward).parameters)
-    return {names[int(name)] if name.isdigit() else name: one for name, one in made.items()}
+    return {
+        names[int(name)] if name.isdigit() else name: tensor for name, tensor in tensors.items()
+    }
 
 
-def default_length(model: nn.Module) -> int:
-    """Tokens of a sample where none was seen: what the model takes, 2048 at most."""
-    return load_model.length_of(_config(model))
+def default_seq_len(model: nn.Module) -> int:
+    """Return the default tokens per sample: the model's maximum, at most 2048."""
+    return load_model.default_seq_len(_config(model))
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
-    """The fields of a model's config; none where it has no such."""
+    """Return a model's config as a dict; empty if it has none."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     return to_dict() if callable(to_dict) else {}
 
 
-def _meant(name: str | None, names: Mapping[str, Any]) -> tuple[nn.Module, Watch | None]:
-    """The bare model that a name means, and what is known of its training.
+def _select_model(
+    name: str | None, names: Mapping[str, Any]
+) -> tuple[nn.Module, MemoryProbe | None]:
+    """Return the unprepared model for a name, and its probe if it is being trained.
 
     Raises:
-        PlanError: no such model.
+        PlanError: there is no such model.
     """
-    watch = memory_probe.state.watch
+    probe = memory_probe.probe_state.probe
     if name is None:
-        if watch is None:
+        if probe is None:
             message = (
-                "no model was prepared on the ranks yet; call accelerator.prepare() in a"
-                " %%distribute cell, or name what to plan."
+                "No model is prepared on the ranks. Call accelerator.prepare() in a %%distribute"
+                " cell, or name the model to plan."
             )
             raise PlanError(message)
-        return _twin(watch), watch
+        return _measured_meta_model(probe), probe
     model = names.get(name)
-    if watch is not None and model is not None and watch.prepared is model:
-        return _twin(watch), watch
+    if probe is not None and model is not None and probe.prepared_model is model:
+        return _measured_meta_model(probe), probe
     if not isinstance(model, nn.Module):
-        what = f"a {type(model).__name__}" if name in names else "not a variable"
-        message = f"{name} is {what} on the ranks; name an nn.Module."
+        kind = f"a {type(model).__name__}" if name in names else "not a variable"
+        message = f"{name} is {kind} on the ranks. Use the name of an nn.Module."
         raise PlanError(message)
     if getattr(model, "_is_accelerate_prepared", False):
-        message = f"{name} was prepared before another model; prepare it last, or name a bare one."
+        message = (
+            f"{name} was prepared before another model. Prepare it last, or name a model that is"
+            " not prepared."
+        )
         raise PlanError(message)
     return model, None
 
 
-def _twin(watch: Watch) -> nn.Module:
-    """The prepared model's twin.
+def _measured_meta_model(probe: MemoryProbe) -> nn.Module:
+    """Return the prepared model's meta copy.
 
     Raises:
         PlanError: the model could not be copied.
     """
-    if watch.twin is None:
+    if probe.meta_model is None:
         message = (
-            "the prepared model cannot be copied (copy.deepcopy fails), so it cannot be planned;"
-            " name a newly built one."
+            "The prepared model cannot be planned because copy.deepcopy fails for it. Name a newly"
+            " built model."
         )
         raise PlanError(message)
-    return watch.twin
+    return probe.meta_model
 
 
-def _silent(_: str) -> None:
-    """Say nothing: the kernel shows that it waits."""
+def _ignore_progress(_: str) -> None:
+    """Ignore progress: the kernel shows that it waits."""

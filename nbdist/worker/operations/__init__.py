@@ -1,1 +1,1 @@
-"""Operations that all ranks carry out together: save, load, switch, resize, export, import."""
+"""Collective operations on all ranks: save, load, switch, resize, export, import."""

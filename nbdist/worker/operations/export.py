@@ -1,12 +1,12 @@
-"""The prepared model as a folder that `from_pretrained` reads; runs on a rank.
+"""Export of the prepared model to a folder for `from_pretrained`; runs on a rank.
 
-    checking    which model, what `save_pretrained` would write of it, is the place free
-    preparing   rank 0 makes the folder beside its place, configurations and empty files in it
-    writing     each rank writes its own share of each tensor where it belongs
-    finishing   rank 0 gives the folder its name
+    checking    select the model, plan what `save_pretrained` would write, check the target folder
+    preparing   rank 0 creates a temporary folder with the configs and preallocated files
+    writing     each rank writes its own shard of each tensor in place
+    finishing   rank 0 renames the folder
 
-Nothing is gathered, but for tensors that transformers computes from others when it saves:
-each group of these goes to one rank, whole, a few at a time.
+No tensor is gathered, except those that transformers derives from others when it saves: each
+group of these is gathered on one rank, in batches of at most `BATCH_BYTES` per rank.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ import torch
 
 from nbdist.checkpoint import atomic_folder, safetensors_header
 from nbdist.errors import CheckpointError
-from nbdist.state import collectives, hf_format, parallel_writer, reshard
-from nbdist.state.shards import bytes_of
-from nbdist.worker.operations.transaction import CHECKING, Phases, Told
-from nbdist.worker.training.model_state import whole
-from nbdist.worker.training.prepared_model_view import Living, chosen
+from nbdist.state import collectives, hf_export_plan, parallel_writer, reshard
+from nbdist.state.shards import total_bytes
+from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
+from nbdist.worker.training.model_state import whole_shard
+from nbdist.worker.training.model_tensors import ModelTensors, select_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
-    from nbdist.state.hf_format import Group, Outline, Target
+    from nbdist.state.hf_export_plan import DerivedTensors, ExportOutline, OutputTensor
 
 BATCH_BYTES = 256 << 20
-"""Of whole tensors on a rank at a time; a single larger one is alone."""
+"""Maximum size of the whole tensors gathered on a rank at a time; a larger one goes alone."""
 _OF_TEXT = "PreTrainedTokenizerBase"
 _OF_SEVERAL = "ProcessorMixin"
 _OF_SIGNALS = frozenset({"ImageProcessingMixin", "FeatureExtractionMixin"})
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
-    """What an export did on this rank."""
+class RankExportReport:
+    """Result of an export on this rank."""
 
     model: str = ""
     tensors: int = 0
     files: list[str] = field(default_factory=list)
-    """With tensors."""
+    """Names of the files that contain tensors."""
     size_bytes: int = 0
-    """Of all tensors in the files."""
+    """Total size of the tensors in all files."""
     gathered_bytes: int = 0
-    """Sent by this rank to others."""
+    """Bytes that this rank sent to other ranks."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase."""
+    """Phase -> seconds."""
     companions: list[str] = field(default_factory=list)
-    """Variables that were saved along: tokenizer, processor."""
+    """Variables that were saved with the model: tokenizer, processor."""
     notes: list[str] = field(default_factory=list)
     how: str = ""
-    """How the folder is loaded."""
+    """Expression that loads the folder."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for a message."""
@@ -68,70 +68,70 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """A file before anything is in it."""
+class _OutputFile:
+    """Layout of an output file."""
 
     head: bytes
     offsets: Mapping[str, int]
-    """Tensor -> its first byte."""
+    """Tensor name -> offset of its first byte."""
     size_bytes: int
 
 
-class Export:
-    """One export of one model."""
+class ModelExport:
+    """Export of one model."""
 
     def __init__(
         self,
         target: str,
         *,
         names: Mapping[str, Any],
-        tell: Callable[[str], None],
+        on_phase: Callable[[str], None],
         dtype: str | None = None,
         max_shard_size: str = "5GB",
         overwrite: bool = False,
         model: str | None = None,
     ) -> None:
-        """Know what is wanted.
+        """Set up an export.
 
         Args:
-            target: absolute path of the folder.
+            target: absolute path of the output folder.
             names: the user's variables.
-            tell: told of each phase.
-            dtype: torch's name of the type of floating-point tensors; None: as trained.
-            max_shard_size: of a file, as "5GB".
-            overwrite: a folder that is not empty may be there.
-            model: the variable that holds it; None: the only prepared one.
+            on_phase: called with the name of each phase and with progress texts.
+            dtype: name of the torch dtype for floating-point tensors; None keeps their dtype.
+            max_shard_size: maximum size of a file, for example "5GB".
+            overwrite: replace the folder if it exists and is not empty.
+            model: name of the variable with the model; None selects the only prepared model.
         """
-        self._target, self._names, self._tell = Path(target), names, tell
+        self._target, self._names, self._tell = Path(target), names, on_phase
         self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self._max, self._overwrite, self._model = max_shard_size, overwrite, model
         self._folder: Path | None = None
-        """That rank 0 has made."""
+        """Temporary folder; set on rank 0 only."""
         self._first = collectives.rank() == 0
-        self._phase = Phases("the export", tell, CheckpointError)
-        self.report = Report(seconds=self._phase.seconds)
+        self._phase = Transaction("Export", on_phase, CheckpointError)
+        self.report = RankExportReport(seconds=self._phase.seconds)
 
-    def run(self) -> Report:
-        """Write the folder; returns once it is on the disk under its name.
+    def run(self) -> RankExportReport:
+        """Write the folder; returns when it is on disk under its final name.
 
         Raises:
-            CheckpointError: on all ranks alike; nothing of it is left.
+            CheckpointError: the export failed; raised on all ranks, and partial output is removed.
         """
-        with self._phase(CHECKING):
-            living = Living(chosen(self._model, self._names))
-            model = living.bare()
-            outline = hf_format.outline(model, living.keys(), self._dtype)
-            sharing = hf_format.shards(outline, self._max)
+        with self._phase(CHECKING_PHASE):
+            living = ModelTensors(select_model(self._model, self._names))
+            model = living.to_meta()
+            outline = hf_export_plan.plan_export(model, living.parameter_keys(), self._dtype)
+            sharing = hf_export_plan.assign_to_files(outline, self._max)
             files = {name: _file(targets) for name, targets in sharing.items()}
             self._summarise(model, outline, files)
-            atomic_folder.check(self._target, overwrite=self._overwrite)
+            atomic_folder.check_target(self._target, overwrite=self._overwrite)
         with self._phase("comparing"):
-            _check_same(collectives.everyones(_fingerprint(files)))
+            _check_same(collectives.all_gather_values(_fingerprint(files)))
         try:
             with self._phase("preparing"):
                 if self._first:
-                    self._prepare(model, living.dtype, files, sharing)
-            folder = Path(collectives.everyones(str(self._folder))[0])
+                    self._prepare(model, living.widest_dtype, files, sharing)
+            folder = Path(collectives.all_gather_values(str(self._folder))[0])
             with self._phase("writing"):
                 self._write(folder, living, model, outline, files)
             with self._phase("finishing"):
@@ -143,116 +143,136 @@ class Export:
             raise
         return self.report
 
-    def _summarise(self, model: nn.Module, outline: Outline, files: Mapping[str, _File]) -> None:
-        """Say what will be there, and how it is loaded."""
-        name, at = type(model).__name__, repr(str(self._target))
+    def _summarise(
+        self, model: nn.Module, outline: ExportOutline, files: Mapping[str, _OutputFile]
+    ) -> None:
+        """Fill the report with the planned content and the expression that loads it."""
+        name, location = type(model).__name__, repr(str(self._target))
         self.report.model, self.report.tensors = name, len(outline.targets)
         self.report.files = list(files)
-        self.report.size_bytes = sum(one.numel * one.dtype.itemsize for one in outline.targets)
+        self.report.size_bytes = sum(
+            target.numel * target.dtype.itemsize for target in outline.targets
+        )
         if outline.left_out:
-            self.report.notes.append(f"left out, for no tensor: {', '.join(outline.left_out)}")
-        if hf_format.adapters(model):
-            self.report.how = f"peft.PeftModel.from_pretrained(base, {at})"
-        elif hf_format.is_pretrained(model):
-            self.report.how = f"{name}.from_pretrained({at})"
+            self.report.notes.append(f"not exported, not a tensor: {', '.join(outline.left_out)}")
+        if hf_export_plan.is_adapter_only(model):
+            self.report.how = f"peft.PeftModel.from_pretrained(base, {location})"
+        elif hf_export_plan.has_from_pretrained(model):
+            self.report.how = f"{name}.from_pretrained({location})"
         else:
-            self.report.how = f"huggingface_hub.load_torch_model(model, {at}) fills a model"
+            self.report.how = f"huggingface_hub.load_torch_model(model, {location}) fills a model"
 
     def _prepare(
         self,
         model: nn.Module,
         dtype: torch.dtype,
-        files: Mapping[str, _File],
-        sharing: Mapping[str, list[Target]],
+        files: Mapping[str, _OutputFile],
+        sharing: Mapping[str, list[OutputTensor]],
     ) -> None:
-        """Write all but the tensors, and make room for these; on rank 0."""
-        self._folder = folder = atomic_folder.begin(self._target)
-        hf_format.describe(model, folder, self._dtype or dtype)
-        for name, value in companions(self._names, self.report.notes).items():
+        """Write everything except the tensors and preallocate the files for them; on rank 0."""
+        self._folder = folder = atomic_folder.create_temporary(self._target)
+        hf_export_plan.write_configs(model, folder, self._dtype or dtype)
+        for name, value in find_processors(self._names, self.report.notes).items():
             value.save_pretrained(str(folder))
             self.report.companions.append(name)
         if len(files) > 1:
             kind = next(iter(files)).rsplit("-", 3)[0]
-            text = json.dumps(hf_format.index(model, sharing), indent=2, sort_keys=True)
+            text = json.dumps(hf_export_plan.weight_index(model, sharing), indent=2, sort_keys=True)
             (folder / f"{kind}.safetensors.index.json").write_text(text + "\n")
         for name, file in files.items():
-            atomic_folder.make_room(folder / name, file.head, file.size_bytes)
+            atomic_folder.preallocate(folder / name, file.head, file.size_bytes)
         atomic_folder.sync_files(folder)
 
     def _write(
         self,
         folder: Path,
-        living: Living,
+        model_tensors: ModelTensors,
         model: nn.Module,
-        outline: Outline,
-        files: Mapping[str, _File],
+        outline: ExportOutline,
+        files: Mapping[str, _OutputFile],
     ) -> None:
-        """Write this rank's share of all files."""
+        """Write this rank's shards to all files."""
         places = {
             name: (folder / file, offset)
             for file, planned in files.items()
             for name, offset in planned.offsets.items()
         }
         direct = [
-            parallel_writer.Slot(
-                *places[one.name], one.dtype, one.key, one.start, one.start + one.numel
+            parallel_writer.TensorFileRegion(
+                *places[target.name],
+                target.dtype,
+                target.key,
+                target.start,
+                target.start + target.numel,
             )
-            for one in outline.targets
-            if one.key
+            for target in outline.targets
+            if target.key
         ]
-        order = parallel_writer.rotated(direct, collectives.rank(), collectives.size())
-        told = Told(self._tell, "writing", bytes_of(living.share))
-        with parallel_writer.Files() as opened:
-            error = _caught(lambda: parallel_writer.write(opened, order, living.share, told=told))
-            kinds = {one.name: one.dtype for one in outline.targets}
-            for number, by_rank in enumerate(rounds := _rounds(outline.groups, living)):
+        order = parallel_writer.stagger_by_rank(
+            direct, collectives.rank(), collectives.group_size()
+        )
+        progress = ByteProgress(self._tell, "writing", total_bytes(model_tensors.owned_shards))
+        with parallel_writer.OpenFiles() as opened:
+            error = _caught(
+                lambda: parallel_writer.write_shards(
+                    opened, order, model_tensors.owned_shards, on_progress=progress
+                )
+            )
+            kinds = {target.name: target.dtype for target in outline.targets}
+            for number, by_rank in enumerate(rounds := _rounds(outline.groups, model_tensors)):
                 self._tell(f"computing, {number / len(rounds):.0%}")
-                tensors = self._gathered(living, by_rank)
-                mine = by_rank[collectives.rank()]
-                put = functools.partial(_put, opened, model, mine, tensors, places, kinds)
-                # A rank that cannot write goes on: the others wait for it in the next exchange.
+                tensors = self._gathered(model_tensors, by_rank)
+                own_groups = by_rank[collectives.rank()]
+                put = functools.partial(_put, opened, model, own_groups, tensors, places, kinds)
+                # A rank that cannot write continues: the others need it in the next all-to-all.
                 error = error or _caught(put)
             if error is not None:
                 raise error
 
     def _gathered(
-        self, living: Living, by_rank: Sequence[Sequence[Group]]
+        self, model_tensors: ModelTensors, by_rank: Sequence[Sequence[DerivedTensors]]
     ) -> dict[str, torch.Tensor]:
-        """Whole tensors that this rank's groups are computed from, by key; a collective."""
-        needed = {key for some in by_rank for one in some for key in one.sources.values()}
-        mine = {key for one in by_rank[collectives.rank()] for key in one.sources.values()}
-        share = {key: shard for key, shard in living.share.items() if key in needed}
-        room = {key: torch.empty(living.share[key].shape, dtype=living.dtypes[key]) for key in mine}
-        target = {key: whole(one) for key, one in room.items()}
-        self.report.gathered_bytes += reshard.move(share, target)
+        """Gather the whole source tensors of this rank's groups, by key; a collective."""
+        needed = {key for groups in by_rank for group in groups for key in group.sources.values()}
+        own_keys = {key for group in by_rank[collectives.rank()] for key in group.sources.values()}
+        share = {key: shard for key, shard in model_tensors.owned_shards.items() if key in needed}
+        room = {
+            key: torch.empty(model_tensors.owned_shards[key].shape, dtype=model_tensors.dtypes[key])
+            for key in own_keys
+        }
+        target = {key: whole_shard(tensor) for key, tensor in room.items()}
+        self.report.gathered_bytes += reshard.reshard(share, target)
         return room
 
 
-def companions(names: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Variables that belong beside a model: its tokenizer or processor.
+def find_processors(names: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Find the variables to save with a model: its tokenizer or processor.
 
     Args:
         names: the user's variables.
-        notes: told where several could be meant.
+        notes: receives a note if several variables qualify and none is selected.
+
+    Returns:
+        Variable name -> value.
     """
     by_kind: dict[str, dict[int, tuple[str, Any]]] = {}
     for name, value in names.items():
         bases = {base.__name__ for base in type(value).__mro__} if not name.startswith("_") else ()
-        for kind, wanted in _COMPANIONS.items():
-            if wanted & set(bases) and hasattr(value, "save_pretrained"):
+        for kind, class_names in _COMPANIONS.items():
+            if class_names & set(bases) and hasattr(value, "save_pretrained"):
                 by_kind.setdefault(kind, {}).setdefault(id(value), (name, value))
     kinds = ["processor"] if "processor" in by_kind else list(by_kind)
-    found: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     for kind in kinds:
         named = dict(by_kind[kind].values())
         if len(named) > 1 and kind not in named:
             notes.append(
-                f"none of {', '.join(named)} was saved along: call the one that is meant {kind!r}"
+                f"none of {', '.join(named)} was saved with the model: name the right one {kind!r}"
             )
         elif named:
             name = kind if kind in named else next(iter(named))
-            found[name] = named[name]
-    return found
+            selected[name] = named[name]
+    return selected
 
 
 _COMPANIONS = {
@@ -260,85 +280,94 @@ _COMPANIONS = {
     "tokenizer": {_OF_TEXT},
     "image_processor": _OF_SIGNALS,
 }
-"""What a variable would be called -> classes of transformers that it may be of."""
+"""Variable name to prefer -> names of transformers base classes to look for."""
 
 
-def _file(targets: Sequence[Target]) -> _File:
-    """Plan a file: large elements first, as each may begin only at a multiple of its size."""
-    ordered = sorted(targets, key=lambda one: (-one.dtype.itemsize, one.name))
+def _file(targets: Sequence[OutputTensor]) -> _OutputFile:
+    """Plan the layout of a file."""
+    # Largest itemsize first: each tensor must start at a multiple of its itemsize.
+    ordered = sorted(targets, key=lambda target: (-target.dtype.itemsize, target.name))
     stored = []
-    for one in ordered:
-        kind = safetensors_header.IN_FILES.get(str(one.dtype).removeprefix("torch."))
+    for target in ordered:
+        kind = safetensors_header.SAFETENSORS_NAMES.get(str(target.dtype).removeprefix("torch."))
         if kind is None:
             message = (
-                f"{one.name} is of {one.dtype}, which safetensors does not have; give --dtype."
+                f"{target.name} has dtype {target.dtype}, which safetensors does not support. Set"
+                " --dtype."
             )
             raise CheckpointError(message)
-        stored.append(safetensors_header.Stored(name=one.name, dtype=kind, shape=one.shape))
-    head = safetensors_header.header(stored, metadata={"format": "pt"})
-    offsets, at = {}, len(head)
+        stored.append(
+            safetensors_header.StoredTensor(name=target.name, dtype=kind, shape=target.shape)
+        )
+    head = safetensors_header.build_header(stored, metadata={"format": "pt"})
+    offsets, end = {}, len(head)
     for tensor in stored:
-        offsets[tensor.name] = at
-        at += tensor.size_bytes
-    return _File(head=head, offsets=offsets, size_bytes=at)
+        offsets[tensor.name] = end
+        end += tensor.size_bytes
+    return _OutputFile(head=head, offsets=offsets, size_bytes=end)
 
 
-def _fingerprint(files: Mapping[str, _File]) -> str:
-    """What all ranks must have planned alike."""
+def _fingerprint(files: Mapping[str, _OutputFile]) -> str:
+    """Return a digest of the planned files, which must be the same on all ranks."""
     return hashlib.sha256(
-        repr([(name, one.head, one.size_bytes) for name, one in files.items()]).encode()
+        repr([(name, file.head, file.size_bytes) for name, file in files.items()]).encode()
     ).hexdigest()
 
 
 def _check_same(fingerprints: Sequence[str]) -> None:
-    """Refuse to write where ranks would not write the same files."""
+    """Raise if the ranks would not write the same files."""
     if len(set(fingerprints)) > 1:
         message = (
-            "the ranks have different models, so they cannot write one together; prepare the same"
+            "The ranks have different models and cannot export one together. Prepare the same"
             " model on all ranks."
         )
         raise CheckpointError(message)
 
 
-def _rounds(groups: Sequence[Group], living: Living) -> list[list[list[Group]]]:
-    """Share groups out to ranks, a few at a time: round -> rank -> groups; the same everywhere."""
-    sizes = {id(one): sum(living.size_of(key) for key in one.sources.values()) for one in groups}
-    rounds: list[list[list[Group]]] = []
-    left = sorted(groups, key=lambda one: -sizes[id(one)])
-    while left:
-        some: list[list[Group]] = [[] for _ in range(collectives.size())]
-        loads = [0] * collectives.size()
-        for one in list(left):
+def _rounds(
+    groups: Sequence[DerivedTensors], model_tensors: ModelTensors
+) -> list[list[list[DerivedTensors]]]:
+    """Assign groups to ranks in rounds: round -> rank -> groups; the same on every rank."""
+    sizes = {
+        id(group): sum(model_tensors.tensor_bytes(key) for key in group.sources.values())
+        for group in groups
+    }
+    rounds: list[list[list[DerivedTensors]]] = []
+    remaining = sorted(groups, key=lambda group: -sizes[id(group)])
+    while remaining:
+        by_rank: list[list[DerivedTensors]] = [[] for _ in range(collectives.group_size())]
+        loads = [0] * collectives.group_size()
+        for group in list(remaining):
             rank = loads.index(min(loads))
-            if loads[rank] and loads[rank] + sizes[id(one)] > BATCH_BYTES:
+            if loads[rank] and loads[rank] + sizes[id(group)] > BATCH_BYTES:
                 continue
-            some[rank].append(one)
-            loads[rank] += sizes[id(one)]
-            left.remove(one)
-        rounds.append(some)
+            by_rank[rank].append(group)
+            loads[rank] += sizes[id(group)]
+            remaining.remove(group)
+        rounds.append(by_rank)
     return rounds
 
 
 def _put(
-    opened: parallel_writer.Files,
+    opened: parallel_writer.OpenFiles,
     model: nn.Module,
-    groups: Sequence[Group],
+    groups: Sequence[DerivedTensors],
     tensors: Mapping[str, torch.Tensor],
     places: Mapping[str, tuple[Path, int]],
     kinds: Mapping[str, torch.dtype],
 ) -> None:
-    """Compute the tensors of groups from whole ones, and write them."""
+    """Compute the tensors of groups from their gathered sources and write them."""
     for group in groups:
         sources = {name: tensors[key] for name, key in group.sources.items()}
-        for name, one in hf_format.made(model, group, sources).items():
+        for name, tensor in hf_export_plan.compute_tensors(model, group, sources).items():
             path, offset = places[name]
-            opened.put_tensor(path, one, kinds[name], offset)
+            opened.write_tensor(path, tensor, kinds[name], offset)
 
 
 def _caught(attempt: Callable[[], object]) -> Exception | None:
-    """Return what a call raised."""
+    """Return the exception that a call raised, or None."""
     try:
         attempt()
-    except Exception as error:  # noqa: BLE001 - told to all ranks
+    except Exception as error:  # noqa: BLE001 - sent to all ranks
         return error
     return None

@@ -1,7 +1,11 @@
-"""A checkpoint that something else wrote, into a prepared model; runs on a rank.
+"""Loading of checkpoints from other tools into a prepared model; runs on a rank.
 
-checking    what is there, which of the model's tensors it has, of which shapes
-loading     each rank reads what it holds, in place; a failure brings the old state back
+    checking     match the checkpoint's tensors and shapes with the model's
+    keeping      copy this rank's shards to host memory
+    loading      each rank reads its own shards in place
+    taking over  the engine updates what it derives from them
+
+If loading fails, the state is restored from the copy.
 """
 
 from __future__ import annotations
@@ -12,34 +16,34 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.checkpoint.names import shown
+from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
-from nbdist.state import hf_format, importers, shards
+from nbdist.state import hf_export_plan, importers, shards
 from nbdist.state.shards import Shard
-from nbdist.worker.operations.transaction import CHECKING, Phases
+from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
 from nbdist.worker.training import prepared_models
-from nbdist.worker.training.model_state import Carried
-from nbdist.worker.training.prepared_model_view import Living, chosen
+from nbdist.worker.training.model_state import ModelState
+from nbdist.worker.training.model_tensors import ModelTensors, select_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbdist.state.importers import Foreign, Names
-    from nbdist.worker.training.prepared_models import Trained
+    from nbdist.state.importers import ForeignCheckpoint, RenamedTensors
+    from nbdist.worker.training.prepared_models import PreparedModel
 
 _LISTED = 10
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
-    """What was loaded."""
+class RankImportReport:
+    """Result of an import on this rank."""
 
     kind: str = ""
     tensors: int = 0
     read_bytes: int = 0
-    """By this rank."""
+    """Bytes that this rank read."""
     steps: float | None = None
-    """Of the optimizer; None where its state was not loaded."""
+    """Optimizer steps taken; None if the optimizer state was not loaded."""
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -52,85 +56,89 @@ def load(
     path: str,
     *,
     names: Mapping[str, Any],
-    tell: Callable[[str], None],
+    on_phase: Callable[[str], None],
     trust: bool = False,
     model: str | None = None,
-) -> Report:
-    """Load it; a collective.
+) -> RankImportReport:
+    """Load a checkpoint that another tool wrote; a collective.
 
     Args:
-        path: absolute, of a folder or a file.
+        path: absolute path of a folder or a file.
         names: the user's variables.
-        tell: told of each phase.
-        trust: whether code in it may run.
-        model: the variable that holds the model; None: the only prepared one.
+        on_phase: called with the name of each phase.
+        trust: allow code in the checkpoint to run.
+        model: name of the variable with the model; None selects the only prepared model.
 
     Raises:
-        CheckpointError: on all ranks alike; all is as it was.
+        CheckpointError: the load failed; raised on all ranks, and the state is unchanged.
     """
-    began, report = time.perf_counter(), Report()
-    phase = Phases("the load", tell, CheckpointError)
-    with phase(CHECKING):
-        one = chosen(model, names)
-        groups = [group for owned in one.living for group in owned.recipe.groups]
-        found = importers.opened(Path(path), trust=trust, names=_names(one), groups=groups)
-        number = prepared_models.everything().index(one)
-        carried = Carried(number, one)
+    began, report = time.perf_counter(), RankImportReport()
+    phase = Transaction("Load", on_phase, CheckpointError)
+    with phase(CHECKING_PHASE):
+        prepared = select_model(model, names)
+        groups = [
+            group for owned in prepared.live_optimizers for group in owned.recipe.param_group_names
+        ]
+        saved = importers.open_checkpoint(
+            Path(path), trust=trust, names=_names(prepared), groups=groups
+        )
+        number = prepared_models.all_models().index(prepared)
+        carried = ModelState(number, prepared)
         stem = str(number + 1) if number else ""
-        _rename(found, one.kept.aliases)
-        keys = _matched(found, carried, stem, one.kept.aliases, report)
-        states = _states(found, stem)
+        _rename(saved, prepared.meta.aliases)
+        keys = _matched(saved, carried, stem, prepared.meta.aliases, report)
+        states = _states(saved, stem)
     with phase("keeping"):
-        counts, live = carried.counts(), carried.share()
-        kept = shards.snapshot(live)
+        counts, live = carried.scalar_state(), carried.owned_shards()
+        copies = shards.copy_to_host(live)
         buffers = {key: value.detach().clone() for key, value in carried.buffers().items()}
     try:
         with phase("loading"):
-            carried.allocate(states)
+            carried.allocate_optimizer_state(states)
         with phase("loading"):
-            report.read_bytes = _fill(found, carried, keys, states)
+            report.read_bytes = _fill(saved, carried, keys, states)
         with phase("taking over"):
-            carried.settle(found.counts if states else counts)
+            carried.finalize_state(saved.scalar_state if states else counts)
     except CheckpointError:
-        carried.take(kept, counts)
+        carried.load_from(copies, counts)
         for key, value in carried.buffers().items():
             value.copy_(buffers[key])
         raise
     finally:
-        kept.clear()
+        copies.clear()
         shards.give_back()
-    steps = [value.get("step", 0.0) for value in found.counts.values()]
+    steps = [value.get("step", 0.0) for value in saved.scalar_state.values()]
     report.steps = max(steps, default=0.0) if states else None
-    report.kind, report.tensors = found.kind, len(keys) + len(states)
-    report.notes += found.notes
-    if not states and one.living:
-        report.notes.append("weights only: the optimizer's state is as it was")
+    report.kind, report.tensors = saved.kind, len(keys) + len(states)
+    report.notes += saved.notes
+    if not states and prepared.live_optimizers:
+        report.notes.append("weights only: the optimizer state is unchanged")
     report.seconds = time.perf_counter() - began
     return report
 
 
-def _rename(found: Foreign, aliases: Mapping[str, str]) -> None:
-    """Let the optimizer's state of a tied parameter bear its first name."""
+def _rename(found: ForeignCheckpoint, aliases: Mapping[str, str]) -> None:
+    """Rename the optimizer state of tied parameters to their first name."""
     for key in [key for key in found.keys if key.startswith("optim.state.")]:
         parameter, _, state = key.removeprefix("optim.state.").rpartition(".")
         renamed = f"optim.state.{aliases.get(parameter, parameter)}.{state}"
         if renamed not in found.keys:
             found.keys[renamed] = found.keys.pop(key)
             found.parts[renamed] = found.parts.pop(key)
-    for parameter in [one for one in found.counts if one in aliases]:
-        counts = found.counts.pop(parameter)
-        found.counts.setdefault(aliases[parameter], counts)
+    for parameter in [alias for alias in found.scalar_state if alias in aliases]:
+        counts = found.scalar_state.pop(parameter)
+        found.scalar_state.setdefault(aliases[parameter], counts)
 
 
-def _names(one: Trained) -> Names:
-    """How the class of the model names tensors in files, those that are not computed."""
-    living = Living(one)
-    model = living.bare()
+def _names(prepared: PreparedModel) -> RenamedTensors:
+    """Map tensor names in the model's files to keys, except for computed tensors."""
+    living = ModelTensors(prepared)
+    model = living.to_meta()
     try:
-        outline = hf_format.outline(model, living.keys(), None)
+        outline = hf_export_plan.plan_export(model, living.parameter_keys(), None)
     except CheckpointError:
         return {}
-    whole = {key: living.share[key].shape for key in living.dtypes}
+    whole = {key: living.owned_shards[key].shape for key in living.dtypes}
     prefix = next(iter(whole)).partition(".")[0]
     return {
         target.name: (
@@ -144,75 +152,93 @@ def _names(one: Trained) -> Names:
 
 
 def _matched(
-    found: Foreign, carried: Carried, stem: str, aliases: Mapping[str, str], report: Report
+    found: ForeignCheckpoint,
+    model_state: ModelState,
+    stem: str,
+    aliases: Mapping[str, str],
+    report: RankImportReport,
 ) -> dict[str, str]:
-    """Each of the model's tensors -> its key in the checkpoint.
+    """Match each tensor of the model with its key in the checkpoint.
 
     Raises:
-        CheckpointError: some are missing, or have another shape; says which.
+        CheckpointError: tensors are missing or have another shape. The message lists them.
     """
-    weights = carried.wanted(optimizers=False)
-    buffers = carried.wanted_buffers()
-    others: dict[str, list[str]] = {}
+    weights = model_state.target_shards(optimizers=False)
+    buffers = model_state.target_buffers()
+    aliases_of: dict[str, list[str]] = {}
     for alias, first in aliases.items():
-        others.setdefault(first, []).append(alias)
+        aliases_of.setdefault(first, []).append(alias)
     keys: dict[str, str] = {}
     missing = []
     for key in [*weights, *buffers]:
-        own = "model." + key.removeprefix(f"model{stem}.")
-        options = [own, *(f"model.{name}" for name in others.get(own.removeprefix("model."), ()))]
-        there = next((one for one in options if one in found.keys), None)
-        if there is not None:
-            keys[key] = there
+        expected = "model." + key.removeprefix(f"model{stem}.")
+        options = [
+            expected,
+            *(f"model.{name}" for name in aliases_of.get(expected.removeprefix("model."), ())),
+        ]
+        stored = next((option for option in options if option in found.keys), None)
+        if stored is not None:
+            keys[key] = stored
         elif key in weights:
-            missing.append(own)
+            missing.append(expected)
         else:
-            report.notes.append(f"left as it was: {own.removeprefix('model.')}, a buffer")
+            report.notes.append(
+                f"unchanged, not in the checkpoint: buffer {expected.removeprefix('model.')}"
+            )
     if missing:
         message = (
-            f"the checkpoint ({found.kind}) lacks {len(missing)} of {len(weights)} tensors:"
-            f" {_list(missing)}; load it into the model that it is of."
+            f"The checkpoint ({found.kind}) lacks {len(missing)} of {len(weights)} tensors:"
+            f" {_list(missing)}. Load it into the model that it was saved from."
         )
         raise CheckpointError(message)
     _check_shapes(found, {**weights, **buffers}, keys)
     _check_states(found)
-    known = {*keys.values(), *(f"model.{name}" for some in others.values() for name in some)}
-    extra = [key for key in found.keys if key.startswith("model.") and key not in known]
+    expected_keys = {
+        *keys.values(),
+        *(f"model.{name}" for tied in aliases_of.values() for name in tied),
+    }
+    extra = [key for key in found.keys if key.startswith("model.") and key not in expected_keys]
     if extra:
-        report.notes.append(f"no place for {len(extra)} tensors of it: {_list(extra)}")
+        report.notes.append(
+            f"{len(extra)} tensors of the checkpoint are not in the model: {_list(extra)}"
+        )
     return keys
 
 
-def _check_shapes(found: Foreign, wanted: Mapping[str, Shard], keys: Mapping[str, str]) -> None:
+def _check_shapes(
+    found: ForeignCheckpoint, wanted: Mapping[str, Shard], keys: Mapping[str, str]
+) -> None:
     wrong = [
-        f"{shown(there)} {tuple(wanted[key].shape)} (saved {found.keys[there].shape})"
-        for key, there in keys.items()
-        if tuple(wanted[key].shape) != tuple(found.keys[there].shape)
+        f"{printable(stored)} {tuple(wanted[key].shape)} (saved {found.keys[stored].shape})"
+        for key, stored in keys.items()
+        if tuple(wanted[key].shape) != tuple(found.keys[stored].shape)
     ]
     if wrong:
         more = ", ..." if len(wrong) > _LISTED else ""
         message = (
-            f"{len(wrong)} of {len(keys)} tensors have another shape:"
-            f" {', '.join(wrong[:_LISTED])}{more}; load it into the model that it is of."
+            f"{len(wrong)} of {len(keys)} tensors have a different shape:"
+            f" {', '.join(wrong[:_LISTED])}{more}. Load it into the model that it was saved from."
         )
         raise CheckpointError(message)
 
 
-def _check_states(found: Foreign) -> None:
-    """State of the optimizer is one number for each weight."""
+def _check_states(found: ForeignCheckpoint) -> None:
+    """Raise if optimizer state is not element-wise."""
     for key, entry in found.keys.items():
         if key.startswith("optim.state."):
-            own = "model." + key.removeprefix("optim.state.").rpartition(".")[0]
-            if own in found.keys and math.prod(found.keys[own].shape) != math.prod(entry.shape):
+            weight_key = "model." + key.removeprefix("optim.state.").rpartition(".")[0]
+            if weight_key in found.keys and math.prod(found.keys[weight_key].shape) != math.prod(
+                entry.shape
+            ):
                 message = (
-                    f"{shown(key)} has the shape {entry.shape}, not one number for each weight;"
-                    " only optimizers such as AdamW and SGD are loaded."
+                    f"{printable(key)} has shape {entry.shape} and is not element-wise. Only"
+                    " the state of element-wise optimizers such as AdamW and SGD can be loaded."
                 )
                 raise CheckpointError(message)
 
 
-def _states(found: Foreign, stem: str) -> dict[str, Shard]:
-    """State of the optimizer that the checkpoint has, by our keys, without elements."""
+def _states(found: ForeignCheckpoint, stem: str) -> dict[str, Shard]:
+    """Describe the checkpoint's optimizer state by nbdist's keys: shapes and dtypes, no pieces."""
     return {
         f"optim{stem}." + key.removeprefix("optim."): Shard(shape=entry.shape, dtype=entry.dtype)
         for key, entry in found.keys.items()
@@ -221,23 +247,28 @@ def _states(found: Foreign, stem: str) -> dict[str, Shard]:
 
 
 def _fill(
-    found: Foreign, carried: Carried, keys: Mapping[str, str], states: Mapping[str, Shard]
+    found: ForeignCheckpoint,
+    model_state: ModelState,
+    keys: Mapping[str, str],
+    states: Mapping[str, Shard],
 ) -> int:
-    """Read into what the engine holds; state of what was never stepped becomes zero."""
-    everything = carried.wanted(optimizers=bool(states)) | carried.wanted_buffers()
-    done = found.read({there: everything[key] for key, there in keys.items()})
-    wanted = {
+    """Read into the engine's tensors; optimizer state that was not saved is set to zero."""
+    everything = model_state.target_shards(optimizers=bool(states)) | model_state.target_buffers()
+    done = found.read_into({stored: everything[key] for key, stored in keys.items()})
+    states_wanted = {
         "optim." + key.partition(".")[2]: shard
         for key, shard in everything.items()
         if key.startswith("optim")
     }
-    for key, shard in wanted.items():
+    for key, shard in states_wanted.items():
         if key not in found.keys:
             for piece in shard.pieces:
                 piece.view.zero_()
-    return done + found.read({key: one for key, one in wanted.items() if key in found.keys})
+    return done + found.read_into(
+        {key: shard for key, shard in states_wanted.items() if key in found.keys}
+    )
 
 
 def _list(names: list[str]) -> str:
     more = ", ..." if len(names) > _LISTED else ""
-    return ", ".join(shown(one) for one in names[:_LISTED]) + more
+    return ", ".join(printable(name) for name in names[:_LISTED]) + more

@@ -1,15 +1,15 @@
-"""A checkpoint into the models that are prepared now, as one transaction; runs on a rank.
+"""Loading of a checkpoint into the prepared models, as one transaction; runs on a rank.
 
-    checking     nothing is touched: names, shapes, classes, groups; all ranks agree
-    comparing    every file's bytes with their checksum, each rank a share of the files
-    keeping      a copy of this rank's share of the present state in host memory
-    downloading  of a URL: the files that ranks of this machine want, with their checksums
-    reading      each rank reads what it wants, in place
-    settling     the engines renew their copies; options, schedules, loaders
-    verifying    the digest of each tensor is compared with the manifest's
+    checking     compare names, shapes, classes and parameter groups; changes nothing
+    comparing    compare the checksums of all files, each rank a part of the files
+    keeping      copy this rank's shards of the current state to host memory
+    downloading  for a URL: download the files that this node's ranks need, with checksums
+    reading      each rank reads its shards in place
+    settling     engines update derived copies; restore options, schedules and loaders
+    verifying    compare the digest of each tensor with the manifest
 
-After a failure from `reading` on, the present state is put back from the copy. Random
-generators come last, for all of this may draw. Nothing in a checkpoint is code.
+If a phase from `reading` on fails, the state is restored from the copy. Random generators are
+restored last because the other phases may draw from them. A checkpoint contains no code.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbdist import checkpoint
-from nbdist.checkpoint import Brought, Opened, Url
-from nbdist.checkpoint.names import shown
+from nbdist.checkpoint import CheckpointDownload, CheckpointReader, Url
+from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
 from nbdist.state import collectives, digest, optimizer_recipes, reshard, shard_io, shards
-from nbdist.state.shards import Shard, bytes_of
+from nbdist.state.shards import Shard, total_bytes
 from nbdist.worker.operations import save
-from nbdist.worker.operations.transaction import CHECKING, Phases, Told
+from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
 from nbdist.worker.training import (
     dataloader_state,
     grad_scaler,
@@ -36,41 +36,42 @@ from nbdist.worker.training import (
     rng_state,
     training_metadata,
 )
-from nbdist.worker.training.dataloader_state import Position
-from nbdist.worker.training.grad_scaler import Scale
-from nbdist.worker.training.model_state import Carried, whole
+from nbdist.worker.training.dataloader_state import LoaderPosition
+from nbdist.worker.training.grad_scaler import LossScale
+from nbdist.worker.training.model_state import ModelState, whole_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.checkpoint import Key, Manifest, Optimizer
-    from nbdist.worker.training.model_state import Counts
-    from nbdist.worker.training.prepared_models import Trained
+    from nbdist.checkpoint import Manifest, OptimizerMetadata, TensorMetadata
+    from nbdist.worker.training.model_state import ScalarState
+    from nbdist.worker.training.prepared_models import PreparedModel
 
 _LISTED = 10
 _GENERATOR_NUMBERS = 1 << 16
-"""Of a random generator's state, at most."""
+"""Maximum number of elements in the state of a random generator."""
 _WEIGHTS_ONLY = "load with --weights-only (weights_only=True)"
+_BAD_LOADERS = "Cannot read the loader positions in the checkpoint. Load another checkpoint."
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
-    """What a load did on this rank."""
+class RankLoadReport:
+    """Result of a load on this rank."""
 
     step: int = 0
     backend: str = ""
-    """That wrote it."""
+    """Backend that wrote the checkpoint."""
     world_size: int = 0
-    """That wrote it."""
+    """Number of ranks that wrote the checkpoint."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase."""
+    """Phase -> seconds."""
     read_bytes: int = 0
     verified: int = 0
-    """Tensors whose digest is the saved one."""
+    """Number of tensors whose digest equals the saved one."""
     loaded: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is not as it was saved, and why."""
+    """Differences from the saved state, with the reason."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for a message."""
@@ -78,20 +79,20 @@ class Report:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Before:
-    """One model's state before the load."""
+class _StateBackup:
+    """Copy of one model's state, made before the load."""
 
     tensors: dict[str, Shard]
     buffers: dict[str, torch.Tensor]
-    counts: Counts
-    options: list[list[optimizer_recipes.Options]]
+    counts: ScalarState
+    options: list[list[optimizer_recipes.GroupOptions]]
     schedulers: list[dict[str, Any]]
-    scale: Scale | None
+    scale: LossScale | None
     steps: int
 
 
-class Load:
-    """One load."""
+class CheckpointLoad:
+    """Load of one checkpoint."""
 
     def __init__(
         self,
@@ -99,418 +100,473 @@ class Load:
         checkpoint_id: str,
         *,
         folder: Path,
-        tell: Callable[[str], None],
+        on_phase: Callable[[str], None],
         weights_only: bool = False,
     ) -> None:
-        """Know what is to come.
+        """Set up a load.
 
         Args:
-            path: of the checkpoint.
-            checkpoint_id: of the manifest that the notebook has seen there.
-            folder: private, of this machine's ranks: for what has to come from a URL.
-            tell: told of each phase.
-            weights_only: leave optimizers, schedulers, generators and loaders as they are.
+            path: location of the checkpoint.
+            checkpoint_id: id in the manifest that the notebook read there.
+            folder: private folder of this node's ranks, for downloads from a URL.
+            on_phase: called with the name of each phase and with progress texts.
+            weights_only: leave optimizers, schedulers, generators and loaders unchanged.
         """
-        self._place, self._id, self._tell = path, checkpoint_id, tell
+        self._place, self._id, self._tell = path, checkpoint_id, on_phase
         self._folder = folder / f"load-{checkpoint_id}"
-        self._brought: Brought | None = None
+        self._download: CheckpointDownload | None = None
         self._weights_only = weights_only
-        self._trained: list[Trained] = []
-        self._carried: list[Carried] = []
-        self._before: list[_Before] = []
-        self._places: list[tuple[Any, Position]] = []
-        self._random: rng_state.State | None = None
-        self._phase = Phases("the load", tell, CheckpointError)
-        self.report = Report(seconds=self._phase.seconds)
+        self._trained: list[PreparedModel] = []
+        self._carried: list[ModelState] = []
+        self._before: list[_StateBackup] = []
+        self._places: list[tuple[Any, LoaderPosition]] = []
+        self._random: rng_state.RngState | None = None
+        self._phase = Transaction("Load", on_phase, CheckpointError)
+        self.report = RankLoadReport(seconds=self._phase.seconds)
 
-    def run(self) -> Report:
-        """Load, or leave everything as it was.
+    def run(self) -> RankLoadReport:
+        """Load the checkpoint, or leave the state unchanged.
 
         Raises:
-            CheckpointError: on all ranks alike: what does not fit, or which phase failed.
+            CheckpointError: the checkpoint does not match, or a phase failed; raised on all ranks.
         """
         try:
             return self._run()
         finally:
             self._before.clear()
             shards.give_back()
-            if self._brought is not None:
-                self._brought.remove()
+            if self._download is not None:
+                self._download.remove()
 
-    def _run(self) -> Report:
-        generators = rng_state.state()
-        with self._phase(CHECKING):
-            self._path = self._here()
-            self._manifest = self._opened()
-            self._trained = prepared_models.everything()
+    def _run(self) -> RankLoadReport:
+        generators = rng_state.get_rng_state()
+        with self._phase(CHECKING_PHASE):
+            self._path = self._local_folder()
+            self._manifest = self._open_manifest()
+            self._trained = prepared_models.all_models()
             self._check_models()
-        with self._phase(CHECKING):
-            self._carried = [Carried(number, one) for number, one in enumerate(self._trained)]
+        with self._phase(CHECKING_PHASE):
+            self._carried = [
+                ModelState(number, prepared) for number, prepared in enumerate(self._trained)
+            ]
             self._check_tensors()
             if not self._weights_only:
                 self._check_training()
-        if self._brought is None:
+        if self._download is None:
             self._compare()
         with self._phase("keeping"):
-            live = [one.share(optimizers=not self._weights_only) for one in self._carried]
-            counts = [one.counts() for one in self._carried]
+            live = [
+                carried.owned_shards(optimizers=not self._weights_only) for carried in self._carried
+            ]
+            counts = [carried.scalar_state() for carried in self._carried]
         with self._phase("keeping"):
-            for shares, scalars, (carried, one) in zip(live, counts, self._pairs(), strict=True):
-                self._before.append(_kept(carried, one, shares, scalars))
-            places = [dataloader_state.now(loader) for loader in prepared_models.loaders()]
+            for shares, scalars, (carried, prepared) in zip(
+                live, counts, self._pairs(), strict=True
+            ):
+                self._before.append(_kept(carried, prepared, shares, scalars))
+            places = [
+                dataloader_state.position_of(loader) for loader in prepared_models.all_loaders()
+            ]
         try:
             with self._phase("reading"):
                 targets = [self._target(carried) for carried in self._carried]
-            if self._brought is not None:
+            if self._download is not None:
                 with self._phase("downloading"):
-                    self._bring({key: one for target in targets for key, one in target.items()})
+                    self._fetch_files(
+                        {key: shard for target in targets for key, shard in target.items()}
+                    )
             with self._phase("reading"):
                 for target in targets:
-                    told = Told(self._tell, "reading", bytes_of(target))
-                    self.report.read_bytes += shard_io.read(
-                        self._path, self._manifest, target, told
+                    progress = ByteProgress(self._tell, "reading", total_bytes(target))
+                    self.report.read_bytes += shard_io.read_shards(
+                        self._path, self._manifest, target, progress
                     )
             with self._phase("settling"):
                 self._settle()
             with self._phase("verifying"):
                 self._verify()
         except CheckpointError as error:
-            self._go_back(error, places)
+            self._restore_all(error, places)
             raise
         finally:
-            rng_state.restore(generators)
+            rng_state.set_rng_state(generators)
         if self._random is not None:
-            rng_state.restore(self._random)
+            rng_state.set_rng_state(self._random)
         self._summarise()
         return self.report
 
-    def _pairs(self) -> list[tuple[Carried, Trained]]:
+    def _pairs(self) -> list[tuple[ModelState, PreparedModel]]:
         return list(zip(self._carried, self._trained, strict=True))
 
     def _compare(self) -> None:
-        """Compare all files with their checksums, each rank its share."""
+        """Compare all files with their checksums; each rank reads a part of the files."""
         with self._phase("comparing"):
-            share = checkpoint.share(self._manifest, collectives.rank(), collectives.size())
-            sizes = {one.name: one.size_bytes for one in self._manifest.files}
+            share = checkpoint.files_for_rank(
+                self._manifest, collectives.rank(), collectives.group_size()
+            )
+            sizes = {file.name: file.size_bytes for file in self._manifest.files}
             total = sum(sizes[name] for name in share)
-            told = Told(self._tell, "comparing", total)
-            checkpoint.verify(self._path, files=share, told=told)
+            progress = ByteProgress(self._tell, "comparing", total)
+            checkpoint.verify_files(self._path, files=share, on_progress=progress)
 
     # -- at a URL
 
-    def _here(self) -> Path:
-        """The folder to read from; of a URL only what tells where everything lies, so far."""
+    def _local_folder(self) -> Path:
+        """Return the folder to read from; for a URL it has only manifest and headers at first."""
         if not isinstance(self._place, Url):
             return self._place
-        self._brought = Brought(self._place, self._folder)
+        self._download = CheckpointDownload(self._place, self._folder)
         return self._folder
 
-    def _bring(self, target: Mapping[str, Shard]) -> None:
-        """Have the files here that are wanted, where they are not."""
-        if self._brought is None or not target:
+    def _fetch_files(self, target: Mapping[str, Shard]) -> None:
+        """Download the files that the target needs, unless the checkpoint is local."""
+        if self._download is None or not target:
             return
-        names = shard_io.wanted(self._path, self._manifest, target)
-        total = sum(one.size_bytes for one in self._manifest.files if one.name in names)
-        told = Told(self._tell, "downloading", total)
-        self._brought.bring(
-            names, told, first=collectives.rank() * len(names) // collectives.size()
+        names = shard_io.files_to_read(self._path, self._manifest, target)
+        total = sum(file.size_bytes for file in self._manifest.files if file.name in names)
+        progress = ByteProgress(self._tell, "downloading", total)
+        self._download.fetch(
+            names, progress, first=collectives.rank() * len(names) // collectives.group_size()
         )
 
     # -- checking
 
-    def _opened(self) -> Manifest:
-        with Opened.at(self._path) as opened:
+    def _open_manifest(self) -> Manifest:
+        with CheckpointReader.open_folder(self._path) as opened:
             if opened.manifest.id != self._id:
-                raise CheckpointError(f"{self._path} was replaced by a newer save; load it again.")
+                raise CheckpointError(f"{self._path} was replaced by a newer save. Load it again.")
             return opened.manifest
 
     def _check_models(self) -> None:
         if not self._trained:
             raise CheckpointError(
-                "no model is prepared to load into; run the cell with accelerator.prepare(model,"
-                " optimizer, ...) first, under any backend."
+                "No model is prepared to load into. Run the cell with accelerator.prepare(model,"
+                " optimizer, ...) first, with any backend."
             )
-        for one in self._trained:
-            save.check(one, optimizers=not self._weights_only)
+        for prepared in self._trained:
+            save.check_savable(prepared, optimizers=not self._weights_only)
 
     def _check_tensors(self) -> None:
         """Compare names and shapes of all weights and buffers; a collective under FSDP1."""
-        wanted = {
+        shapes = {
             key: shard.shape
-            for one in self._carried
-            for key, shard in {**one.wanted(optimizers=False), **one.wanted_buffers()}.items()
+            for carried in self._carried
+            for key, shard in {
+                **carried.target_shards(optimizers=False),
+                **carried.target_buffers(),
+            }.items()
         }
-        aliases = {key: to for one in self._carried for key, to in one.aliases().items()}
-        check_keys(self._manifest, wanted, aliases)
+        aliases = {key: to for carried in self._carried for key, to in carried.aliases().items()}
+        check_keys(self._manifest, shapes, aliases)
 
     def _check_training(self) -> None:
         """Compare classes and groups of optimizers and schedulers, and shapes of their state."""
-        for number, (carried, one) in enumerate(self._pairs()):
-            training_metadata.check_optimizers(self._optimizers(carried), one)
-            training_metadata.check_schedulers(self._schedulers(number), one)
-            self._check_state(carried, one)
-            if one.schedules and self._manifest.world_size != collectives.size():
+        for number, (carried, prepared) in enumerate(self._pairs()):
+            training_metadata.check_optimizers(self._optimizers(carried), prepared)
+            training_metadata.check_schedulers(self._schedulers(number), prepared)
+            self._check_state(carried, prepared)
+            if prepared.live_schedulers and self._manifest.world_size != collectives.group_size():
                 self.report.notes.append(
-                    f"Accelerate advances a schedule once a rank: {collectives.size()} at a step,"
-                    " and"
-                    f" {self._manifest.world_size} then"
+                    f"Accelerate advances schedulers once per rank: {collectives.group_size()}"
+                    f" times per optimizer step, compared with {self._manifest.world_size} when"
+                    " saved"
                 )
         self._places = self._find_places()
         self._random = self._find_random()
 
-    def _check_state(self, carried: Carried, one: Trained) -> None:
-        shapes = {key: shard.shape for key, shard in carried.wanted(optimizers=False).items()}
-        stepped = {name for owned in one.living for group in owned.recipe.groups for name in group}
-        for key, saved in self._state_keys(carried).items():
-            name = key.removeprefix(f"{carried.optim}.state.").rpartition(".")[0]
-            if name not in stepped or shapes.get(carried.model + name) != saved.shape:
+    def _check_state(self, model_state: ModelState, prepared: PreparedModel) -> None:
+        shapes = {
+            key: shard.shape for key, shard in model_state.target_shards(optimizers=False).items()
+        }
+        stepped = {
+            name
+            for owned in prepared.live_optimizers
+            for group in owned.recipe.param_group_names
+            for name in group
+        }
+        for key, saved in self._state_keys(model_state).items():
+            name = key.removeprefix(f"{model_state.optimizer_prefix}.state.").rpartition(".")[0]
+            if name not in stepped or shapes.get(model_state.model_prefix + name) != saved.shape:
                 raise CheckpointError(
-                    f"the checkpoint has optimizer state {shown(key)} of shape {saved.shape}, which"
-                    f" no prepared optimizer has; {_WEIGHTS_ONLY}."
+                    f"The checkpoint has optimizer state {printable(key)} of shape {saved.shape},"
+                    f" which matches no prepared optimizer. To skip it, {_WEIGHTS_ONLY}."
                 )
 
-    def _optimizers(self, carried: Carried) -> list[Optimizer]:
-        return [one for one in self._manifest.optimizers if one.prefix == carried.optim]
+    def _optimizers(self, model_state: ModelState) -> list[OptimizerMetadata]:
+        return [
+            optimizer
+            for optimizer in self._manifest.optimizers
+            if optimizer.prefix == model_state.optimizer_prefix
+        ]
 
     def _schedulers(self, number: int) -> list[Any]:
         saved = self._manifest.schedulers
-        return [one for one in saved if isinstance(one, dict) and one.get("model") == number]
+        return [
+            scheduler
+            for scheduler in saved
+            if isinstance(scheduler, dict) and scheduler.get("model") == number
+        ]
 
-    def _state_keys(self, carried: Carried) -> dict[str, Key]:
-        prefix = f"{carried.optim}.state."
-        return {key: one for key, one in self._manifest.keys.items() if key.startswith(prefix)}
+    def _state_keys(self, model_state: ModelState) -> dict[str, TensorMetadata]:
+        prefix = f"{model_state.optimizer_prefix}.state."
+        return {
+            key: tensor for key, tensor in self._manifest.keys.items() if key.startswith(prefix)
+        }
 
-    # -- the state of before
+    # -- restore after a failure
 
-    def _go_back(self, error: CheckpointError, places: Sequence[Position]) -> None:
-        """Put the state of before back.
+    def _restore_all(self, error: CheckpointError, places: Sequence[LoaderPosition]) -> None:
+        """Restore the state from before the load.
 
         Raises:
-            CheckpointError: that failed as well.
+            CheckpointError: restoring failed too.
         """
         try:
             with self._phase("going back"):
-                for (carried, one), before in zip(self._pairs(), self._before, strict=True):
-                    _put_back(carried, one, before, optimizers=not self._weights_only)
-                for loader, place in zip(prepared_models.loaders(), places, strict=False):
-                    dataloader_state.go_to(loader, place)
+                for (carried, prepared), before in zip(self._pairs(), self._before, strict=True):
+                    _restore_model(carried, prepared, before, optimizers=not self._weights_only)
+                for loader, place in zip(prepared_models.all_loaders(), places, strict=False):
+                    dataloader_state.seek(loader, place)
         except CheckpointError as second:
             raise CheckpointError(
-                f"{str(error).removesuffix('.')}. The state before could not be put back either:"
-                f" {str(second).removesuffix('.')}. Use %nbdist"
-                " restart, run the preparing cell and load a checkpoint."
+                f"{str(error).removesuffix('.')}. The previous state could not be restored either:"
+                f" {str(second).removesuffix('.')}. Run %nbdist restart, run the cell with"
+                " accelerator.prepare(...) and load a checkpoint."
             ) from second
 
     # -- the state of the checkpoint
 
-    def _target(self, carried: Carried) -> dict[str, Shard]:
-        """All that this rank reads of one model, in place; a collective under FSDP1."""
-        keys = {} if self._weights_only else self._state_keys(carried)
-        carried.allocate({key: _nothing_of(key, saved) for key, saved in keys.items()})
-        found = carried.wanted(optimizers=not self._weights_only)
-        prefix = f"{carried.optim}.state."
-        new = {key: one for key, one in found.items() if key.startswith(prefix) and key not in keys}
-        _clear(new)
-        wanted = {key: one for key, one in found.items() if key not in new}
-        return wanted | carried.wanted_buffers()
+    def _target(self, model_state: ModelState) -> dict[str, Shard]:
+        """Return the live shards to read for one model; a collective under FSDP1."""
+        keys = {} if self._weights_only else self._state_keys(model_state)
+        model_state.allocate_optimizer_state(
+            {key: _empty_shard(key, saved) for key, saved in keys.items()}
+        )
+        targets = model_state.target_shards(optimizers=not self._weights_only)
+        prefix = f"{model_state.optimizer_prefix}.state."
+        not_saved = {
+            key: shard
+            for key, shard in targets.items()
+            if key.startswith(prefix) and key not in keys
+        }
+        _clear(not_saved)
+        readable = {key: shard for key, shard in targets.items() if key not in not_saved}
+        return readable | model_state.target_buffers()
 
     def _settle(self) -> None:
-        """Let the engines take over what was filled, and set all that is no tensor."""
-        for number, (carried, one) in enumerate(self._pairs()):
+        """Update what engines derive from the loaded tensors and set the state besides tensors."""
+        for number, (carried, prepared) in enumerate(self._pairs()):
             if self._weights_only:
-                carried.settle({})
+                carried.finalize_state({})
                 continue
-            counts = training_metadata.first_counts(carried.counts())
+            counts = training_metadata.initial_scalar_state(carried.scalar_state())
             for saved in self._optimizers(carried):
                 counts |= {name: dict(scalars) for name, scalars in saved.counts.items()}
-            carried.settle(counts)
-            for saved, owned in zip(self._optimizers(carried), one.living, strict=True):
+            carried.finalize_state(counts)
+            for saved, owned in zip(
+                self._optimizers(carried), prepared.live_optimizers, strict=True
+            ):
                 training_metadata.set_options(owned, training_metadata.group_options(saved, owned))
-            for kept, wrapper in zip(self._schedulers(number), one.schedules, strict=True):
-                training_metadata.set_scheduler(wrapper.scheduler, kept["state"])
-            self._set_rest(number, one)
+            for entry, wrapper in zip(
+                self._schedulers(number), prepared.live_schedulers, strict=True
+            ):
+                training_metadata.set_scheduler(wrapper.scheduler, entry["state"])
+            self._set_rest(number, prepared)
         for loader, place in self._places:
-            dataloader_state.go_to(loader, place)
+            dataloader_state.seek(loader, place)
 
-    def _set_rest(self, number: int, one: Trained) -> None:
-        """Steps taken, and the loss scale."""
+    def _set_rest(self, number: int, prepared: PreparedModel) -> None:
+        """Set the step count and the loss scale."""
         models = self._manifest.extra.get("models")
-        found = models[number] if isinstance(models, list) and number < len(models) else {}
-        known = found if isinstance(found, dict) else {}
-        taken, scale = known.get("steps"), known.get("scale")
-        one.steps = taken if type(taken) is int else self._manifest.step
-        one.owner.step = 0
+        entry = models[number] if isinstance(models, list) and number < len(models) else {}
+        fields = entry if isinstance(entry, dict) else {}
+        steps, scale = fields.get("steps"), fields.get("scale")
+        prepared.num_steps = steps if type(steps) is int else self._manifest.step
+        prepared.owner.step = 0
         if isinstance(scale, list) and len(scale) == 2:  # noqa: PLR2004
-            grad_scaler.give(one, Scale(scale=float(str(scale[0])), good_steps=int(str(scale[1]))))
+            grad_scaler.set_loss_scale(
+                prepared, LossScale(scale=float(str(scale[0])), good_steps=int(str(scale[1])))
+            )
 
     def _verify(self) -> None:
-        """Compare digests with the manifest's; a collective."""
+        """Compare digests with the manifest; a collective."""
         saved = self._manifest.keys
         live: dict[str, Shard] = {}
         for carried in self._carried:
-            live |= carried.share(optimizers=not self._weights_only)
-            live |= carried.share_of_buffers()
+            live |= carried.owned_shards(optimizers=not self._weights_only)
+            live |= carried.owned_buffers()
         aliases = self._manifest.aliases
         expected = {
-            key: saved[aliases.get(key, key)] for key in live if _known(key, saved, aliases)
+            key: saved[aliases.get(key, key)] for key in live if _is_saved(key, saved, aliases)
         }
-        same = {key for key, one in expected.items() if one.dtype == _dtype(live[key])}
-        found = digest.agreed({key: live[key] for key in sorted(same)})
-        wrong = [key for key, one in found.items() if expected[key].digest != one]
+        same_dtype = {key for key, tensor in expected.items() if tensor.dtype == _dtype(live[key])}
+        actual = digest.global_digests({key: live[key] for key in sorted(same_dtype)})
+        wrong = [key for key, value in actual.items() if expected[key].digest != value]
         if wrong:
             raise CheckpointError(
-                f"{len(wrong)} of {len(found)} tensors are not as they were saved,"
-                f" {shown(wrong[0])} among them; nothing was kept of the load."
+                f"Digest mismatch in {len(wrong)} of {len(actual)} tensors, for example"
+                f" {printable(wrong[0])}. The load was undone. Load another checkpoint."
             )
-        self.report.verified = len(found)
-        if cast := sorted(expected.keys() - same):
-            now = _dtype(live[cast[0]])
+        self.report.verified = len(actual)
+        if cast := sorted(expected.keys() - same_dtype):
+            dtype = _dtype(live[cast[0]])
             self.report.notes.append(
-                f"{len(cast)} tensors were saved as {expected[cast[0]].dtype} and are {now} now,"
-                f" {cast[0]} among them"
+                f"{len(cast)} tensors were saved as {expected[cast[0]].dtype} and are now {dtype},"
+                f" for example {cast[0]}"
             )
 
     # -- generators and loaders
 
     def _tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Numbers of generators by the rest of their names."""
-        keys = {key: one for key, one in self._manifest.keys.items() if key.startswith(prefix)}
-        made = {}
-        for key, one in keys.items():
-            if one.numel > _GENERATOR_NUMBERS or one.dtype not in {"uint8", "int64"}:
+        """Read the tensors of random generators, by key without the prefix."""
+        keys = {
+            key: tensor for key, tensor in self._manifest.keys.items() if key.startswith(prefix)
+        }
+        tensors = {}
+        for key, tensor in keys.items():
+            if tensor.numel > _GENERATOR_NUMBERS or tensor.dtype not in {"uint8", "int64"}:
                 raise CheckpointError(
-                    f"{shown(key)} is no random generator; take another checkpoint."
+                    f"{printable(key)} is not the state of a random generator."
+                    " Load another checkpoint."
                 )
-            made[key] = torch.empty(one.shape, dtype=getattr(torch, one.dtype))
-        target = {key: whole(one) for key, one in made.items()}
-        self._bring(target)
-        self.report.read_bytes += shard_io.read(self._path, self._manifest, target) if target else 0
-        return {key.removeprefix(prefix): one for key, one in made.items()}
+            tensors[key] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        target = {key: whole_shard(tensor) for key, tensor in tensors.items()}
+        self._fetch_files(target)
+        self.report.read_bytes += (
+            shard_io.read_shards(self._path, self._manifest, target) if target else 0
+        )
+        return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
 
     def _plain(self, rank: int) -> Mapping[str, Any]:
-        """What is saved of a rank's generators besides tensors."""
-        found = self._manifest.rng[rank] if rank < len(self._manifest.rng) else None
-        return found if isinstance(found, dict) else {}
+        """Return the saved state of a rank's generators besides tensors."""
+        entry = self._manifest.rng[rank] if rank < len(self._manifest.rng) else None
+        return entry if isinstance(entry, dict) else {}
 
-    def _find_random(self) -> rng_state.State | None:
-        """This rank's generators, where there are as many ranks as then."""
-        if self._manifest.world_size != collectives.size():
+    def _find_random(self) -> rng_state.RngState | None:
+        """Return this rank's generator state; None if the world size differs."""
+        if self._manifest.world_size != collectives.group_size():
             self.report.notes.append(
-                f"random generators stay as they are: {self._manifest.world_size} ranks saved"
-                f" theirs, and there are {collectives.size()}; dropout draws otherwise"
+                f"random generators are unchanged: saved by {self._manifest.world_size} ranks, now"
+                f" {collectives.group_size()}; dropout masks will differ"
             )
             return None
         rank = collectives.rank()
         return _state(self._tensors(f"rng.{rank:05d}."), self._plain(rank))
 
-    def _find_places(self) -> list[tuple[Any, Position]]:
-        """Where each loader shall go on; those prepared last are the saved ones' successors."""
-        loaders, saved = prepared_models.loaders(), list(enumerate(self._manifest.positions))
+    def _find_places(self) -> list[tuple[Any, LoaderPosition]]:
+        """Return the position for each loader; the loaders prepared last match the saved ones."""
+        loaders, saved = prepared_models.all_loaders(), list(enumerate(self._manifest.positions))
         pairs = list(zip(reversed(loaders), reversed(saved), strict=False))
         if len(loaders) != len(saved):
             self.report.notes.append(
                 f"{len(saved)} loaders were saved and {len(loaders)} are prepared; the last"
-                f" {len(pairs)} go on where those were"
+                f" {len(pairs)} resume at the saved positions"
             )
-        found = []
+        places = []
         for loader, (number, place) in reversed(pairs):
             if not isinstance(place, dict):
-                raise CheckpointError("the checkpoint's loaders cannot be read; take another one.")
-            if place.get("length") != dataloader_state.length(loader):
+                raise CheckpointError(_BAD_LOADERS)
+            if place.get("length") != dataloader_state.num_samples(loader):
                 self.report.notes.append(
-                    f"loader {number} was over {place.get('length')} samples and is over"
-                    f" {dataloader_state.length(loader)} now; it begins anew"
+                    f"loader {number} had {place.get('length')} samples and now has"
+                    f" {dataloader_state.num_samples(loader)}; it starts from the beginning"
                 )
                 continue
-            found.append((loader, self._fitted(loader, number, place)))
-        return found
+            places.append((loader, self._fitted(loader, number, place)))
+        return places
 
-    def _fitted(self, loader: Any, number: int, place: Mapping[str, Any]) -> Position:
-        same = self._manifest.world_size == collectives.size()
-        # Ranks draw one permutation: that of rank 0.
-        rank = collectives.rank() if same else 0
+    def _fitted(self, loader: Any, number: int, place: Mapping[str, Any]) -> LoaderPosition:
+        same_world_size = self._manifest.world_size == collectives.group_size()
+        # All ranks draw the same permutation: use that of rank 0.
+        rank = collectives.rank() if same_world_size else 0
         position = self._position(rank, number, place)
-        if same and place.get("batch_size") == dataloader_state.batch_size(loader):
+        if same_world_size and place.get("batch_size") == dataloader_state.global_batch_size(
+            loader
+        ):
             return position
-        fit, note = dataloader_state.fitted(loader, position, self._manifest.world_size)
+        fit, note = dataloader_state.rescale_position(loader, position, self._manifest.world_size)
         if note:
             self.report.notes.append(note)
         return fit
 
-    def _position(self, rank: int, number: int, place: Mapping[str, Any]) -> Position:
+    def _position(self, rank: int, number: int, place: Mapping[str, Any]) -> LoaderPosition:
         tensors: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        for key, one in self._tensors(f"position.{rank:05d}.{number}.").items():
+        for key, tensor in self._tensors(f"position.{rank:05d}.{number}.").items():
             kind, _, name = key.partition(".")
-            tensors[kind][name] = one
+            tensors[kind][name] = tensor
         rests = self._plain(rank).get("positions")
-        rest = rests[number] if isinstance(rests, list) and number < len(rests) else None
+        metadata = rests[number] if isinstance(rests, list) and number < len(rests) else None
         counted = {name: _count(place, name) for name in ("epoch", "batches", "seen")}
         samples = None if place.get("samples") is None else _count(place, "samples")
-        return Position(
+        return LoaderPosition(
             **counted,
             samples=samples,
             generators=dict(tensors["generator"]),
-            random=None if rest is None else _state(tensors["random"], rest),
+            rng=None if metadata is None else _state(tensors["random"], metadata),
         )
 
-    # -- what to say
+    # -- report
 
     def _summarise(self) -> None:
         report, manifest = self.report, self._manifest
         report.step, report.backend = manifest.step, manifest.backend
         report.world_size = manifest.world_size
-        for one in self._trained:
-            model, names = type(one.kept.model).__name__, one.kept.names
+        for prepared in self._trained:
+            model, names = type(prepared.meta.model).__name__, prepared.meta.names
             report.loaded.append(f"{model} ({len(names)} parameters)")
             if not self._weights_only:
-                report.loaded += [owned.recipe.cls.__name__ for owned in one.living]
-                report.loaded += [type(each.scheduler).__name__ for each in one.schedules]
+                report.loaded += [
+                    owned.recipe.optimizer_class.__name__ for owned in prepared.live_optimizers
+                ]
+                report.loaded += [
+                    type(wrapper.scheduler).__name__ for wrapper in prepared.live_schedulers
+                ]
         if self._weights_only:
-            report.notes.append("weights alone, as asked for")
+            report.notes.append("weights only, as requested")
             return
         report.loaded.append(f"step {manifest.step}")
         if self._random is not None:
             report.loaded.append("random generators")
         for _, place in self._places:
-            report.loaded.append(f"a loader at batch {place.batches} of epoch {place.epoch}")
-        left = manifest.extra.get("left_out")
-        for name in left if isinstance(left, list) else ():
+            report.loaded.append(f"loader at batch {place.batches} of epoch {place.epoch}")
+        not_saved = manifest.extra.get("left_out")
+        for name in not_saved if isinstance(not_saved, list) else ():
             report.notes.append(f"not in the checkpoint: {name}")
 
 
 def check_keys(
     manifest: Manifest, wanted: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
 ) -> None:
-    """Refuse a checkpoint of another model, before anything of it is read.
+    """Refuse a checkpoint of another model before reading any tensor.
 
     Args:
-        manifest: of the checkpoint.
-        wanted: shapes of the prepared models' weights and buffers.
-        aliases: further keys of tied weights -> one of `wanted`.
+        manifest: manifest of the checkpoint.
+        wanted: key -> shape of the prepared models' weights and buffers.
+        aliases: additional keys of tied weights -> a key in `wanted`.
 
     Raises:
-        CheckpointError: how many tensors are missing, unexpected or of another shape, and the
-            first ten of each.
+        CheckpointError: tensors are missing, unexpected or of another shape. The message has
+            the number and the first ten of each.
     """
     keys = {key for key in manifest.keys if re.match(r"model\d*\.", key)}
     stored = {key: manifest.aliases.get(key, key) for key in wanted}
     missing = [key for key, to in stored.items() if to not in keys]
     used = {*stored.values(), *(key for key in keys if key in aliases)}
     unexpected = sorted(keys - used)
-    other = [
-        f"{shown(key)[1:-1]} {tuple(wanted[key])} (saved {manifest.keys[to].shape})"
+    mismatched = [
+        f"{printable(key)[1:-1]} {tuple(wanted[key])} (saved {manifest.keys[to].shape})"
         for key, to in stored.items()
         if to in keys and tuple(wanted[key]) != manifest.keys[to].shape
     ]
-    found = [
-        _listed("are missing", [shown(one)[1:-1] for one in missing]),
-        _listed("are unexpected", [shown(one)[1:-1] for one in unexpected]),
-        _listed("have another shape", other),
+    problems = [
+        _listed("are missing", [printable(key)[1:-1] for key in missing]),
+        _listed("are unexpected", [printable(key)[1:-1] for key in unexpected]),
+        _listed("have a different shape", mismatched),
     ]
-    if any(found):
+    if any(problems):
         raise CheckpointError(
-            f"the checkpoint is of another model: of {len(wanted)} tensors"
-            f" {'; '.join(filter(None, found))}. Prepare the model that it is of."
+            f"The checkpoint does not match the prepared model: of {len(wanted)} tensors"
+            f" {'; '.join(filter(None, problems))}. Prepare the model that was saved."
         )
 
 
@@ -519,61 +575,79 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{len(names)} {what}: {', '.join(names[:_LISTED])}{more}" if names else ""
 
 
-def _kept(carried: Carried, one: Trained, live: Mapping[str, Shard], counts: Counts) -> _Before:
-    """Copy one model's state."""
-    return _Before(
-        tensors=shards.snapshot(live),
-        buffers={key: tensor.detach().clone() for key, tensor in carried.buffers().items()},
+def _kept(
+    model_state: ModelState, prepared: PreparedModel, live: Mapping[str, Shard], counts: ScalarState
+) -> _StateBackup:
+    """Copy one model's state, so that it can be restored."""
+    return _StateBackup(
+        tensors=shards.copy_to_host(live),
+        buffers={key: tensor.detach().clone() for key, tensor in model_state.buffers().items()},
         counts=counts,
-        options=[optimizer_recipes.options(owned.raw) for owned in one.living],
-        schedulers=[wrapper.scheduler.state_dict() for wrapper in one.schedules],
-        scale=grad_scaler.scale_of(one),
-        steps=one.steps,
+        options=[
+            optimizer_recipes.group_options(owned.inner_optimizer)
+            for owned in prepared.live_optimizers
+        ],
+        schedulers=[wrapper.scheduler.state_dict() for wrapper in prepared.live_schedulers],
+        scale=grad_scaler.get_loss_scale(prepared),
+        steps=prepared.num_steps,
     )
 
 
-def _put_back(carried: Carried, one: Trained, before: _Before, *, optimizers: bool) -> None:
-    """Put one model's state of before back; a collective."""
+def _restore_model(
+    model_state: ModelState, prepared: PreparedModel, before: _StateBackup, *, optimizers: bool
+) -> None:
+    """Restore one model's state from the copy; a collective."""
     with torch.no_grad():
-        for key, live in carried.buffers().items():
+        for key, live in model_state.buffers().items():
             live.copy_(before.buffers[key])
     if not optimizers:
-        reshard.move(before.tensors, carried.wanted(optimizers=False))
-        carried.settle({})
+        reshard.reshard(before.tensors, model_state.target_shards(optimizers=False))
+        model_state.finalize_state({})
         return
-    _clear({key: shard for key, shard in carried.wanted().items() if key not in before.tensors})
-    carried.take(before.tensors, training_metadata.first_counts(carried.counts()) | before.counts)
-    for owned, options in zip(one.living, before.options, strict=True):
-        for group, kept in zip(owned.raw.param_groups, options, strict=True):
-            group.update(kept)
-    for wrapper, state in zip(one.schedules, before.schedulers, strict=True):
+    _clear(
+        {
+            key: shard
+            for key, shard in model_state.target_shards().items()
+            if key not in before.tensors
+        }
+    )
+    model_state.load_from(
+        before.tensors,
+        training_metadata.initial_scalar_state(model_state.scalar_state()) | before.counts,
+    )
+    for owned, options in zip(prepared.live_optimizers, before.options, strict=True):
+        for group, saved in zip(owned.inner_optimizer.param_groups, options, strict=True):
+            group.update(saved)
+    for wrapper, state in zip(prepared.live_schedulers, before.schedulers, strict=True):
         wrapper.scheduler.load_state_dict(state)
-    grad_scaler.give(one, before.scale)
-    one.steps = before.steps
+    grad_scaler.set_loss_scale(prepared, before.scale)
+    prepared.num_steps = before.steps
 
 
 @torch.no_grad()
 def _clear(found: Mapping[str, Shard]) -> None:
-    """Set state that was not saved to what it is before the first step."""
+    """Set optimizer state that was not saved to zero, its value before the first step."""
     for shard in found.values():
         for piece in shard.pieces:
             piece.view.zero_()
 
 
-def _nothing_of(key: str, saved: Key) -> Shard:
+def _empty_shard(key: str, saved: TensorMetadata) -> Shard:
     if not saved.dtype.startswith(("float", "bfloat", "int", "uint", "bool")):
-        raise CheckpointError(f"{shown(key)} is of {saved.dtype}, which no optimizer keeps.")
+        raise CheckpointError(
+            f"{printable(key)} has dtype {saved.dtype}, which optimizer state cannot have."
+        )
     return Shard(shape=saved.shape, dtype=getattr(torch, saved.dtype))
 
 
-def _state(tensors: Mapping[str, torch.Tensor], rest: Any) -> rng_state.State:
+def _state(tensors: Mapping[str, torch.Tensor], rest: Any) -> rng_state.RngState:
     try:
-        return rng_state.put_together(dict(tensors), rest)
+        return rng_state.from_tensors_and_json(dict(tensors), rest)
     except ValueError as error:
-        raise CheckpointError(f"{error}; take another checkpoint.") from error
+        raise CheckpointError(f"{error}. Load another checkpoint.") from error
 
 
-def _known(key: str, saved: Mapping[str, Key], aliases: Mapping[str, str]) -> bool:
+def _is_saved(key: str, saved: Mapping[str, TensorMetadata], aliases: Mapping[str, str]) -> bool:
     return aliases.get(key, key) in saved
 
 
@@ -582,7 +656,7 @@ def _dtype(shard: Shard) -> str:
 
 
 def _count(place: Mapping[str, Any], name: str) -> int:
-    found = place.get(name)
-    if type(found) is not int or found < 0:
-        raise CheckpointError("the checkpoint's loaders cannot be read; take another checkpoint.")
-    return found
+    value = place.get(name)
+    if type(value) is not int or value < 0:
+        raise CheckpointError(_BAD_LOADERS)
+    return value

@@ -1,4 +1,4 @@
-"""Models on their way to the notebook: one payload file that all ranks fill; runs on a rank."""
+"""Pull of a prepared model: all ranks write its state dict to one file; runs on a rank."""
 
 from __future__ import annotations
 
@@ -10,70 +10,73 @@ from torch import nn
 from nbdist.errors import CheckpointError
 from nbdist.protocol import serialization
 from nbdist.state import collectives, parallel_writer
-from nbdist.state.shards import bytes_of
-from nbdist.worker.operations.transaction import CHECKING, Phases, Told
-from nbdist.worker.training import prepared_model_view
-from nbdist.worker.training.prepared_model_view import Living
+from nbdist.state.shards import total_bytes
+from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
+from nbdist.worker.training import model_tensors
+from nbdist.worker.training.model_tensors import ModelTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from nbdist.worker.training.prepared_model_view import Found
+    from nbdist.worker.training.model_tensors import ModelReference
 
 
-def prepared(values: Mapping[str, object]) -> list[str]:
-    """Names of those values that an engine has: no rank alone can give them."""
-    return [name for name, value in values.items() if prepared_model_view.found(value) is not None]
+def prepared_names(values: Mapping[str, object]) -> list[str]:
+    """Return the names of prepared models: a single rank does not have their whole weights."""
+    return [name for name, value in values.items() if model_tensors.find_model(value) is not None]
 
 
-def plain(value: object) -> object:
-    """A module's state dict in the place of the module; anything else as it is."""
+def to_state_dict(value: object) -> object:
+    """Return the state dict of a module; any other value unchanged."""
     return dict(value.state_dict()) if isinstance(value, nn.Module) else value
 
 
-def pull(name: str, value: object, folders: Sequence[str], *, tell: Callable[[str], None]) -> Path:
-    """Write the state dict of a prepared model, or of a module of one; a collective.
+def pull(
+    name: str, value: object, folders: Sequence[str], *, on_phase: Callable[[str], None]
+) -> Path:
+    """Write the state dict of a prepared model or of one of its modules; a collective.
 
-    Each rank writes its own share of each tensor; fp32 masters where the engine has them.
+    Each rank writes its own shard of each tensor, from the fp32 master weights if the engine
+    has them.
 
     Args:
-        name: of the variable.
-        value: it.
-        folders: where the file may lie, best first.
-        tell: told how far it is.
+        name: name of the variable.
+        value: value of the variable.
+        folders: candidate folders for the file, best first.
+        on_phase: called with the name of each phase and with progress texts.
 
     Returns:
-        The file, the same on all ranks.
+        Path of the file, the same on all ranks.
 
     Raises:
-        CheckpointError: on all ranks alike.
+        CheckpointError: the pull failed; raised on all ranks.
     """
     path: Path | None = None
-    phase = Phases(f"the pull of {name}", tell, CheckpointError)
+    phase = Transaction(f"Pull of {name}", on_phase, CheckpointError)
     offsets: dict[object, int] = {}
     try:
-        with phase(CHECKING):
-            found = _found(name, value)
-            model = Living(found.one)
-            wanted = {
-                entry.removeprefix(found.prefix): key
-                for entry, key in model.entries()
-                if entry.startswith(found.prefix)
+        with phase(CHECKING_PHASE):
+            reference = _found(name, value)
+            model = ModelTensors(reference.prepared)
+            keys = {
+                entry.removeprefix(reference.prefix): key
+                for entry, key in model.state_dict_keys()
+                if entry.startswith(reference.prefix)
             }
         with phase("reserving memory"):
             if collectives.rank() == 0:
-                path, offsets = serialization.reserve(name, _blanks(model, wanted), folders)
-        shared, offsets = collectives.everyones((str(path), offsets))[0]
-        with phase("writing"), parallel_writer.Files(durable=False) as files:
-            share = {key: one for key, one in model.share.items() if key in offsets}
-            mine = [
-                parallel_writer.Slot(
+                path, offsets = serialization.reserve_payload(name, _blanks(model, keys), folders)
+        shared, offsets = collectives.all_gather_values((str(path), offsets))[0]
+        with phase("writing"), parallel_writer.OpenFiles(durable=False) as files:
+            share = {key: shard for key, shard in model.owned_shards.items() if key in offsets}
+            slots = [
+                parallel_writer.TensorFileRegion(
                     Path(shared), offset, model.dtypes[str(key)], str(key), 0, model.numel(str(key))
                 )
                 for key, offset in offsets.items()
             ]
-            told = Told(tell, f"pulling {name}", bytes_of(share))
-            parallel_writer.write(files, mine, share, told=told)
+            progress = ByteProgress(on_phase, f"pulling {name}", total_bytes(share))
+            parallel_writer.write_shards(files, slots, share, on_progress=progress)
     except BaseException:
         if path is not None:
             path.unlink(missing_ok=True)
@@ -81,27 +84,31 @@ def pull(name: str, value: object, folders: Sequence[str], *, tell: Callable[[st
     return Path(shared)
 
 
-def _found(name: str, value: object) -> Found:
-    """Find the prepared model.
+def _found(name: str, value: object) -> ModelReference:
+    """Find the prepared model that a value belongs to.
 
     Raises:
-        CheckpointError: there is none on this rank.
+        CheckpointError: the value is not part of a prepared model on this rank.
     """
-    found = prepared_model_view.found(value)
-    if found is None:
-        message = f"{name} is a prepared model on some ranks and not on others; prepare it on all."
+    reference = model_tensors.find_model(value)
+    if reference is None:
+        message = (
+            f"{name} is a prepared model on some ranks but not on others. Prepare it on all ranks."
+        )
         raise CheckpointError(message)
-    return found
+    return reference
 
 
-def _blanks(model: Living, wanted: Mapping[str, str]) -> dict[str, serialization.Blank]:
-    """Tensors of a state dict before their values are there; tied ones are one."""
+def _blanks(
+    model: ModelTensors, wanted: Mapping[str, str]
+) -> dict[str, serialization.UnfilledTensor]:
+    """Describe the tensors of a state dict to reserve; tied tensors share one entry."""
     return {
-        name: serialization.Blank(
-            same=key,
+        name: serialization.UnfilledTensor(
+            storage_key=key,
             dtype=str(model.dtypes[key]).removeprefix("torch."),
             itemsize=model.dtypes[key].itemsize,
-            shape=model.share[key].shape,
+            shape=model.owned_shards[key].shape,
         )
         for name, key in wanted.items()
     }

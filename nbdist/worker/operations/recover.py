@@ -1,10 +1,10 @@
-"""The prepared models made usable after a cell that was cut short; runs on a rank.
+"""Recovery of the prepared models after an interrupted cell; runs on a rank.
 
-A broken process group is of no use to anybody, and every engine holds it; an engine whose
-backward was cut short has half of the gradients in its buckets. So the engines are made again
-as in a switch, to the same options: weights, optimizer state, schedules, random generators and
-loaders go on. What a cell made on an old group by itself (`new_group`, a device mesh, a DDP of
-its own) has to be made again by a cell.
+Engines hold the process group, which may be broken, and after an interrupted backward pass
+their gradient buckets are partly filled. The engines are therefore rebuilt as in a switch, with
+the same options: weights, optimizer state, schedules, random generators and loaders are kept.
+Objects that a cell created on an old group (`new_group`, a device mesh, its own DDP) must be
+created again by a cell.
 """
 
 from __future__ import annotations
@@ -18,135 +18,139 @@ import torch
 
 from nbdist.errors import SwitchError
 from nbdist.state import collectives, layouts
-from nbdist.state.layouts.base import inside_compiled, is_engine
+from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
 from nbdist.worker import process_group
 from nbdist.worker.engines import accelerator as accelerators
 from nbdist.worker.engines import fsdp
-from nbdist.worker.operations.switch import Switch
+from nbdist.worker.operations.switch import EngineSwitch
 from nbdist.worker.training import model_cleanup, prepared_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
-    from nbdist.worker.collective_check import Meeting
+    from nbdist.worker.collective_check import CollectiveBarrier
 
-REASON = (
-    "this was prepared before a cell was cut short in the middle of a step; models and optimizers"
-    " were made ready again and the variables that held them bound anew, so take what you need"
-    " from those."
+STALE_REASON = (
+    "This object was prepared before a cell was interrupted within a step. Models and optimizers"
+    " were rebuilt and the variables that held them rebound. Use those variables instead."
 )
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
-    """What a renewal did on this rank."""
+class RankRecoveryReport:
+    """Result of a recovery on this rank."""
 
     seconds: float = 0.0
     bound: list[str] = field(default_factory=list)
-    """The user's variables that were bound anew."""
+    """The user's variables that were rebound to new objects."""
     stale: list[str] = field(default_factory=list)
-    """The user's variables that hold the old group: a cell has to make them again."""
+    """The user's variables that hold an old group: a cell must create them again."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for a message."""
         return asdict(self)
 
 
-class Renewal:
-    """One renewal."""
+class EngineRebuild:
+    """Rebuild of the engines, and of the process groups if needed."""
 
     def __init__(
         self,
         names: MutableMapping[str, Any],
-        meeting: Meeting | None,
+        barrier: CollectiveBarrier | None,
         *,
-        tell: Callable[[str], None],
+        on_phase: Callable[[str], None],
     ) -> None:
-        """Know what is to come.
+        """Set up a recovery.
 
         Args:
             names: the user's variables.
-            meeting: where CPU ranks meet before collectives.
-            tell: told of each phase.
+            barrier: barrier that CPU ranks use before collectives.
+            on_phase: called with the name of each phase.
         """
-        self._names, self._meeting, self._tell = names, meeting, tell
-        self._on_gpu = accelerators.current().hardware.kind == "cuda"
-        self.report = Report()
+        self._names, self._meeting, self._tell = names, barrier, on_phase
+        self._on_gpu = accelerators.current_config().hardware.kind == "cuda"
+        self.report = RankRecoveryReport()
 
-    def run(self, era: int, *, groups: bool) -> Report:
-        """Renew engines, and groups before them.
+    def run(self, era: int, *, groups: bool) -> RankRecoveryReport:
+        """Rebuild the engines, after the process groups if requested.
 
         Args:
-            era: number of this renewal, the same on all ranks.
-            groups: whether the groups too.
+            era: number of this recovery, the same on all ranks.
+            groups: recreate the process groups too.
 
         Raises:
-            SwitchError: the group works and the models could not be made ready again.
-            RuntimeError: the group does not work; nothing was touched.
+            SwitchError: the process group works but the models could not be rebuilt.
+            RuntimeError: the process group does not work; nothing was changed.
         """
         began = time.monotonic()
-        old: list[Any] = []
+        old_groups: list[Any] = []
         if not groups:
-            process_group.prove(on_gpu=self._on_gpu)
+            process_group.verify_group(on_gpu=self._on_gpu)
         else:
-            self._tell("making the process group anew")
+            self._tell("recreating the process group")
             if self._meeting is not None:
-                self._meeting.begin_anew()
-            old = process_group.join_anew(era, on_gpu=self._on_gpu)
+                self._meeting.reset()
+            old_groups = process_group.recreate_default_group(era, on_gpu=self._on_gpu)
         try:
-            in_pieces = [_is_in_pieces(one) for one in prepared_models.everything()]
+            in_pieces = [_is_in_pieces(prepared) for prepared in prepared_models.all_models()]
             if groups or any(in_pieces):
-                self._make_anew()
+                self._rebuild()
             else:
-                for one in prepared_models.everything():
-                    fsdp.start_over(one.model)
-                    layouts.of(one.model)  # returns it to shards
-                    one.midway = ""
+                for prepared in prepared_models.all_models():
+                    fsdp.reset_iteration_state(prepared.model)
+                    layouts.layout_for(prepared.model)  # reshards the parameters
+                    prepared.interrupted_pass = ""
         finally:
-            self.report.stale = [name for name, one in self._names.items() if holds(one, old)]
-            process_group.forget(old)
+            self.report.stale = [
+                name for name, value in self._names.items() if is_bound_to(value, old_groups)
+            ]
+            process_group.destroy_groups(old_groups)
         self.report.seconds = time.monotonic() - began
         return self.report
 
-    def _make_anew(self) -> None:
-        """Make the engines again; gradients of the step that was stopped are dropped."""
-        model_cleanup.let_go()
-        trained = prepared_models.everything()
-        steps = collectives.everyones([one.steps for one in trained])
-        if any(one != steps[0] for one in steps):
-            made = ", ".join(f"rank {rank}: {max(one)}" for rank, one in enumerate(steps) if one)
+    def _rebuild(self) -> None:
+        """Rebuild the engines; gradients of the interrupted step are dropped."""
+        model_cleanup.release_unused_models()
+        trained = prepared_models.all_models()
+        steps = collectives.all_gather_values([prepared.num_steps for prepared in trained])
+        if any(counts != steps[0] for counts in steps):
+            described = ", ".join(
+                f"rank {rank}: {max(counts)}" for rank, counts in enumerate(steps) if counts
+            )
             message = (
-                f"the ranks were stopped at different optimizer steps ({made}), so their weights"
-                " do not belong together; load the last checkpoint."
+                f"The ranks were interrupted at different optimizer steps ({described}), so their"
+                " weights are inconsistent. Load the last checkpoint."
             )
             raise SwitchError(message)
-        for one in trained:
-            drop_gradients(one)
+        for prepared in trained:
+            drop_gradients(prepared)
         if not trained:
             return
-        options = accelerators.current().options
-        change = Switch(options, self._names, tell=self._tell, reason=REASON)
+        options = accelerators.current_config().options
+        change = EngineSwitch(options, self._names, on_phase=self._tell, reason=STALE_REASON)
         self.report.bound = change.run().bound
 
 
-def _is_in_pieces(one: prepared_models.Trained) -> bool:
-    """Whether its engine cannot go on: a forward leaves FSDP no more than gathered weights."""
-    engine = is_engine(inside_compiled(one.model))
-    together = collectives.everyones((one.midway, engine))
+def _is_in_pieces(prepared: prepared_models.PreparedModel) -> bool:
+    """Return whether the engine must be rebuilt; a collective."""
+    # An interrupted forward leaves FSDP with gathered weights only, which can be resharded.
+    engine = is_deepspeed_engine(unwrap_compiled(prepared.model))
+    together = collectives.all_gather_values((prepared.interrupted_pass, engine))
     return any(cut == "backward" or (cut and deepspeed) for cut, deepspeed in together)
 
 
-def drop_gradients(one: prepared_models.Trained) -> None:
-    """Forget the gradients of a step that was stopped half-way."""
-    for parameter in one.model.parameters():
+def drop_gradients(prepared: prepared_models.PreparedModel) -> None:
+    """Drop the gradients of an interrupted step."""
+    for parameter in prepared.model.parameters():
         parameter.grad = None
-    one.waiting = 0
+    prepared.num_pending_micro_batches = 0
 
 
-def holds(value: object, groups: list[Any]) -> bool:
-    """Whether a variable is one of these process groups, or was made on one by a cell."""
-    with contextlib.suppress(Exception):  # an object that is of no use any more answers nothing
-        own = value if isinstance(value, torch.distributed.ProcessGroup) else None
-        own = own or getattr(value, "process_group", None)
-        return own is not None and any(own is one for one in groups)
+def is_bound_to(value: object, groups: list[Any]) -> bool:
+    """Return whether a value is one of these process groups or was created on one."""
+    with contextlib.suppress(Exception):  # attribute access on an invalidated object raises
+        group = value if isinstance(value, torch.distributed.ProcessGroup) else None
+        group = group or getattr(value, "process_group", None)
+        return group is not None and any(group is other for other in groups)
     return False

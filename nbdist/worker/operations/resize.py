@@ -1,17 +1,17 @@
-"""From old ranks to new ones: a switch that needs new processes; runs on both.
+"""Switch that needs new rank processes, for example for another world size; runs on both.
 
-    old ranks   checking    nothing is touched: can everything be made again, do all ranks agree
-                packing     what can be pickled (`parcel`), tried at once
-                writing     each rank its own share of weights and optimizer state, and its parcel
+    old ranks   checking    check that everything can be rebuilt; changes nothing
+                packing     pickle the namespace (`namespace_pickle`) and unpickle it as a test
+                writing     each rank writes its own shards and its pickle
     (the kernel ends the old ranks and starts the new ones)
-    new ranks   unpacking   what models and optimizers are made from
-                building    accelerators, models and what belongs to them are made and prepared
-                loading     each rank reads what its engine wants
-                verifying   the digest of each tensor is compared with the one of before
-                binding     the user's variables; random generators come last
+    new ranks   unpacking   unpickle the recipes of models and optimizers
+                building    create and prepare accelerators, models, optimizers and loaders
+                loading     each rank reads its shards
+                verifying   compare the digest of each tensor with that of the old ranks
+                binding     bind the user's variables; restore random generators last
 
-The old ranks agree after each phase; of the new ones each says at once what fails. Nothing is
-taken from the old ranks before all is written, and the files are enough to make them again.
+The old ranks agree after each phase; a new rank raises at once. The old ranks stay unchanged
+until everything is written, and the files are sufficient to rebuild them.
 """
 
 from __future__ import annotations
@@ -36,49 +36,53 @@ from nbdist import checkpoint
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.state import collectives, digest, optimizer_recipes, reshard, shard_io
-from nbdist.state.shards import Shard, bytes_of
+from nbdist.state.shards import Shard, total_bytes
 from nbdist.worker.engines import accelerator as accelerators
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.memory import memory_check, memory_probe
 from nbdist.worker.operations import namespace_pickle, switch
-from nbdist.worker.operations.transaction import CHECKING, Alone, Phases
+from nbdist.worker.operations.transaction import (
+    CHECKING_PHASE,
+    Transaction,
+    UncoordinatedTransaction,
+)
 from nbdist.worker.training import dataloader_state, model_cleanup, prepared_models, rng_state
-from nbdist.worker.training.model_recipe import Mould
-from nbdist.worker.training.model_state import Carried
+from nbdist.worker.training.model_recipe import ModelRecipe
+from nbdist.worker.training.model_state import ModelState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping, Sequence
     from pathlib import Path
 
-    from nbdist.checkpoint import FilePart, Manifest
+    from nbdist.checkpoint import CheckpointFile, Manifest
     from nbdist.strategies import Options
-    from nbdist.worker.namespace import Beginning
-    from nbdist.worker.operations.namespace_pickle import Known
-    from nbdist.worker.training.dataloader_state import Position
-    from nbdist.worker.training.prepared_models import Trained
+    from nbdist.worker.initial_namespace import InitialNamespace
+    from nbdist.worker.operations.namespace_pickle import ExternalObject
+    from nbdist.worker.training.dataloader_state import LoaderPosition
+    from nbdist.worker.training.prepared_models import PreparedModel
 
-STATE = "state"
-"""Name of the checkpoint in the folder."""
+CHECKPOINT_NAME = "state"
+"""Name of the checkpoint within the folder."""
 _PLAIN = (int, float, str, tuple, type, types.ModuleType, types.NoneType)
-"""Of what a rank's namespace has from the start these are no objects of the rank's own."""
+"""Types of predefined names that are not rank-local objects."""
 _DEFINITIONS = (types.ModuleType, types.FunctionType, type)
-"""Variables that come first: what is unpacked after them may call them."""
+"""Types of variables that are unpickled first because others may call them."""
 _ENGINES_OWN = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "NBDIST_", "CUDA_VISIBLE_DEVICES", "OMP_")
-"""Environment that is not the user's to carry."""
+"""Prefixes of environment variables that are not carried."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
-    """What one half of a handover did on this rank."""
+class RankResizeReport:
+    """Result of one half of a resize on this rank."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase."""
+    """Phase -> seconds."""
     folder: str = ""
-    """Where the files are."""
+    """Folder with the files."""
     state_bytes: int = 0
-    """Of this rank's share of weights and optimizer state."""
+    """Size of this rank's shards of weights and optimizer state."""
     sent_bytes: int = 0
-    """Written into the folder."""
+    """Bytes that this rank wrote to the folder."""
     verified: int = 0
     bound: list[str] = field(default_factory=list)
     carried: list[str] = field(default_factory=list)
@@ -88,340 +92,372 @@ class Report:
 
 
 @dataclass(slots=True, kw_only=True)
-class _First:
-    """What a new rank needs before it can build anything."""
+class _BuildPlan:
+    """State that a new rank needs before it can build anything."""
 
     world_size: int
-    random: rng_state.State
+    random: rng_state.RngState
     next_step: int
     accelerators: list[tuple[bool, dict[str, Any], dict[str, Any]]]
-    """Of each: whether it is the rank's own, its arguments, and what outlives its engine."""
-    models: list[tuple[int, Mould]]
-    """Each with the number of its accelerator."""
-    fed: memory_probe.Call
-    """To the model that was prepared last: a plan for the new ranks asks for the batch."""
+    """Per Accelerator: whether it is the predefined one, its arguments, attributes to restore."""
+    models: list[tuple[int, ModelRecipe]]
+    """Index of the accelerator and recipe of each model."""
+    fed: memory_probe.ForwardInputs
+    """Last call of the last prepared model: the planner on the new ranks needs the batch."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Loader:
-    """A prepared loader."""
+class _LoaderState:
+    """State of a prepared loader."""
 
     accelerator: int
     given: Any
-    """The user's."""
-    position: Position
+    """The user's loader."""
+    position: LoaderPosition
     total_batch: int | None
     seed: int | None
-    """Of Accelerate's SeedableRandomSampler, which would draw another one."""
+    """Seed of Accelerate's SeedableRandomSampler, which would otherwise draw a new one."""
 
 
-class Leaving:
-    """The old ranks' half: everything into files; nothing is changed."""
+class ResizeSave:
+    """First half, on the old ranks: writes everything to files and changes nothing."""
 
     def __init__(
         self,
-        then: Options,
+        new_options: Options,
         names: MutableMapping[str, Any],
-        beginning: Beginning,
+        initial_namespace: InitialNamespace,
         *,
-        tell: Callable[[str], object],
+        on_phase: Callable[[str], object],
         world_size: int,
         reset_optimizer: bool = False,
     ) -> None:
-        """Know what is to come.
+        """Set up the first half of a resize.
 
         Args:
-            then: checked options of the new ranks.
+            new_options: validated options of the new ranks.
             names: the user's variables.
-            beginning: of this rank.
-            tell: told of each phase.
-            world_size: number of the new ranks.
-            reset_optimizer: leave the state of the optimizers behind.
+            initial_namespace: predefined names of this rank.
+            on_phase: called with the name of each phase.
+            world_size: number of new ranks.
+            reset_optimizer: drop the state of the optimizers.
         """
-        self._phase = Phases("the switch", tell, SwitchError)
-        self.report = Report(seconds=self._phase.seconds)
-        self._then, self._names, self._beginning = then, names, beginning
+        self._phase = Transaction("Switch", on_phase, SwitchError)
+        self.report = RankResizeReport(seconds=self._phase.seconds)
+        self._then, self._names, self._initial_namespace = new_options, names, initial_namespace
         self._world_size, self._reset = world_size, reset_optimizer
         self._rank = distributed.get_rank()
         self._share: dict[str, Shard] = {}
 
-    def run(self, folders: Sequence[Path]) -> Report:
-        """Write everything into the first of the folders with room.
+    def run(self, folders: Sequence[Path]) -> RankResizeReport:
+        """Write everything to the first folder with enough free space.
 
         Raises:
-            SwitchError: on all ranks alike; all is as it was.
+            SwitchError: a phase failed; raised on all ranks, and the state is unchanged.
         """
-        generators = rng_state.state()
+        generators = rng_state.get_rng_state()
         try:
-            with self._phase(CHECKING):
-                model_cleanup.let_go()
-                trained = prepared_models.everything()
-                for one in trained:
-                    switch.check(one, self._then, reset_optimizer=self._reset)
-                    hardware = accelerators.current().hardware
+            with self._phase(CHECKING_PHASE):
+                model_cleanup.release_unused_models()
+                trained = prepared_models.all_models()
+                for prepared in trained:
+                    switch.check_switchable(prepared, self._then, reset_optimizer=self._reset)
+                    hardware = accelerators.current_config().hardware
                     self.report.notes += [
-                        *memory_check.check(one, self._then, hardware, world_size=self._world_size),
-                        *switch.left_behind(one),
-                        *_hooks_left(one),
+                        *memory_check.check_memory(
+                            prepared, self._then, hardware, world_size=self._world_size
+                        ),
+                        *switch.describe_left_behind(prepared),
+                        *_hooks_left(prepared),
                     ]
             with self._phase("packing"):
                 packed = self._packed(trained, generators)
             with self._phase("making room"):
-                plan = namespace_pickle.planned(packed, self._rank, collectives.everyones)
-                folder = _with_room(folders, bytes_of(self._share) + plan.size_bytes)
+                plan = namespace_pickle.plan_writes(
+                    packed, self._rank, collectives.all_gather_values
+                )
+                folder = _with_room(folders, total_bytes(self._share) + plan.size_bytes)
             self._write(packed, plan, folder)
         finally:
-            rng_state.restore(generators)
+            rng_state.set_rng_state(generators)
         self.report.folder = str(folder)
-        self.report.sent_bytes = bytes_of(self._share) + plan.size_bytes
-        self._say_who_is_gone()
+        self.report.sent_bytes = total_bytes(self._share) + plan.size_bytes
+        self._report_removed_ranks()
         return self.report
 
     # -- packing
 
     def _packed(
-        self, trained: list[Trained], generators: rng_state.State
-    ) -> namespace_pickle.Parcel:
-        """Pack this rank but for the shares of its models; note what cannot be."""
-        built = accelerators.built()
-        first = _First(
+        self, trained: list[PreparedModel], generators: rng_state.RngState
+    ) -> namespace_pickle.PickledNamespace:
+        """Pickle this rank's state except model shards; record variables that cannot be pickled."""
+        built = accelerators.built_accelerators()
+        first = _BuildPlan(
             world_size=distributed.get_world_size(),
             random=generators,
-            next_step=self._beginning.reporter.next_step,
-            accelerators=[_made_from(one, self._beginning) for one in built],
-            models=[
-                (_place(one.owner, built), self._mould(number, one))
-                for number, one in enumerate(trained)
+            next_step=self._initial_namespace.reporter.next_step,
+            accelerators=[
+                _made_from(accelerator, self._initial_namespace) for accelerator in built
             ],
-            fed=memory_probe.fed(),
+            models=[
+                (_place(trained_model.owner, built), self._capture_recipe(number, trained_model))
+                for number, trained_model in enumerate(trained)
+            ],
+            fed=memory_probe.last_forward_inputs(),
         )
-        schedules = [[one.scheduler for one in trained_.schedules] for trained_ in trained]
-        loaders = [(one, _loader(one, built)) for one in prepared_models.loaders()]
+        schedules = [
+            [wrapper.scheduler for wrapper in trained_model.live_schedulers]
+            for trained_model in trained
+        ]
+        loaders = [(loader, _loader(loader, built)) for loader in prepared_models.all_loaders()]
         second = schedules, [recipe for _, recipe in loaders if recipe is not None]
-        prepared = [one for one, recipe in loaders if recipe is not None]
-        known = _known(self._beginning, built, trained, prepared)
-        mine = self._variables()
-        packed = self._packed_with(first, second, mine, known)
-        self._summarise(first, second, len(mine) - len(self.report.not_carried))
+        carried_loaders = [loader for loader, recipe in loaders if recipe is not None]
+        external = _known(self._initial_namespace, built, trained, carried_loaders)
+        variables = self._variables()
+        packed = self._packed_with(first, second, variables, external)
+        self._summarise(first, second, len(variables) - len(self.report.not_carried))
         return packed
 
     def _packed_with(
-        self, first: _First, second: object, mine: dict[str, Any], known: list[Known]
-    ) -> namespace_pickle.Parcel:
-        """Pack and try, without the variables that cannot be: they are noted with the reason."""
-        early = {name for name, value in mine.items() if isinstance(value, _DEFINITIONS)}
-        own = [
-            namespace_pickle.Stage(_process(self._beginning.environ), 0),
-            namespace_pickle.Stage(first, 1),
-            namespace_pickle.Stage(second, 2),
+        self,
+        first: _BuildPlan,
+        second: object,
+        variables: dict[str, Any],
+        external: list[ExternalObject],
+    ) -> namespace_pickle.PickledNamespace:
+        """Pickle and test, dropping variables that fail; they are recorded with the reason."""
+        early = {name for name, value in variables.items() if isinstance(value, _DEFINITIONS)}
+        own_stages = [
+            namespace_pickle.PickleStage(_process(self._initial_namespace.environ), 0),
+            namespace_pickle.PickleStage(first, 1),
+            namespace_pickle.PickleStage(second, 2),
         ]
         while True:
-            left = [name for name in mine if name not in self.report.not_carried]
+            remaining = [name for name in variables if name not in self.report.not_carried]
             stages = [
-                own[0],
-                *(namespace_pickle.Stage(mine[name], 0, name) for name in left if name in early),
-                *own[1:],
+                own_stages[0],
                 *(
-                    namespace_pickle.Stage(mine[name], 3, name)
-                    for name in left
+                    namespace_pickle.PickleStage(variables[name], 0, name)
+                    for name in remaining
+                    if name in early
+                ),
+                *own_stages[1:],
+                *(
+                    namespace_pickle.PickleStage(variables[name], 3, name)
+                    for name in remaining
                     if name not in early
                 ),
             ]
             try:
-                made = namespace_pickle.pack(stages, known, self._names)
-                namespace_pickle.tried(made, known, self._beginning.names)
-            except namespace_pickle.StageError as error:
-                name = stages[error.place].name
+                pickled = namespace_pickle.pickle_stages(stages, external, self._names)
+                namespace_pickle.verify_unpickles(pickled, external, self._initial_namespace.names)
+            except namespace_pickle.PickleStageError as error:
+                name = stages[error.stage_index].name
                 if not name:
-                    message = f"what the training is made of cannot be carried: {error}"
+                    message = f"The training state cannot be moved to the new ranks: {error}"
                     raise SwitchError(message) from error
-                if error.too_early:
+                if error.is_too_early:
                     early.discard(name)
                 else:
                     self.report.not_carried[name] = str(error)
             else:
-                return made
+                return pickled
 
-    def _mould(self, number: int, one: Trained) -> Mould:
-        carried = Carried(number, one)
-        share = carried.share(optimizers=not self._reset)
+    def _capture_recipe(self, number: int, prepared: PreparedModel) -> ModelRecipe:
+        carried = ModelState(number, prepared)
+        share = carried.owned_shards(optimizers=not self._reset)
         self._share |= share
-        self.report.state_bytes += bytes_of(share)
-        self._share |= carried.share_of_buffers()  # so that the files are a whole checkpoint
-        return Mould.of(one, carried, share, reset_optimizer=self._reset, hooks=False)
+        self.report.state_bytes += total_bytes(share)
+        self._share |= carried.owned_buffers()  # makes the files a complete checkpoint
+        return ModelRecipe.capture(
+            prepared, carried, share, reset_optimizer=self._reset, hooks=False
+        )
 
     def _variables(self) -> dict[str, Any]:
-        """The user's own: not what every rank has from its start, nor what IPython keeps."""
-        own, nothing = self._beginning.names, object()
+        """Return the user's variables, without predefined names and IPython's history."""
+        predefined, missing = self._initial_namespace.names, object()
         return {
             name: value
             for name, value in self._names.items()
-            if own.get(name, nothing) is not value and not _is_ipythons(name)
+            if predefined.get(name, missing) is not value and not _is_ipythons(name)
         }
 
     # -- writing
 
     def _write(
-        self, packed: namespace_pickle.Parcel, plan: namespace_pickle.Plan, folder: Path
+        self,
+        packed: namespace_pickle.PickledNamespace,
+        plan: namespace_pickle.WritePlan,
+        folder: Path,
     ) -> None:
-        """Write the parcels, and the shares of all ranks as a checkpoint."""
-        keys = reshard.catalogue(self._share)
-        digests = digest.agreed(self._share)
+        """Write the pickles, and the shards of all ranks as a checkpoint."""
+        keys = reshard.gather_keys(self._share)
+        digests = digest.global_digests(self._share)
         begun = parts = None
         with self._phase("opening files"):
             if keys and self._rank == 0:
-                begun = checkpoint.begin(folder, STATE)
-        draft = collectives.everyones(begun)[0]
+                begun = checkpoint.create_draft(folder, CHECKPOINT_NAME)
+        draft = collectives.all_gather_values(begun)[0]
         with self._phase("writing"):
-            namespace_pickle.write(packed, plan, folder, self._rank)
+            namespace_pickle.write_namespace(packed, plan, folder, self._rank)
             if draft is not None:
-                parts = shard_io.write(self._share, draft, self._rank, "model")
-        everyones = collectives.everyones(parts)
+                parts = shard_io.write_shards(self._share, draft, self._rank, "model")
+        everyones = collectives.all_gather_values(parts)
         with self._phase("closing files"):
             if begun is not None:
-                made = {
-                    name: checkpoint.Key(
-                        shape=tuple(one.shape),
-                        dtype=str(one.dtype).removeprefix("torch."),
+                manifest_keys = {
+                    name: checkpoint.TensorMetadata(
+                        shape=tuple(entry.shape),
+                        dtype=str(entry.dtype).removeprefix("torch."),
                         digest=digests[name],
                     )
-                    for name, one in keys.items()
+                    for name, entry in keys.items()
                 }
-                written = tuple(part for theirs in everyones for part in theirs)
-                checkpoint.commit(begun, STATE, _manifest(made, written))
+                written = tuple(part for rank_parts in everyones for part in rank_parts)
+                checkpoint.commit_draft(begun, CHECKPOINT_NAME, _manifest(manifest_keys, written))
 
     # -- the report
 
-    def _summarise(self, first: _First, second: Any, variables: int) -> None:
-        words = [] if first.models else ["no model was prepared yet"]
-        for (_, mould), schedules in zip(first.models, second[0], strict=True):
-            words += mould.words(reset_optimizer=self._reset)
-            words += [type(one).__name__ for one in schedules]
-            words += [f"step {mould.steps}"] if mould.steps else []
+    def _summarise(self, first: _BuildPlan, second: Any, variables: int) -> None:
+        items = [] if first.models else ["no model was prepared yet"]
+        for (_, recipe), schedules in zip(first.models, second[0], strict=True):
+            items += recipe.describe(reset_optimizer=self._reset)
+            items += [type(schedule).__name__ for schedule in schedules]
+            items += [f"step {recipe.num_steps}"] if recipe.num_steps else []
         count = len(second[1])
-        words += [f"{count} loader{'s' * (count != 1)}"] if count else []
-        words.append(f"{variables} variable{'s' * (variables != 1)}")
-        self.report.carried = words
+        items += [f"{count} loader{'s' * (count != 1)}"] if count else []
+        items.append(f"{variables} variable{'s' * (variables != 1)}")
+        self.report.carried = items
 
-    def _say_who_is_gone(self) -> None:
-        """Say what only ranks have that will be no more; a collective."""
-        everyones = collectives.everyones((set(self._variables()), self.report.not_carried))
+    def _report_removed_ranks(self) -> None:
+        """Report the variables and generators of removed ranks; a collective."""
+        everyones = collectives.all_gather_values((set(self._variables()), self.report.not_carried))
         world_size = len(everyones)
         lost: dict[str, str] = {}
         for name in dict.fromkeys(name for _, bad in everyones for name in bad):
-            whose = [rank for rank, (_, bad) in enumerate(everyones) if name in bad]
-            reason = everyones[whose[0]][1][name]
-            lost[name] = reason if len(whose) == world_size else f"{reason} ({_ranks(whose)})"
-        gone = range(self._world_size, world_size)
+            ranks = [rank for rank, (_, bad) in enumerate(everyones) if name in bad]
+            reason = everyones[ranks[0]][1][name]
+            lost[name] = reason if len(ranks) == world_size else f"{reason} ({_ranks(ranks)})"
+        removed = range(self._world_size, world_size)
         staying = set().union(*(names for names, _ in everyones[: self._world_size]))
-        for name in sorted({name for rank in gone for name in everyones[rank][0]} - staying):
-            lost[name] = f"only {_ranks(gone)} had it"
+        for name in sorted({name for rank in removed for name in everyones[rank][0]} - staying):
+            lost[name] = f"only {_ranks(removed)} had it"
         self.report.not_carried = lost
-        if gone:
+        if removed:
             self.report.will_differ.append(
-                f"{_ranks(gone)} end{'s' * (len(gone) == 1)} with random generators and values of"
-                " variables of their own"
+                f"{_ranks(removed)} end{'s' * (len(removed) == 1)}; their random generators and"
+                " their own values of variables are lost"
             )
 
 
-class Arriving:
-    """The new ranks' half: everything out of the files."""
+class ResizeRestore:
+    """Second half, on the new ranks: restores everything from the files."""
 
     def __init__(
         self,
         folder: Path,
         names: MutableMapping[str, Any],
-        beginning: Beginning,
+        initial_namespace: InitialNamespace,
         *,
-        tell: Callable[[str], object],
+        on_phase: Callable[[str], object],
         old_world_size: int,
     ) -> None:
-        """Know where the files are.
+        """Set up the second half of a resize.
 
         Args:
-            folder: that the old ranks have written.
-            names: the user's variables to be.
-            beginning: of this rank.
-            tell: told of each phase.
-            old_world_size: number of the old ranks.
+            folder: folder that the old ranks wrote.
+            names: namespace for the user's variables.
+            initial_namespace: predefined names of this rank.
+            on_phase: called with the name of each phase.
+            old_world_size: number of old ranks.
         """
-        self._phase = Alone("the switch", tell, SwitchError)
-        self.report = Report(seconds=self._phase.seconds)
-        self._folder, self._names, self._beginning = folder, names, beginning
+        self._phase = UncoordinatedTransaction("Switch", on_phase, SwitchError)
+        self.report = RankResizeReport(seconds=self._phase.seconds)
+        self._folder, self._names, self._initial_namespace = folder, names, initial_namespace
         self._old_world_size, self._rank = old_world_size, distributed.get_rank()
         self._from = self._rank if self._rank < old_world_size else 0
         self._built: list[Accelerator] = []
         self._made: list[Any] = []
-        """Holds what was prepared until the user's variables do."""
+        """References to prepared objects until the user's variables are bound."""
 
-    def run(self) -> Report:
-        """Make everything again.
+    def run(self) -> RankResizeReport:
+        """Restore everything.
 
         Raises:
-            SwitchError: on this rank; the new ranks are of no use then.
+            SwitchError: a phase failed on this rank; the new ranks are then unusable.
         """
-        device: torch.device = self._beginning.names["device"]
+        device: torch.device = self._initial_namespace.names["device"]
         with self._phase("unpacking"):
-            arrived = namespace_pickle.Arrived(self._folder, self._from, device)
-            arrived.namespace(self._names)
-            for name, one in self._beginning.names.items():
-                if not isinstance(one, _PLAIN):
-                    arrived.known["name", name] = one
+            arrived = namespace_pickle.NamespaceReader(self._folder, self._from, device)
+            arrived.set_namespace(self._names)
+            for name, value in self._initial_namespace.names.items():
+                if not isinstance(value, _PLAIN):
+                    arrived.known["name", name] = value
             first = self._first(arrived)
         with self._phase("building"):
             self._build(first, arrived)
-        trained = prepared_models.everything()
+        trained = prepared_models.all_models()
         with self._phase("loading"):
-            kept = [self._load(n, one, first) for n, one in enumerate(trained)]
+            as_written = [
+                self._load(number, prepared, first) for number, prepared in enumerate(trained)
+            ]
         with self._phase("verifying"):
             self.report.verified = sum(
-                Carried(number, one).verify(mould.digests, kept[number], mould.counts)
-                for number, (one, (_, mould)) in enumerate(zip(trained, first.models, strict=True))
+                ModelState(number, prepared).verify(
+                    recipe.digests, as_written[number], recipe.scalar_state
+                )
+                for number, (prepared, (_, recipe)) in enumerate(
+                    zip(trained, first.models, strict=True)
+                )
             )
         with self._phase("binding"):
-            self.report.bound += arrived.bind()
-            # cloudpickle sets it in the globals of each function.
-            self._names["__builtins__"] = self._beginning.names["__builtins__"]
+            self.report.bound += arrived.bind_variables()
+            # cloudpickle overwrites it in the globals of each function.
+            self._names["__builtins__"] = self._initial_namespace.names["__builtins__"]
         self._made.clear()
         self._set_generators(first)
         return self.report
 
-    def _first(self, arrived: namespace_pickle.Arrived) -> _First:
-        """Unpack what comes first, and set what belongs to the process."""
-        # Modules of the user's own may lie where only the old ranks looked for them.
-        _restore(arrived.next())
-        self.report.bound += arrived.bind()
-        first: _First = arrived.next()
-        self._beginning.reporter.next_step = first.next_step
+    def _first(self, arrived: namespace_pickle.NamespaceReader) -> _BuildPlan:
+        """Restore the process state, then unpickle the build plan."""
+        # First sys.path: the user's modules may be in folders that only the old ranks had in it.
+        _restore(arrived.read_stage())
+        self.report.bound += arrived.bind_variables()
+        first: _BuildPlan = arrived.read_stage()
+        self._initial_namespace.reporter.next_step = first.next_step
         return first
 
-    def _build(self, first: _First, arrived: namespace_pickle.Arrived) -> None:
-        """Make and prepare everything."""
-        for place, (own, given, kept) in enumerate(first.accelerators):
-            made = self._beginning.names["accelerator"] if own else Accelerator(**given)
-            if own:
-                made._build(())  # noqa: SLF001 - as the first prepare() does
-            vars(made).update(kept)
-            self._built.append(made)
-            arrived.known["accelerator", place] = made
-        cast = [mould.cast() for _, mould in first.models]
+    def _build(self, first: _BuildPlan, arrived: namespace_pickle.NamespaceReader) -> None:
+        """Create and prepare accelerators, models, optimizers, schedulers and loaders."""
+        for place, (is_default, arguments, attributes) in enumerate(first.accelerators):
+            accelerator = (
+                self._initial_namespace.names["accelerator"]
+                if is_default
+                else Accelerator(**arguments)
+            )
+            if is_default:
+                accelerator._build(())  # noqa: SLF001 - as the first prepare() does
+            vars(accelerator).update(attributes)
+            self._built.append(accelerator)
+            arrived.known["accelerator", place] = accelerator
+        cast = [recipe.build() for _, recipe in first.models]
         for number, (_, raws) in enumerate(cast):
             for place, raw in enumerate(raws):
                 arrived.known[number, "given", place] = raw
-        schedules, loaders = arrived.next()
+        schedules, loaders = arrived.read_stage()
         for number, (model, raws) in enumerate(cast):
             owner = self._built[first.models[number][0]]
             self._prepare(owner, model, raws, schedules[number])
-            known = switch.parts(number, prepared_models.everything()[-1])
-            arrived.known.update(known)
+            replaceable = switch.replaceable_objects(number, prepared_models.all_models()[-1])
+            arrived.known.update(replaceable)
             for place, raw in enumerate(raws):
                 arrived.known[number, "given", place] = raw
-            for place, wrapper in enumerate(prepared_models.everything()[-1].schedules):
+            for place, wrapper in enumerate(prepared_models.all_models()[-1].live_schedulers):
                 arrived.known["scheduler", number, place] = wrapper
-        memory_probe.fed_like(first.fed)
+        memory_probe.restore_forward_inputs(first.fed)
         for place, loader in enumerate(loaders):
             arrived.known["loader", place] = self._loader(loader)
-        self._say_how_rates_go_on()
+        self._report_scheduler_steps()
 
     def _prepare(
         self,
@@ -431,81 +467,84 @@ class Arriving:
         schedules: list[Any],
     ) -> None:
         for schedule in schedules:
-            for one in optimizer_recipes.schedules(schedule):
-                if hasattr(one, "optimizer"):
-                    # torch 2.13 would warn that its first step came too early.
-                    one.optimizer._opt_called = True  # noqa: SLF001
-        with wrap_policy.filled_later():
+            for inner in optimizer_recipes.nested_schedulers(schedule):
+                if hasattr(inner, "optimizer"):
+                    # Without it torch 2.13 warns that the scheduler was stepped too early.
+                    inner.optimizer._opt_called = True  # noqa: SLF001
+        with wrap_policy.defer_weights():
             self._made += owner.prepare(bare, *raws, *schedules, None)
         self._made += [bare, raws]
 
-    def _say_how_rates_go_on(self) -> None:
-        """Say by what schedulers count: accelerate 1.15 steps them once for each rank."""
-        now = distributed.get_world_size()
+    def _report_scheduler_steps(self) -> None:
+        """Report a changed number of scheduler steps."""
+        # accelerate 1.15 advances each scheduler once per rank at each optimizer step.
+        world_size = distributed.get_world_size()
         counting = {
             type(wrapper.scheduler).__name__
-            for one in prepared_models.everything()
-            for wrapper in one.schedules
+            for prepared in prepared_models.all_models()
+            for wrapper in prepared.live_schedulers
             if wrapper.step_with_optimizer and not wrapper.split_batches
         }
-        if counting and now != self._old_world_size:
+        if counting and world_size != self._old_world_size:
             self.report.will_differ.append(
-                f"{', '.join(sorted(counting))}: {now} steps of the schedule (before:"
-                f" {self._old_world_size}) at each optimizer step, so that the rate goes on by"
-                " samples while the batch of each rank stays"
+                f"{', '.join(sorted(counting))}: {world_size} scheduler steps (before:"
+                f" {self._old_world_size}) per optimizer step, so that the learning rate follows"
+                " the number of samples with an unchanged batch size per rank"
             )
 
-    def _loader(self, recipe: _Loader) -> Any:
-        """Prepare a loader, and let it go on where it was."""
-        made = self._built[recipe.accelerator].prepare_data_loader(recipe.given)
-        prepared_models.know_loader(made, recipe.given)
-        self._made.append(made)
-        sampler = get_sampler(made)
+    def _loader(self, recipe: _LoaderState) -> Any:
+        """Prepare a loader and resume it at its position."""
+        loader = self._built[recipe.accelerator].prepare_data_loader(recipe.given)
+        prepared_models.register_loader(loader, recipe.given)
+        self._made.append(loader)
+        sampler = get_sampler(loader)
         if isinstance(sampler, SeedableRandomSampler) and recipe.seed is not None:
             sampler.initial_seed = recipe.seed
-        position, remark = dataloader_state.fitted(made, recipe.position, self._old_world_size)
-        made.iteration = position.epoch
-        dataloader_state.go_to(made, position)
-        total = dataloader_state.batch_size(made)
+        position, remark = dataloader_state.rescale_position(
+            loader, recipe.position, self._old_world_size
+        )
+        loader.iteration = position.epoch
+        dataloader_state.seek(loader, position)
+        total = dataloader_state.global_batch_size(loader)
         if total != recipe.total_batch:
             self.report.will_differ.append(
-                f"the batch of all ranks together: {recipe.total_batch} -> {total} samples, as"
-                " each rank's stays"
+                f"global batch size: {recipe.total_batch} -> {total} samples, with an unchanged"
+                " batch size per rank"
             )
         if remark:
             self.report.will_differ.append(remark)
-        return made
+        return loader
 
     # -- state
 
-    def _load(self, number: int, one: Trained, first: _First) -> dict[str, Shard]:
-        """Fill a model; returns what was written in another type, as it was written."""
-        _, mould = first.models[number]
-        carried = Carried(number, one)
-        path = self._folder / STATE
-        with checkpoint.Opened.at(path) as opened:
+    def _load(self, number: int, prepared: PreparedModel, first: _BuildPlan) -> dict[str, Shard]:
+        """Load a model; return the shards whose dtype changed, in the dtype that was written."""
+        _, recipe = first.models[number]
+        carried = ModelState(number, prepared)
+        path = self._folder / CHECKPOINT_NAME
+        with checkpoint.CheckpointReader.open_folder(path) as opened:
             manifest = opened.manifest
-        carried.allocate(_described(manifest, mould.digests))
-        wanted = carried.wanted()
-        absent = {key for key in wanted if key.startswith("optim") and key not in manifest.keys}
+        carried.allocate_optimizer_state(_described(manifest, recipe.digests))
+        targets = carried.target_shards()
+        absent = {key for key in targets if key.startswith("optim") and key not in manifest.keys}
         for key in absent:
-            for piece in wanted[key].pieces:
+            for piece in targets[key].pieces:
                 piece.view.zero_()
-        there = {key: shard for key, shard in wanted.items() if key not in absent}
-        shard_io.read(path, manifest, there)
-        carried.settle(mould.counts)
-        mould.fill(one)
-        return _as_written(path, manifest, carried.share(), set(mould.digests))
+        readable = {key: shard for key, shard in targets.items() if key not in absent}
+        shard_io.read_shards(path, manifest, readable)
+        carried.finalize_state(recipe.scalar_state)
+        recipe.load_buffers(prepared)
+        return _as_written(path, manifest, carried.owned_shards(), set(recipe.digests))
 
-    def _set_generators(self, first: _First) -> None:
-        """Go on with the generators of the old rank of this number, or with derived ones."""
-        rng_state.restore(first.random)
+    def _set_generators(self, first: _BuildPlan) -> None:
+        """Restore the generators of the old rank with this number, or seed new ones."""
+        rng_state.set_rng_state(first.random)
         world_size = distributed.get_world_size()
         if world_size > self._old_world_size:
-            new = range(self._old_world_size, world_size)
+            added = range(self._old_world_size, world_size)
             self.report.will_differ.append(
-                f"{_ranks(new)} {'are' if len(new) > 1 else 'is'} new: random generators begin"
-                " with seeds derived from rank 0's, variables are those of rank 0"
+                f"{_ranks(added)} {'are' if len(added) > 1 else 'is'} new: random generators start"
+                " from seeds derived from rank 0, variables are copies of rank 0"
             )
         if self._rank < self._old_world_size:
             return
@@ -516,89 +555,101 @@ class Arriving:
         torch.manual_seed(seed)
 
 
-# What a rank is made of
+# Objects of a rank
 
 
-def _hooks_left(one: Trained) -> list[str]:
-    """Say which hooks stay in their process."""
+def _hooks_left(prepared: PreparedModel) -> list[str]:
+    """Return notes on step hooks that are not carried."""
     hooked = [
-        type(owned.raw).__name__ for owned in one.living if optimizer_recipes.hooks(owned.raw)
+        type(owned.inner_optimizer).__name__
+        for owned in prepared.live_optimizers
+        if optimizer_recipes.step_hooks(owned.inner_optimizer)
     ]
     return [f"step hooks of {name} are not carried; register them again" for name in hooked]
 
 
 def _known(
-    beginning: Beginning,
+    initial_namespace: InitialNamespace,
     built: list[Accelerator],
-    trained: list[Trained],
+    trained: list[PreparedModel],
     prepared: list[Any],
-) -> list[Known]:
-    """Objects that a new rank makes by itself."""
-    found = [
-        namespace_pickle.Known(one, ("name", name), 0)
-        for name, one in beginning.names.items()
-        if not isinstance(one, _PLAIN)
+) -> list[ExternalObject]:
+    """Return the objects that a new rank creates itself, which are pickled by key."""
+    external = [
+        namespace_pickle.ExternalObject(value, ("name", name), 0)
+        for name, value in initial_namespace.names.items()
+        if not isinstance(value, _PLAIN)
     ]
-    found += [
-        namespace_pickle.Known(one, ("accelerator", place), 2) for place, one in enumerate(built)
+    external += [
+        namespace_pickle.ExternalObject(accelerator, ("accelerator", place), 2)
+        for place, accelerator in enumerate(built)
     ]
-    for number, one in enumerate(trained):
-        for place, owned in enumerate(one.living):
-            if (given := owned.given()) is not None:
-                found.append(namespace_pickle.Known(given, (number, "given", place), 2))
-        for key, part in switch.parts(number, one).items():
-            found.append(namespace_pickle.Known(part, key, 3))
-        for place, wrapper in enumerate(one.schedules):
-            found.append(namespace_pickle.Known(wrapper, ("scheduler", number, place), 3))
-    found += [
-        namespace_pickle.Known(one, ("loader", place), 3) for place, one in enumerate(prepared)
+    for number, prepared_model in enumerate(trained):
+        for place, owned in enumerate(prepared_model.live_optimizers):
+            if (user_optimizer := owned.user_optimizer()) is not None:
+                external.append(
+                    namespace_pickle.ExternalObject(user_optimizer, (number, "given", place), 2)
+                )
+        for key, part in switch.replaceable_objects(number, prepared_model).items():
+            external.append(namespace_pickle.ExternalObject(part, key, 3))
+        for place, wrapper in enumerate(prepared_model.live_schedulers):
+            external.append(
+                namespace_pickle.ExternalObject(wrapper, ("scheduler", number, place), 3)
+            )
+    external += [
+        namespace_pickle.ExternalObject(loader, ("loader", place), 3)
+        for place, loader in enumerate(prepared)
     ]
-    return found
+    return external
 
 
 def _made_from(
-    one: Accelerator, beginning: Beginning
+    accelerator: Accelerator, initial_namespace: InitialNamespace
 ) -> tuple[bool, dict[str, Any], dict[str, Any]]:
-    """How an Accelerator is made again."""
-    kept = {name: vars(one)[name] for name in ("step", "flag_tensor") if name in vars(one)}
-    own = one is beginning.names["accelerator"]
-    return own, dict(vars(one).get("_nbdist_asked", {})), kept
+    """Return whether an Accelerator is the predefined one, its arguments and its attributes."""
+    attributes = {
+        name: vars(accelerator)[name]
+        for name in ("step", "flag_tensor")
+        if name in vars(accelerator)
+    }
+    is_default = accelerator is initial_namespace.names["accelerator"]
+    return is_default, dict(vars(accelerator).get("_nbdist_arguments", {})), attributes
 
 
-def _place(one: Accelerator, built: list[Accelerator]) -> int:
-    return next(place for place, other in enumerate(built) if other is one)
+def _place(accelerator: Accelerator, built: list[Accelerator]) -> int:
+    return next(place for place, other in enumerate(built) if other is accelerator)
 
 
-def _loader(one: Any, built: list[Accelerator]) -> _Loader | None:
-    """How a prepared loader is made again; None where its Accelerator is gone or the user's."""
-    given = prepared_models.given_loader(one)
+def _loader(value: Any, built: list[Accelerator]) -> _LoaderState | None:
+    """Return the state of a prepared loader; None if it or its Accelerator is unknown."""
+    user_loader = prepared_models.user_loader(value)
     owners = [
         place
         for place, owner in enumerate(built)
-        if any(other is one for other in owner._dataloaders)  # noqa: SLF001
+        if any(loader is value for loader in owner._dataloaders)  # noqa: SLF001
     ]
-    if given is None or not owners:
+    if user_loader is None or not owners:
         return None
-    sampler = get_sampler(one)
-    return _Loader(
+    sampler = get_sampler(value)
+    return _LoaderState(
         accelerator=owners[0],
-        given=given,
-        position=_position(one),
-        total_batch=dataloader_state.batch_size(one),
+        given=user_loader,
+        position=_position(value),
+        total_batch=dataloader_state.global_batch_size(value),
         seed=sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
     )
 
 
-def _position(one: Any) -> Position:
-    """Where a loader goes on: behind its iterator at work, else at the begin of an epoch."""
-    at = dataloader_state.now(one)
-    if at.batches and not dataloader_state.is_at_work(one):
-        return dataloader_state.Position(epoch=one.iteration, seen=at.seen)
-    return at
+def _position(value: Any) -> LoaderPosition:
+    """Return the position of a running iterator, otherwise the start of an epoch."""
+    position = dataloader_state.position_of(value)
+    if position.batches and not dataloader_state.is_iterating(value):
+        return dataloader_state.LoaderPosition(epoch=value.iteration, seen=position.seen)
+    return position
 
 
 def _is_ipythons(name: str) -> bool:
-    """Whether a variable holds IPython's history."""
+    """Return whether a name belongs to IPython's history."""
     digits = name.lstrip("_").removeprefix("i")
     return name.startswith("_") and (name.strip("_") in {"", "i", "ii", "iii"} or digits.isdigit())
 
@@ -607,14 +658,14 @@ def _is_ipythons(name: str) -> bool:
 
 
 def _process(before: Mapping[str, str]) -> dict[str, Any]:
-    """What the user may have set in the process, besides variables."""
+    """Return the process state that the user may have changed, besides variables."""
     changed = {
         name: value
         for name, value in os.environ.items()
         if before.get(name) != value and not name.startswith(_ENGINES_OWN)
     }
     return {
-        "cwd": os.getcwd(),  # noqa: PTH109 - plain
+        "cwd": os.getcwd(),  # noqa: PTH109 - a str
         "path": list(sys.path),
         "environ": changed,
         "unset": [name for name in before if name not in os.environ],
@@ -644,41 +695,45 @@ def _restore(process: dict[str, Any]) -> None:
 
 
 def _with_room(folders: Sequence[Path], needed: int) -> Path:
-    """The first folder with room for what all ranks write; a collective.
+    """Return the first folder with enough free space for all ranks; a collective.
 
     Raises:
-        SwitchError: none has.
+        SwitchError: no folder has enough free space.
     """
-    total = sum(collectives.everyones(needed))
-    said = []
+    total = sum(collectives.all_gather_values(needed))
+    checked = []
     for folder in folders:
         free = shutil.disk_usage(folder).free
-        if folder.is_relative_to("/dev/shm"):  # noqa: S108 - its files take the host's memory
-            free = min(free, discovery.host_free_bytes())
-        # rank 0 decides: the others may see the room shrink already
-        free = collectives.everyones(free)[0]
+        if folder.is_relative_to("/dev/shm"):  # noqa: S108 - its files are in host memory
+            free = min(free, discovery.host_free_memory_bytes())
+        # Rank 0 decides: other ranks may already see less free space.
+        free = collectives.all_gather_values(free)[0]
         if free > total:
             return folder
-        said.append(f"{folder.parent} has {free / 2**30:.1f} GiB free")
+        checked.append(f"{folder.parent} has {free / 2**30:.1f} GiB free")
     message = (
-        f"state and variables take {total / 2**30:.1f} GiB on their way to new ranks, and"
-        f" {', '.join(said)}; free room there, or set TMPDIR to a folder with room."
+        f"State and variables need {total / 2**30:.1f} GiB of temporary space for the new ranks,"
+        f" but {', '.join(checked)}. Free space in one of them,"
+        " or set TMPDIR to a folder with enough"
+        " space."
     )
     raise SwitchError(message)
 
 
-def _manifest(keys: dict[str, checkpoint.Key], written: tuple[FilePart, ...]) -> Manifest:
+def _manifest(
+    keys: dict[str, checkpoint.TensorMetadata], written: tuple[CheckpointFile, ...]
+) -> Manifest:
     return checkpoint.Manifest(
-        backend=accelerators.current().options.backend,
+        backend=accelerators.current_config().options.backend,
         world_size=distributed.get_world_size(),
-        step=max((one.steps for one in prepared_models.everything()), default=0),
+        step=max((prepared.num_steps for prepared in prepared_models.all_models()), default=0),
         keys=keys,
         files=written,
     )
 
 
 def _described(manifest: Manifest, keys: Mapping[str, object]) -> dict[str, Shard]:
-    """What is written, without anything of it."""
+    """Return shards without pieces: shapes and dtypes of the written tensors."""
     return {
         name: Shard(shape=key.shape, dtype=getattr(torch, key.dtype))
         for name, key in manifest.keys.items()
@@ -689,8 +744,8 @@ def _described(manifest: Manifest, keys: Mapping[str, object]) -> dict[str, Shar
 def _as_written(
     path: Path, manifest: Manifest, share: Mapping[str, Shard], keys: set[str]
 ) -> dict[str, Shard]:
-    """Read this rank's share of what the new engine keeps in another type than the old one."""
-    found = {}
+    """Read this rank's shards of tensors whose dtype differs in the new engine."""
+    shards = {}
     for name, shard in share.items():
         dtype = getattr(torch, manifest.keys[name].dtype) if name in keys else shard.dtype
         if dtype != shard.dtype:
@@ -698,13 +753,13 @@ def _as_written(
                 piece._replace(view=torch.empty(piece.stop - piece.start, dtype=dtype))
                 for piece in shard.pieces
             )
-            found[name] = Shard(shape=shard.shape, dtype=dtype, pieces=pieces)
-    shard_io.read(path, manifest, found)
-    return found
+            shards[name] = Shard(shape=shard.shape, dtype=dtype, pieces=pieces)
+    shard_io.read_shards(path, manifest, shards)
+    return shards
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Say "rank 1" or "ranks 2-3"."""
+    """Return "rank 1" or "ranks 2-3"."""
     first, last = ranks[0], ranks[-1]
     if len(ranks) == 1:
         return f"rank {first}"

@@ -1,10 +1,11 @@
-"""Saving the training state while training goes on; runs on a rank.
+"""Asynchronous saving of the training state during training; runs on a rank.
 
-    main thread     all ranks: is a step complete, make the folder, copy the state to host memory
-    background      each rank by itself: write its files, say so in the folder
-    rank 0's        wait for what the others say; manifest, rename, old ones; tell the notebook
+    main thread        all ranks: check, create the folder, copy the state to host memory
+    background thread  each rank: write its files, then its report to the folder
+    on rank 0 also     wait for all reports, write the manifest, rename the folder, remove old
+                       checkpoints, notify the notebook
 
-The background takes part in no collective, so that it never meets those of the training.
+The background thread calls no collective, so that it cannot interfere with those of the training.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint
-from nbdist.checkpoint import Key, Manifest, full, located
-from nbdist.checkpoint.names import checked
-from nbdist.cluster.protocol import SHARE_IT, SHARED_S
+from nbdist.checkpoint import Manifest, TensorMetadata, location_with_password, parse_location
+from nbdist.checkpoint.names import check_name
+from nbdist.cluster.protocol import SHARED_FOLDER_HINT, SHARED_FOLDER_TIMEOUT_S
 from nbdist.errors import CheckpointError
 from nbdist.protocol import messages
 from nbdist.state import collectives, digest, layouts, optimizer_recipes, shard_io, shards
 from nbdist.worker.engines import accelerator as accelerators
-from nbdist.worker.operations.consensus import agree, attempt, said, words
+from nbdist.worker.operations.consensus import (
+    error_text,
+    raise_if_any_failed,
+    rank_errors_text,
+    try_call,
+)
 from nbdist.worker.training import (
     dataloader_state,
     grad_scaler,
@@ -34,92 +40,99 @@ from nbdist.worker.training import (
     rng_state,
     training_metadata,
 )
-from nbdist.worker.training.model_state import Carried, whole
+from nbdist.worker.training.model_state import ModelState, whole_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from nbdist.checkpoint import Draft, FilePart, Optimizer, Place, Told
+    from nbdist.checkpoint import (
+        CheckpointFile,
+        OptimizerMetadata,
+        PendingCheckpoint,
+        RankReport,
+        Storage,
+    )
     from nbdist.state.shards import Shard
-    from nbdist.worker.training.dataloader_state import Position
-    from nbdist.worker.training.prepared_models import Trained
+    from nbdist.worker.training.dataloader_state import LoaderPosition
+    from nbdist.worker.training.prepared_models import PreparedModel
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.01
-STALLED_S = 600.0
-"""Without a byte more in the folder for so long, a save has failed."""
+STALL_TIMEOUT_S = 600.0
+"""A save fails if its folder has not grown for this time."""
 NICENESS = 10
-"""Of what goes on in the background: it takes what training leaves, and a tenth of a core else."""
+"""Niceness of the background thread: with all cores busy it gets about a tenth of a core."""
 
-before_step: list[Callable[[str], object]] = []
-"""Called with "snapshot", "write" and "commit" before each; tests let them fail or wait here."""
+before_save_stage: list[Callable[[str], object]] = []
+"""Called with "snapshot", "write" or "commit" before that stage; for fault injection in tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What is to be saved, and where."""
+class SaveOptions:
+    """Options of a save."""
 
     root: str = field(repr=False)
-    """A folder, or a URL that may have a password."""
+    """Folder or URL; a URL may contain a password."""
     name: str
     overwrite: bool = False
     keep: int | None = None
     folder: str = field(init=False)
-    """For messages."""
+    """Root for messages, without password."""
 
     def __post_init__(self) -> None:
-        """Leave out what is secret."""
-        object.__setattr__(self, "folder", str(located(self.root)))
+        """Set `folder` to the root without password."""
+        object.__setattr__(self, "folder", str(parse_location(self.root)))
 
     @property
-    def place(self) -> Place:
-        """Where checkpoints go."""
-        return checkpoint.place(located(self.root))
+    def storage(self) -> Storage:
+        """Storage of the checkpoints."""
+        return checkpoint.storage_for(parse_location(self.root))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Snapshot:
-    """The state of one moment, of this rank, in host memory."""
+class StateSnapshot:
+    """Copy of this rank's training state in host memory."""
 
-    kinds: dict[str, dict[str, Shard]] = field(default_factory=dict)
-    """Kind of file -> its tensors."""
+    shards_by_file_kind: dict[str, dict[str, Shard]] = field(default_factory=dict)
+    """File kind -> its tensors."""
     digests: dict[str, int] = field(default_factory=dict)
-    """Of those that a GPU has digested already."""
+    """Key -> digest, for tensors whose digest was computed on a GPU."""
     manifest: dict[str, Any] = field(default_factory=dict)
-    """Fields that are known before the files are."""
-    rng: dict[str, Any] = field(default_factory=dict)
-    """Plain part of this rank's generators."""
-    left_out: list[str] = field(default_factory=list)
-    """What is not saved, since a manifest could not keep it."""
+    """Manifest fields that are known before the files are written."""
+    rng_metadata: dict[str, Any] = field(default_factory=dict)
+    """State of this rank's random generators besides tensors."""
+    not_saved: list[str] = field(default_factory=list)
+    """State that is not saved because the manifest cannot represent it."""
 
 
-class Saver:
-    """The user's `save`, and what it does in the background."""
+class CheckpointSaver:
+    """Implementation of the user's `save`, with its background thread."""
 
     def __init__(
         self,
         root: str,
         cwd: Path,
-        publish: Callable[[messages.Saved], object],
+        publish: Callable[[messages.SaveStatus], object],
         complain: Callable[[], Any],
     ) -> None:
-        """Know where checkpoints go.
+        """Set up saving.
 
         Args:
-            root: as `go_to` takes it; the same on all ranks.
-            cwd: from which the paths of others are.
-            publish: tells the notebook of a save, from any thread.
-            complain: called in a cell, gives what writes to its stderr later, from any thread.
+            root: default folder, as for ``set_root``; the same on all ranks.
+            cwd: folder that relative paths are relative to.
+            publish: sends the progress of a save to the notebook; called from any thread.
+            complain: called in a cell; returns a function that writes to that cell's stderr and
+                may be called later from any thread.
         """
         self._cwd, self._publish, self._complain = cwd, publish, complain
         self._thread: threading.Thread | None = None
-        self.go_to(root)
+        self.set_root(root)
 
-    def go_to(self, root: str) -> None:
-        """Know where checkpoints go where no other folder is given; "": beside the notebook."""
-        self._root = located(root or "checkpoints", self._cwd)
+    def set_root(self, root: str) -> None:
+        """Set the default folder of checkpoints; "" is `checkpoints` beside the notebook."""
+        self._root = parse_location(root or "checkpoints", self._cwd)
 
     def save(
         self,
@@ -129,54 +142,59 @@ class Saver:
         *,
         folder: str | Path | None = None,
     ) -> None:
-        """Save the state of this moment; every rank has to call it, with the same arguments.
+        """Save the current training state; all ranks must call it with the same arguments.
 
-        Blocks for a copy to host memory, and for an earlier save that still runs; the files
-        are written while training goes on. `nbdist.session().checkpoints` says when it is done.
+        Blocks until an earlier save is finished and the state is copied to host memory. The
+        files are written while training continues; `nbdist.session().checkpoints` shows when
+        the save is complete.
 
         Args:
             name: 1 to 64 letters, digits, dots, dashes and underscores.
-            overwrite: replace a checkpoint of this name; it stays until the new one is whole.
-            keep: remove the oldest checkpoints beyond so many, once this one is whole.
-            folder: of all checkpoints, or a URL that fsspec knows. Default: that of the session.
+            overwrite: replace a checkpoint of this name when the new one is complete.
+            keep: number of checkpoints to keep; older ones are removed when the save is complete.
+            folder: folder of the checkpoints, or a URL for fsspec. Default: the session's folder.
 
         Raises:
-            CheckpointError: on all ranks alike; nothing was written.
+            CheckpointError: the save could not start; raised on all ranks, nothing was written.
         """
-        root = self._root if folder is None else located(folder, self._cwd)
-        self.begin(Order(root=full(root), name=name, overwrite=overwrite, keep=keep))
+        root = self._root if folder is None else parse_location(folder, self._cwd)
+        self.begin(
+            SaveOptions(
+                root=location_with_password(root), name=name, overwrite=overwrite, keep=keep
+            )
+        )
 
-    def begin(self, order: Order) -> str:
-        """Take the state and begin to write it; returns an id that is the same on all ranks.
+    def begin(self, order: SaveOptions) -> str:
+        """Copy the state and start to write it; return an id that is the same on all ranks.
 
         Raises:
-            CheckpointError: on all ranks alike; nothing was written.
+            CheckpointError: the save could not start; raised on all ranks, nothing was written.
         """
         began = time.perf_counter()
         complain = self._complain()
-        self.join()
+        self.wait()
         trained, size = _agreed(order)
         draft, total = _draft(order, size)
         try:
-            agree(attempt(lambda: _see(draft, order))[1])
-            snapshot, error = attempt(lambda: _snapshot(trained))
-            agree(error)
-            rng = collectives.everyones(snapshot.rng)
+            raise_if_any_failed(try_call(lambda: _see(draft, order))[1])
+            snapshot, error = try_call(lambda: _snapshot(trained))
+            raise_if_any_failed(error)
+            rng = collectives.all_gather_values(snapshot.rng_metadata)
         except BaseException as error:
-            draft.failed(_rank(), words(error) or "")
+            draft.write_failure(_rank(), error_text(error) or "")
             if _rank() == 0:
                 draft.abort()
             raise
         if _rank() == 0:
             snapshot.manifest["rng"] = tuple(rng)
-        job = _Job(order, draft, snapshot, began, self._publish, complain)
-        job.tell(messages.Saved(state="running", size_bytes=total))
+        job = _BackgroundSave(order, draft, snapshot, began, self._publish, complain)
+        job.tell(messages.SaveStatus(state="running", size_bytes=total))
         self._thread = threading.Thread(target=job.run, name="nbdist-save", daemon=True)
         self._thread.start()
         return draft.id
 
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the save that runs; False: the time is up."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the running save; return False on timeout."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -185,71 +203,76 @@ class Saver:
         return True
 
 
-class _Job:
-    """One save in the background."""
+class _BackgroundSave:
+    """A save in the background thread."""
 
     def __init__(
         self,
-        order: Order,
-        draft: Draft,
-        snapshot: Snapshot,
+        order: SaveOptions,
+        draft: PendingCheckpoint,
+        snapshot: StateSnapshot,
         began: float,
-        publish: Callable[[messages.Saved], object],
+        publish: Callable[[messages.SaveStatus], object],
         complain: Callable[[str], object],
     ) -> None:
         self._order, self._draft, self._snapshot, self._began = order, draft, snapshot, began
         self._publish, self._complain = publish, complain
         self._pause_s = time.perf_counter() - began
-        # The thread outlives process groups: a renewal has none for a moment.
-        self._rank, self._world_size = collectives.rank(), collectives.size()
+        # The thread outlives process groups: during a recovery there is none for a moment.
+        self._rank, self._world_size = collectives.rank(), collectives.group_size()
 
     def run(self) -> None:
-        """Write this rank's part; on rank 0 finish the checkpoint."""
-        # Linux: of this thread alone, and of those that it starts; one below the present is refused
-        own = threading.get_native_id()
-        niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, own))
-        os.setpriority(os.PRIO_PROCESS, own, niceness)
-        _, error = attempt(self._write)
+        """Write this rank's files; on rank 0 also complete the checkpoint."""
+        # Linux: setpriority() of a thread id affects this thread and those that it starts.
+        # Lowering the niceness would be refused.
+        thread_id = threading.get_native_id()
+        niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
+        os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
+        _, error = try_call(self._write)
         if error is not None:
             log.error("a save failed", exc_info=error)
-            attempt(lambda: self._draft.failed(self._rank, words(error) or ""))
+            try_call(lambda: self._draft.write_failure(self._rank, error_text(error) or ""))
         if self._rank == 0:
             self._finish()
-        self._snapshot, error = Snapshot(), None  # its traceback refers to tensors
+        self._snapshot, error = StateSnapshot(), None  # its traceback refers to tensors
         shards.give_back()
 
     def _write(self) -> None:
         _announce("write")
-        parts: list[FilePart] = []
-        keys: dict[str, Key] = {}
-        for kind, tensors in self._snapshot.kinds.items():
-            parts += shard_io.write(tensors, self._draft.folder, self._rank, kind, self._draft.new)
-            rest = {key: one for key, one in tensors.items() if key not in self._snapshot.digests}
-            sums = digest.digests(rest) | self._snapshot.digests
+        parts: list[CheckpointFile] = []
+        keys: dict[str, TensorMetadata] = {}
+        for kind, tensors in self._snapshot.shards_by_file_kind.items():
+            parts += shard_io.write_shards(
+                tensors, self._draft.folder, self._rank, kind, self._draft.create_file
+            )
+            undigested = {
+                key: shard for key, shard in tensors.items() if key not in self._snapshot.digests
+            }
+            sums = digest.local_digests(undigested) | self._snapshot.digests
             keys |= {key: _key(shard, sums[key]) for key, shard in tensors.items()}
-        self._draft.report(self._rank, parts, keys)
+        self._draft.write_report(self._rank, parts, keys)
 
     def _finish(self) -> None:
-        """On rank 0: end the save, and tell the notebook how."""
-        done, error = attempt(self._commit)
+        """Complete the save and notify the notebook; on rank 0."""
+        done, error = try_call(self._commit)
         if error is None:
             self.tell(done)
             return
-        attempt(self._draft.abort)  # what is left is removed by the next save; the notebook waits
-        why = words(error) or ""
-        self.tell(messages.Saved(state="failed", error=why))
-        self._complain(f"nbdist: checkpoint {self._order.name} was not saved: {why}\n")
+        try_call(self._draft.abort)  # a failure is ignored: the next save removes what remains
+        reason = error_text(error) or ""
+        self.tell(messages.SaveStatus(state="failed", error=reason))
+        self._complain(f"nbdist: checkpoint {self._order.name} was not saved: {reason}\n")
 
-    def _commit(self) -> messages.Saved:
-        """Wait for the others, then give the folder its name."""
-        everyone = self._everyone()
-        if errors := {rank: one.error for rank, one in everyone.items() if one.error}:
-            raise CheckpointError(_blamed(errors))
+    def _commit(self) -> messages.SaveStatus:
+        """Wait for the reports of all ranks, write the manifest and rename the folder."""
+        reports = self._everyone()
+        if errors := {rank: report.error for rank, report in reports.items() if report.error}:
+            raise CheckpointError(_rank_errors(errors))
         _announce("commit")
-        order, told = self._order, [everyone[rank] for rank in range(self._world_size)]
+        order, reports_in_order = self._order, [reports[rank] for rank in range(self._world_size)]
         manifest = Manifest(
-            files=tuple(file for one in told for file in one.files),
-            keys=checkpoint.keys(told),
+            files=tuple(file for report in reports_in_order for file in report.files),
+            keys=checkpoint.merge_tensors(reports_in_order),
             **self._snapshot.manifest,
         )
         path = self._draft.commit(order.name, manifest, overwrite=order.overwrite)
@@ -257,12 +280,12 @@ class _Job:
         error: Exception | None = None
         if order.keep is not None:
             name, count = order.name, order.keep
-            removed, error = attempt(lambda: order.place.keep(count, written=name))
-        notes = [f"not saved: {one}" for one in dict.fromkeys(self._snapshot.left_out)]
-        notes += [words(error) or ""] if error is not None else []
-        return messages.Saved(
+            removed, error = try_call(lambda: order.storage.remove_oldest(count, written=name))
+        notes = [f"not saved: {item}" for item in dict.fromkeys(self._snapshot.not_saved)]
+        notes += [error_text(error) or ""] if error is not None else []
+        return messages.SaveStatus(
             state="done",
-            path=full(path),
+            path=location_with_password(path),
             step=manifest.step,
             size_bytes=manifest.size_bytes,
             backend=manifest.backend,
@@ -270,27 +293,27 @@ class _Job:
             notes=notes,
         )
 
-    def _everyone(self) -> dict[int, Told]:
-        """What each rank says, once all have."""
-        found: dict[int, Told] = {}
+    def _everyone(self) -> dict[int, RankReport]:
+        """Wait for the reports of all ranks and return them."""
+        reports: dict[int, RankReport] = {}
         size_bytes, since = -1, time.monotonic()
         while True:
-            found |= self._draft.heard(set(range(self._world_size)) - found.keys())
-            if len(found) == self._world_size:
-                return found
-            now = self._draft.size_bytes()
-            if now is None or now != size_bytes:
-                size_bytes, since = now or 0, time.monotonic()
-            elif time.monotonic() - since > STALLED_S:
-                missing = ", ".join(map(str, sorted(set(range(self._world_size)) - found.keys())))
+            reports |= self._draft.read_reports(set(range(self._world_size)) - reports.keys())
+            if len(reports) == self._world_size:
+                return reports
+            written = self._draft.written_bytes()
+            if written is None or written != size_bytes:
+                size_bytes, since = written or 0, time.monotonic()
+            elif time.monotonic() - since > STALL_TIMEOUT_S:
+                missing = ", ".join(map(str, sorted(set(range(self._world_size)) - reports.keys())))
                 raise CheckpointError(
-                    f"rank {missing} has written nothing for {STALLED_S:.0f} s; look at the disk,"
-                    " and save again."
+                    f"rank {missing} wrote nothing for {STALL_TIMEOUT_S:.0f} s. Check the disk and"
+                    " save again."
                 )
             time.sleep(self._draft.poll_s)
 
-    def tell(self, content: messages.Saved) -> None:
-        """Tell the notebook; one rank speaks for all."""
+    def tell(self, content: messages.SaveStatus) -> None:
+        """Send the progress of the save to the notebook; only rank 0 does."""
         if self._rank == 0:
             self._publish(
                 {
@@ -307,225 +330,242 @@ class _Job:
 # -- before anything is written
 
 
-def _agreed(order: Order) -> tuple[list[Trained], int]:
-    """The models, and this rank's bytes of them, once all ranks want the same and can do it.
+def _agreed(order: SaveOptions) -> tuple[list[PreparedModel], int]:
+    """Return the models and this rank's bytes of them; all ranks check and compare options.
 
     Raises:
-        CheckpointError: on all ranks alike.
+        CheckpointError: a rank cannot save or the options differ; raised on all ranks.
     """
-    trained, error = attempt(lambda: _checked(order))
-    everyone = collectives.everyones((order, words(error)))
-    wanted = list(dict.fromkeys(one for one, _ in everyone))
-    if len(wanted) > 1:
+    trained, error = try_call(lambda: _checked(order))
+    outcomes = collectives.all_gather_values((order, error_text(error)))
+    orders = list(dict.fromkeys(requested for requested, _ in outcomes))
+    if len(orders) > 1:
         raise CheckpointError(
-            f"the ranks save differently: {wanted[0]} and {wanted[1]}; give the same arguments"
-            " on all ranks."
+            f"The ranks called save with different arguments: {orders[0]} and {orders[1]}. Use the"
+            " same arguments on all ranks."
         )
-    if errors := {rank: why for rank, (_, why) in enumerate(everyone) if why is not None}:
-        raise CheckpointError(said(errors, len(everyone))) from error
-    size = sum(shards.bytes_of(Carried(number, one).share()) for number, one in enumerate(trained))
+    if errors := {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}:
+        raise CheckpointError(rank_errors_text(errors, len(outcomes))) from error
+    size = sum(
+        shards.total_bytes(ModelState(number, prepared).owned_shards())
+        for number, prepared in enumerate(trained)
+    )
     return trained, size
 
 
-def _checked(order: Order) -> list[Trained]:
-    """Refuse what cannot be saved now, or not under this name."""
-    checked(order.name)
+def _checked(order: SaveOptions) -> list[PreparedModel]:
+    """Check the options and all models; return the models."""
+    check_name(order.name)
     if order.keep is not None and (type(order.keep) is not int or order.keep < 1):
-        raise CheckpointError(
-            f"keep={order.keep!r} is not allowed; give 1 or more, or leave it out."
-        )
-    trained = prepared_models.everything()
+        raise CheckpointError(f"keep must be an integer >= 1 or None, got {order.keep!r}.")
+    trained = prepared_models.all_models()
     if not trained:
         raise CheckpointError(
-            "no model is prepared, so there is nothing to save; run the cell with"
+            "No model is prepared, so there is nothing to save. Run the cell with"
             " accelerator.prepare(model, optimizer, ...) first."
         )
-    for one in trained:
-        check(one)
+    for prepared in trained:
+        check_savable(prepared)
     return trained
 
 
-def check(one: Trained, *, optimizers: bool = True) -> None:
-    """Refuse a model whose state is not whole, or not known.
+def check_savable(prepared: PreparedModel, *, optimizers: bool = True) -> None:
+    """Raise if the state of a model is incomplete or cannot be resharded.
 
     Args:
-        one: the model.
-        optimizers: whether their state counts.
+        prepared: the model.
+        optimizers: check the optimizers too.
 
     Raises:
-        CheckpointError: one sentence.
+        CheckpointError: the model cannot be saved or loaded into. The message has the reason.
     """
-    if one.problem:
-        raise CheckpointError(one.problem)
-    if waiting := prepared_models.waiting(one):
+    if prepared.rebuild_error:
+        raise CheckpointError(prepared.rebuild_error)
+    if waiting := prepared_models.count_pending_micro_batches(prepared):
         raise CheckpointError(
-            f"the gradients of {waiting} micro-batches wait for an optimizer step; save or load"
-            " after the step, or drop them with optimizer.zero_grad()."
+            f"The gradients of {waiting} micro-batches are waiting for an optimizer step. Save or"
+            " load after the step, or drop them with optimizer.zero_grad()."
         )
-    layouts.check(one.model)
-    prepared_models.bring_up_to_date(one)
-    for owned in one.living if optimizers else ():
-        if refusal := optimizer_recipes.refusal(owned.recipe.cls):
+    layouts.check_layout(prepared.model)
+    prepared_models.refresh_param_groups(prepared)
+    for owned in prepared.live_optimizers if optimizers else ():
+        if refusal := optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class):
             raise CheckpointError(
-                f"{refusal}; %nbdist export writes the weights, %nbdist load --weights-only reads"
-                " those of a checkpoint."
+                f"{refusal}. To save the weights use %nbdist export, to load those of a checkpoint"
+                " %nbdist load --weights-only."
             )
 
 
-def _draft(order: Order, size: int) -> tuple[Draft, int]:
-    """Make what all ranks write into, and add up their bytes; a collective.
+def _draft(order: SaveOptions, size: int) -> tuple[PendingCheckpoint, int]:
+    """Create the pending checkpoint and sum up the bytes of all ranks; a collective.
 
     Raises:
-        CheckpointError: on all ranks alike.
+        CheckpointError: rank 0 could not create it; raised on all ranks.
     """
-    sizes = collectives.everyones(size)
+    sizes = collectives.all_gather_values(size)
     begun, error = None, None
     if _rank() == 0:
-        begun, error = attempt(
-            lambda: order.place.begin(order.name, overwrite=order.overwrite, size_bytes=sum(sizes))
+        begun, error = try_call(
+            lambda: order.storage.begin(
+                order.name, overwrite=order.overwrite, size_bytes=sum(sizes)
+            )
         )
     try:
-        number, why = collectives.everyones((begun and begun.id, words(error)))[0]
+        number, reason = collectives.all_gather_values((begun and begun.id, error_text(error)))[0]
     except BaseException:
         if begun is not None:
             begun.abort()
         raise
-    if why is not None:
-        raise CheckpointError(why) from error
-    return begun or order.place.draft(order.name, number), sum(sizes)
+    if reason is not None:
+        raise CheckpointError(reason) from error
+    return begun or order.storage.attach(order.name, number), sum(sizes)
 
 
-def _see(draft: Draft, order: Order) -> None:
-    """Make sure that this rank can write where rank 0 has begun.
+def _see(draft: PendingCheckpoint, order: SaveOptions) -> None:
+    """Wait until this rank sees the folder that rank 0 created: NFS may show it late.
 
     Raises:
-        CheckpointError: it cannot, also after a while: a network's file system is late.
+        CheckpointError: the folder is not visible after `SHARED_FOLDER_TIMEOUT_S` seconds.
     """
-    deadline = time.monotonic() + SHARED_S
-    while not draft.seen():
+    deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT_S
+    while not draft.is_visible():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{order.folder} is another folder on {socket.gethostname()} than where rank 0"
-                f" runs, or none. {SHARE_IT}."
+                f"{order.folder} on {socket.gethostname()} is missing or not the folder that rank 0"
+                f" uses. {SHARED_FOLDER_HINT}."
             )
         time.sleep(POLL_S)
 
 
-# -- the state of one moment
+# -- snapshot
 
 
-def _snapshot(trained: list[Trained]) -> Snapshot:
-    """Copy this rank's share of everything; a collective under FSDP1."""
+def _snapshot(trained: list[PreparedModel]) -> StateSnapshot:
+    """Copy this rank's shards and the other training state; a collective under FSDP1."""
     _announce("snapshot")
-    made = Snapshot(kinds={"model": {}, "optim": {}, "rng": {}})
+    snapshot = StateSnapshot(shards_by_file_kind={"model": {}, "optim": {}, "rng": {}})
     schedules: list[dict[str, Any]] = []
-    optimizers: list[Optimizer] = []
+    optimizers: list[OptimizerMetadata] = []
     aliases: dict[str, str] = {}
     models: list[dict[str, Any]] = []
-    everything = [Carried(number, one) for number, one in enumerate(trained)]
-    shares = [carried.share() | carried.share_of_buffers() for carried in everything]
-    scalars = [carried.counts() for carried in everything]
-    for number, one in enumerate(trained):  # no collective from here on
+    everything = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
+    shares = [carried.owned_shards() | carried.owned_buffers() for carried in everything]
+    scalars = [carried.scalar_state() for carried in everything]
+    for number, prepared in enumerate(trained):  # no collective from here on
         carried, live, counts = everything[number], shares[number], scalars[number]
         for kind in ("model", "optim"):
             of_kind = {key: shard for key, shard in live.items() if key.startswith(kind)}
-            made.kinds[kind] |= shards.snapshot(of_kind)
-            made.digests |= digest.digests({k: v for k, v in of_kind.items() if _on_gpu(v)})
-        scale = grad_scaler.scale_of(one)
-        optimizers += training_metadata.optimizers(carried.optim, one, counts, made.left_out)
+            snapshot.shards_by_file_kind[kind] |= shards.copy_to_host(of_kind)
+            snapshot.digests |= digest.local_digests(
+                {k: v for k, v in of_kind.items() if _on_gpu(v)}
+            )
+        scale = grad_scaler.get_loss_scale(prepared)
+        optimizers += training_metadata.optimizer_metadata(
+            carried.optimizer_prefix, prepared, counts, snapshot.not_saved
+        )
         schedules += [
-            {"model": number, **each} for each in training_metadata.schedulers(one, made.left_out)
+            {"model": number, **scheduler}
+            for scheduler in training_metadata.scheduler_states(prepared, snapshot.not_saved)
         ]
         aliases |= carried.aliases()
         models.append(
             {
-                "class": training_metadata.class_name(one.kept.model),
-                "steps": steps(one, counts),
+                "class": training_metadata.class_name(prepared.meta.model),
+                "steps": count_steps(prepared, counts),
                 "scale": None if scale is None else [scale.scale, scale.good_steps],
             }
         )
-    made.kinds["rng"], made.rng, places = _generators(_rank())
-    options = accelerators.current().options
-    made.manifest = {
+    snapshot.shards_by_file_kind["rng"], snapshot.rng_metadata, places = _generators(_rank())
+    options = accelerators.current_config().options
+    snapshot.manifest = {
         "backend": options.backend,
-        "world_size": collectives.size(),
-        "step": max(one["steps"] for one in models),
-        "samples": max((one["seen"] for one in places), default=0),
-        "options": training_metadata.plain(options.to_json(), "options", []),
-        "versions": versions(),
+        "world_size": collectives.group_size(),
+        "step": max(model["steps"] for model in models),
+        "samples": max((place["seen"] for place in places), default=0),
+        "options": training_metadata.to_json_mapping(options.to_json(), "options", []),
+        "versions": library_versions(),
         "aliases": aliases,
         "optimizers": tuple(optimizers),
         "schedulers": tuple(schedules),
         "positions": tuple(places),
-        "extra": {"models": models, "left_out": list(dict.fromkeys(made.left_out))},
+        "extra": {"models": models, "left_out": list(dict.fromkeys(snapshot.not_saved))},
     }
-    return made
+    return snapshot
 
 
-def steps(one: Trained, counts: Mapping[str, Mapping[str, float]]) -> int:
-    """Optimizer steps that a model has taken."""
-    known = [int(scalars.get("step", 0)) for scalars in counts.values()]
-    return max(one.steps, *known) if known else one.steps
+def count_steps(prepared: PreparedModel, counts: Mapping[str, Mapping[str, float]]) -> int:
+    """Return the number of optimizer steps that a model has taken."""
+    counted = [int(scalars.get("step", 0)) for scalars in counts.values()]
+    return max(prepared.num_steps, *counted) if counted else prepared.num_steps
 
 
 def _generators(rank: int) -> tuple[dict[str, Shard], dict[str, Any], list[dict[str, Any]]]:
-    """Random generators of a rank and positions of its loaders: tensors, plain parts, places."""
-    here = rng_state.state()
-    found = {f"rng.{rank:05d}.{name}": one for name, one in rng_state.tensors(here).items()}
-    rest: dict[str, Any] = rng_state.plain(here)
-    rest["positions"], places = [], []
-    for number, loader in enumerate(prepared_models.loaders()):
-        at = dataloader_state.now(loader)
+    """Return the random generators and loader positions of a rank: tensors, metadata, positions."""
+    state = rng_state.get_rng_state()
+    named = {
+        f"rng.{rank:05d}.{name}": tensor for name, tensor in rng_state.to_tensors(state).items()
+    }
+    metadata: dict[str, Any] = rng_state.to_json(state)
+    metadata["positions"], places = [], []
+    for number, loader in enumerate(prepared_models.all_loaders()):
+        position = dataloader_state.position_of(loader)
         prefix = f"position.{rank:05d}.{number}."
-        found |= {f"{prefix}generator.{name}": one for name, one in at.generators.items()}
-        if at.random is not None:
-            tensors = rng_state.tensors(at.random)
-            found |= {f"{prefix}random.{name}": one for name, one in tensors.items()}
-        rest["positions"].append(None if at.random is None else rng_state.plain(at.random))
-        places.append(_place(loader, at))
-    return {key: whole(one.clone()) for key, one in found.items()}, rest, places
+        named |= {
+            f"{prefix}generator.{name}": tensor for name, tensor in position.generators.items()
+        }
+        if position.rng is not None:
+            tensors = rng_state.to_tensors(position.rng)
+            named |= {f"{prefix}random.{name}": tensor for name, tensor in tensors.items()}
+        metadata["positions"].append(
+            None if position.rng is None else rng_state.to_json(position.rng)
+        )
+        places.append(_place(loader, position))
+    return {key: whole_shard(tensor.clone()) for key, tensor in named.items()}, metadata, places
 
 
-def _place(loader: Any, at: Position) -> dict[str, Any]:
-    """A loader and where it stands, as plain values."""
+def _place(loader: Any, at: LoaderPosition) -> dict[str, Any]:
+    """Return the position of a loader and its sizes, for the manifest."""
     return {
         "epoch": at.epoch,
         "batches": at.batches,
         "samples": at.samples,
         "seen": at.seen,
-        "batch_size": dataloader_state.batch_size(loader),
-        "length": dataloader_state.length(loader),
+        "batch_size": dataloader_state.global_batch_size(loader),
+        "length": dataloader_state.num_samples(loader),
         "generators": list(at.generators),
     }
 
 
-def versions() -> dict[str, str]:
-    """Of what wrote a checkpoint."""
+def library_versions() -> dict[str, str]:
+    """Return package -> version, for the manifest."""
     names = ("nbdist", "torch", "accelerate", "deepspeed", "transformers")
     return {name: version(name) for name in names}
 
 
-# -- small things
+# -- helpers
 
 
 def _on_gpu(shard: Shard) -> bool:
     return any(piece.view.is_cuda for piece in shard.pieces)
 
 
-def _key(shard: Shard, sum_of_part: int) -> Key:
-    return Key(shape=shard.shape, dtype=str(shard.dtype).removeprefix("torch."), digest=sum_of_part)
+def _key(shard: Shard, sum_of_part: int) -> TensorMetadata:
+    return TensorMetadata(
+        shape=shard.shape, dtype=str(shard.dtype).removeprefix("torch."), digest=sum_of_part
+    )
 
 
-def _blamed(errors: Mapping[int, str]) -> str:
-    """Errors of ranks, each with its rank."""
+def _rank_errors(errors: Mapping[int, str]) -> str:
+    """Return the errors of ranks as one text, each with its rank."""
     named = [
-        why if why.startswith("rank ") else f"rank {rank}: {why}" for rank, why in errors.items()
+        reason if reason.startswith("rank ") else f"rank {rank}: {reason}"
+        for rank, reason in errors.items()
     ]
     return " / ".join(named)
 
 
 def _announce(step: str) -> None:
-    for hook in before_step:
+    for hook in before_save_stage:
         hook(step)
 
 

@@ -1,15 +1,16 @@
-"""Changing the engine of living models, as one transaction; runs on a rank.
+"""Change of the prepared models' engine, as one transaction; runs on a rank.
 
-    checking    nothing is touched: can everything be made again, do all ranks agree
-    keeping     a copy of this rank's share of the state in host memory, a digest of each tensor
-    freeing     the old engine is emptied
-    building    model, optimizers and schedulers are made and prepared under the new options
-    loading     the kept state goes where the new engine has it, across ranks where it must
-    verifying   the digest of each tensor is compared with the kept one
-    binding     the user's variables; random generators come last, for all of this draws
+    checking    check that everything can be rebuilt; changes nothing
+    keeping     copy this rank's shards to host memory and digest each tensor
+    freeing     free the old engine
+    building    create and prepare models, optimizers and schedulers with the new options
+    loading     reshard the copied state into the new engine
+    verifying   compare the digest of each tensor with that of the copy
+    binding     rebind the user's variables
 
-The ranks agree before and after each phase. After a failure from `freeing` on, the old
-options are built and loaded in the same way from the same copy.
+Random generators are restored last because the other phases may draw from them. All ranks agree
+on success before and after each phase. If a phase from `freeing` on fails, the engine is rebuilt
+with the old options and loaded from the same copy.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, sh
 from nbdist.worker.engines import accelerator as accelerators
 from nbdist.worker.engines import trainer, wrap_policy
 from nbdist.worker.memory import memory_check, memory_probe
-from nbdist.worker.operations.transaction import CHECKING, Phases
+from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
 from nbdist.worker.training import model_cleanup, prepared_models, rebind, rng_state
-from nbdist.worker.training.model_recipe import Mould
-from nbdist.worker.training.model_state import Carried
+from nbdist.worker.training.model_recipe import ModelRecipe
+from nbdist.worker.training.model_state import ModelState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping, Sequence
@@ -42,82 +43,82 @@ if TYPE_CHECKING:
 
     from nbdist.state.shards import Shard
     from nbdist.strategies import Options
-    from nbdist.worker.training.prepared_models import Trained, TrainedOptimizer
+    from nbdist.worker.training.prepared_models import PreparedModel, PreparedOptimizer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Kept:
-    """A model in training without its engine."""
+class DetachedModel:
+    """Prepared model without its engine: a recipe and this rank's shards."""
 
-    number: int
-    """Of the session's models."""
+    model_index: int
+    """Index among the session's models."""
     accelerator: Accelerator
-    mould: Mould
+    recipe: ModelRecipe
     schedulers: list[Any]
-    """Accelerate's wrappers; torch's own inside them go on with the new optimizer."""
+    """Accelerate's wrappers; torch's schedulers inside them continue with the new optimizer."""
     tensors: dict[str, Shard]
-    """This rank's share, in host memory."""
+    """This rank's shards, in host memory."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Report:
-    """What a switch did on this rank."""
+class RankSwitchReport:
+    """Result of a switch on this rank."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase."""
+    """Phase -> seconds."""
     state_bytes: int = 0
-    """Of this rank's share."""
+    """Size of this rank's shards."""
     sent_bytes: int = 0
-    """To other ranks."""
+    """Bytes that this rank sent to other ranks."""
     verified: int = 0
-    """Tensors whose digest is that of before."""
+    """Number of tensors whose digest is unchanged."""
     bound: list[str] = field(default_factory=list)
-    """The user's variables that were bound anew."""
+    """The user's variables that were rebound to new objects."""
     carried: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the user should know, in sentences."""
+    """Notes for the user."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for a message."""
         return asdict(self)
 
 
-class Switch:
-    """One change of the engine."""
+class EngineSwitch:
+    """Change of the engine of all prepared models."""
 
     def __init__(
         self,
-        then: Options,
+        new_options: Options,
         names: MutableMapping[str, Any],
         *,
-        tell: Callable[[str], None],
+        on_phase: Callable[[str], None],
         reset_optimizer: bool = False,
         reason: str = "",
     ) -> None:
-        """Know what is to come.
+        """Set up a switch.
 
         Args:
-            then: checked options.
+            new_options: validated new options.
             names: the user's variables.
-            tell: told of each phase.
-            reset_optimizer: leave the state of the optimizers behind.
-            reason: why what was prepared before is of no use; default: the switch.
+            on_phase: called with the name of each phase.
+            reset_optimizer: drop the state of the optimizers.
+            reason: error message of the replaced objects; default: that the engine was switched.
         """
-        self._now, self._then = accelerators.current().options, then
-        self._names, self._tell, self._reset = names, tell, reset_optimizer
-        self._reason = reason or outdated(self._now, then)
-        self._renewed = rebind.Renewed()
-        self._kept: list[Kept] = []
+        self._now, self._then = accelerators.current_config().options, new_options
+        self._names, self._tell, self._reset = names, on_phase, reset_optimizer
+        self._reason = reason or stale_reason(self._now, new_options)
+        self._renewed = rebind.ReplacementMap()
+        self._kept: list[DetachedModel] = []
         self._made: list[object] = []
-        """What was prepared and is not bound yet."""
-        self._phase = Phases("the switch", tell, SwitchError)
-        self.report = Report(seconds=self._phase.seconds)
+        """References to prepared objects until the user's variables are rebound."""
+        self._phase = Transaction("Switch", on_phase, SwitchError)
+        self.report = RankSwitchReport(seconds=self._phase.seconds)
 
-    def run(self) -> Report:
-        """Switch, or leave everything as it was.
+    def run(self) -> RankSwitchReport:
+        """Switch, or restore the old engine.
 
         Raises:
-            SwitchError: on all ranks alike: which phase failed, on which ranks, and why.
+            SwitchError: a phase failed; raised on all ranks with the phase, ranks and reasons.
         """
         try:
             return self._run()
@@ -125,276 +126,298 @@ class Switch:
             self._kept.clear()
             shards.give_back()
 
-    def _run(self) -> Report:
-        generators, fed = rng_state.state(), memory_probe.fed()
-        with self._phase(CHECKING):
-            model_cleanup.let_go()
-            trained = prepared_models.everything()
+    def _run(self) -> RankSwitchReport:
+        generators, fed = rng_state.get_rng_state(), memory_probe.last_forward_inputs()
+        with self._phase(CHECKING_PHASE):
+            model_cleanup.release_unused_models()
+            trained = prepared_models.all_models()
             self._check(trained)
-            hardware = accelerators.current().hardware
-            ops = self._then.strategy.extensions(self._then, hardware)
-            deepspeed_builds.ensure(ops, progress=self._tell)
+            hardware = accelerators.current_config().hardware
+            ops = self._then.strategy.required_ops(self._then, hardware)
+            deepspeed_builds.build_missing_ops(ops, progress=self._tell)
         with self._phase("keeping"):
-            self._kept = [self._keep(number, one) for number, one in enumerate(trained)]
+            self._kept = [self._keep(number, prepared) for number, prepared in enumerate(trained)]
         try:
             with self._phase("freeing"):
                 self._free(trained)
-            self._establish(self._then)
+            self._build_engines(self._then)
         except SwitchError as error:
-            self._go_back(error)
+            self._restore_old_engine(error)
             raise
         finally:
-            rng_state.restore(generators)
-            memory_probe.fed_like(fed)
+            rng_state.set_rng_state(generators)
+            memory_probe.restore_forward_inputs(fed)
         self._summarise()
         return self.report
 
     # -- the old engine
 
-    def _check(self, trained: Sequence[Trained]) -> None:
-        """Refuse what cannot be carried, before anything moves."""
-        for one in trained:
-            check(one, self._then, reset_optimizer=self._reset)
-            hardware = accelerators.current().hardware
+    def _check(self, trained: Sequence[PreparedModel]) -> None:
+        """Raise if a model cannot be switched; changes nothing."""
+        for prepared in trained:
+            check_switchable(prepared, self._then, reset_optimizer=self._reset)
+            hardware = accelerators.current_config().hardware
             self.report.notes += [
-                *memory_check.check(one, self._then, hardware, world_size=collectives.size()),
-                *left_behind(one),
+                *memory_check.check_memory(
+                    prepared, self._then, hardware, world_size=collectives.group_size()
+                ),
+                *describe_left_behind(prepared),
             ]
 
-    def _keep(self, number: int, one: Trained) -> Kept:
-        """Copy this rank's share to host memory."""
-        carried = Carried(number, one)
-        live = carried.share(optimizers=not self._reset)
+    def _keep(self, number: int, prepared: PreparedModel) -> DetachedModel:
+        """Copy this rank's shards to host memory."""
+        carried = ModelState(number, prepared)
+        live = carried.owned_shards(optimizers=not self._reset)
         needed = sum(piece.view.nbytes for shard in live.values() for piece in shard.pieces)
-        check_room(needed)
+        check_host_memory(needed)
         self.report.state_bytes += needed
-        share = shards.snapshot(live)
-        return Kept(
-            number=number,
-            accelerator=one.owner,
-            mould=Mould.of(one, carried, share, reset_optimizer=self._reset, hooks=True),
-            schedulers=one.schedules,
+        share = shards.copy_to_host(live)
+        return DetachedModel(
+            model_index=number,
+            accelerator=prepared.owner,
+            recipe=ModelRecipe.capture(
+                prepared, carried, share, reset_optimizer=self._reset, hooks=True
+            ),
+            schedulers=prepared.live_schedulers,
             tensors=share,
         )
 
-    def _free(self, trained: Sequence[Trained]) -> None:
-        """Empty the engines of now, whoever still refers to them."""
-        for number, one in enumerate(trained):
-            for key, part in parts(number, one).items():
-                self._renewed.old(key, part)
-            layouts.free(one.model)
-        prepared_models.forget()
+    def _free(self, trained: Sequence[PreparedModel]) -> None:
+        """Free the memory of the current engines even if references to them remain."""
+        for number, prepared in enumerate(trained):
+            for key, part in replaceable_objects(number, prepared).items():
+                self._renewed.add_old(key, part)
+            layouts.free_model(prepared.model)
+        prepared_models.clear()
         self._made.clear()
         for owner in self._owners():
-            accelerators.take_apart(owner)
-        model_cleanup.forget_engines()
-        rebind.empty(self._renewed.unbound(), self._reason)
+            accelerators.detach_models(owner)
+        model_cleanup.clear_engine_registries()
+        rebind.invalidate(self._renewed.not_replaced(), self._reason)
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        shards.give_back()  # what an offload had
+        shards.give_back()  # pinned memory of an offload
 
     # -- the new engine
 
-    def _establish(self, options: Options) -> None:
-        """Build engines under these options, bring the kept state into them, bind them."""
+    def _build_engines(self, options: Options) -> None:
+        """Build engines with these options, load the copied state and rebind the variables."""
         with self._phase("building"):
-            accelerators.adopt(options)
-            for owner in accelerators.built():
-                accelerators.renew(owner)
-            for kept in self._kept:
-                self._build(kept)
-        trained = prepared_models.everything()
+            accelerators.set_options(options)
+            for owner in accelerators.built_accelerators():
+                accelerators.rebuild_in_place(owner)
+            for detached in self._kept:
+                self._build(detached)
+        trained = prepared_models.all_models()
         with self._phase("loading"):
-            for kept, one in zip(self._kept, trained, strict=True):
-                carried = Carried(kept.number, one)
-                self.report.sent_bytes += carried.take(kept.tensors, kept.mould.counts)
-                kept.mould.fill(one)
+            for detached, prepared in zip(self._kept, trained, strict=True):
+                carried = ModelState(detached.model_index, prepared)
+                self.report.sent_bytes += carried.load_from(
+                    detached.tensors, detached.recipe.scalar_state
+                )
+                detached.recipe.load_buffers(prepared)
         with self._phase("verifying"):
             self.report.verified = sum(
-                Carried(kept.number, one).verify(
-                    kept.mould.digests, kept.tensors, kept.mould.counts
+                ModelState(detached.model_index, prepared).verify(
+                    detached.recipe.digests, detached.tensors, detached.recipe.scalar_state
                 )
-                for kept, one in zip(self._kept, trained, strict=True)
+                for detached, prepared in zip(self._kept, trained, strict=True)
             )
         with self._phase("binding"):
-            self.report.bound = self._renewed.bind(self._names)
+            self.report.bound = self._renewed.rebind_variables(self._names)
             for value in list(self._names.values()):
-                # One that prepare() was not given. isinstance() would ask the object itself, which
-                # may raise: a weakref.proxy whose object is gone does.
+                # Schedulers that were not passed to prepare(). isinstance() would access the
+                # object's __class__, which raises for a dead weakref.proxy.
                 if issubclass(type(value), LRScheduler):
-                    optimizer_recipes.repoint(value, self._renewed.successors())
-            for one in trainer.found(self._names):
-                self._renewed.bind(vars(one))
-                self._renewed.bind(vars(one.callback_handler))
-                trainer.follow(one)
+                    optimizer_recipes.rebind_scheduler(value, self._renewed.replacements())
+            for found_trainer in trainer.find_trainers(self._names):
+                self._renewed.rebind_variables(vars(found_trainer))
+                self._renewed.rebind_variables(vars(found_trainer.callback_handler))
+                trainer.update_trainer_engine(found_trainer)
 
-    def _build(self, kept: Kept) -> None:
-        """Make a model and what belongs to it, and prepare it."""
-        model, raws = kept.mould.cast()
+    def _build(self, detached: DetachedModel) -> None:
+        """Create a model with its optimizers and prepare it."""
+        model, raws = detached.recipe.build()
         for place, raw in enumerate(raws):
-            self._renewed.new({(kept.number, kind, place): raw for kind in ("raw", "given")})
-            # Schedulers point to it from here on, should there be a way back.
-            self._renewed.old((kept.number, "given", place), raw)
-        for wrapper in kept.schedulers:
-            optimizer_recipes.repoint(wrapper.scheduler, self._renewed.successors())
-        with wrap_policy.filled_later():
-            # Accelerate keeps DDP's bare model only, and no variable has the new one yet.
-            self._made += kept.accelerator.prepare(
-                model, *raws, *(wrapper.scheduler for wrapper in kept.schedulers), None
+            self._renewed.add_replacements(
+                {(detached.model_index, kind, place): raw for kind in ("raw", "given")}
             )
-        one = prepared_models.everything()[-1]
-        _go_on_with(one, kept.schedulers)
-        self._renewed.new(parts(kept.number, one))
+            # Schedulers refer to it from here on: needed to restore the old engine.
+            self._renewed.add_old((detached.model_index, "given", place), raw)
+        for wrapper in detached.schedulers:
+            optimizer_recipes.rebind_scheduler(wrapper.scheduler, self._renewed.replacements())
+        with wrap_policy.defer_weights():
+            # Keep references: Accelerate keeps only the bare model of DDP, and no variable holds
+            # the new objects yet.
+            self._made += detached.accelerator.prepare(
+                model, *raws, *(wrapper.scheduler for wrapper in detached.schedulers), None
+            )
+        prepared = prepared_models.all_models()[-1]
+        _restore_scheduler_wrappers(prepared, detached.schedulers)
+        self._renewed.add_replacements(replaceable_objects(detached.model_index, prepared))
 
-    def _go_back(self, error: SwitchError) -> None:
-        """Return to the old options.
+    def _restore_old_engine(self, error: SwitchError) -> None:
+        """Restore the engine with the old options.
 
         Raises:
-            SwitchError: that failed as well.
+            SwitchError: restoring failed too.
         """
         try:
-            self._reason = outdated(self._then, self._now)
+            self._reason = stale_reason(self._then, self._now)
             with self._phase("freeing"):
-                self._free(prepared_models.everything())
-            self._establish(self._now)
+                self._free(prepared_models.all_models())
+            self._build_engines(self._now)
         except SwitchError as second:
             message = (
-                f"{str(error).removesuffix('.')}. The state before could not be restored either:"
-                f" {str(second).removesuffix('.')}. Use %nbdist"
-                " restart, run the preparing cell and load the last checkpoint."
+                f"{str(error).removesuffix('.')}. The previous state could not be restored either:"
+                f" {str(second).removesuffix('.')}. Run %nbdist restart, run the cell with"
+                " accelerator.prepare(...) and load the last checkpoint."
             )
             raise SwitchError(message) from second
 
     def _owners(self) -> list[Accelerator]:
-        return list({id(kept.accelerator): kept.accelerator for kept in self._kept}.values())
+        return list(
+            {id(detached.accelerator): detached.accelerator for detached in self._kept}.values()
+        )
 
     def _summarise(self) -> None:
-        """Say what was carried, in words."""
-        words = [] if self._kept else ["no model was prepared yet"]
-        for kept in self._kept:
-            words += kept.mould.words(reset_optimizer=self._reset)
-            words += [type(one.scheduler).__name__ for one in kept.schedulers]
-            steps = [count for one in kept.mould.counts.values() for count in one.values()]
-            words += [f"step {max(steps):g}"] if steps else []
-        loaders = len(prepared_models.loaders())
-        words += [f"{loaders} loader{'s' * (loaders != 1)}"] if loaders else []
-        self.report.carried = [*words, "random generators", "all variables"]
+        """List the carried state in the report."""
+        items = [] if self._kept else ["no model was prepared yet"]
+        for detached in self._kept:
+            items += detached.recipe.describe(reset_optimizer=self._reset)
+            items += [type(wrapper.scheduler).__name__ for wrapper in detached.schedulers]
+            steps = [
+                count
+                for scalars in detached.recipe.scalar_state.values()
+                for count in scalars.values()
+            ]
+            items += [f"step {max(steps):g}"] if steps else []
+        loaders = len(prepared_models.all_loaders())
+        items += [f"{loaders} loader{'s' * (loaders != 1)}"] if loaders else []
+        self.report.carried = [*items, "random generators", "all variables"]
 
 
-def outdated(before: Options, now: Options) -> str:
-    """Say why what was prepared under other options is of no use."""
+def stale_reason(before: Options, now: Options) -> str:
+    """Return the error message of objects that were prepared with the previous options."""
     return (
-        f"this was prepared under {before.backend}, and the session has switched to"
-        f" {now.backend} since; the variables model and optimizer were bound anew, so take"
-        " what you need from them again."
+        f"This object was prepared with {before.backend}, but the session has since switched to"
+        f" {now.backend}. The variables with the model and optimizer were rebound. Use those"
+        " variables instead."
     )
 
 
-def check(one: Trained, then: Options, *, reset_optimizer: bool) -> None:
-    """Refuse a model that cannot be carried to another engine.
+def check_switchable(
+    prepared: PreparedModel, new_options: Options, *, reset_optimizer: bool
+) -> None:
+    """Raise if a model cannot be switched to another engine.
 
     Raises:
-        SwitchError: one sentence: what cannot be carried, and what to do.
+        SwitchError: the model cannot be switched. The message has the reason and the remedy.
     """
-    if one.problem:
-        raise SwitchError(one.problem)
-    if waiting := prepared_models.waiting(one):
+    if prepared.rebuild_error:
+        raise SwitchError(prepared.rebuild_error)
+    if waiting := prepared_models.count_pending_micro_batches(prepared):
         message = (
-            f"the gradients of {waiting} micro-batches wait for an optimizer step; run a cell"
-            " up to the step, or drop them with optimizer.zero_grad()."
+            f"The gradients of {waiting} micro-batches are waiting for an optimizer step. Run a"
+            " cell up to the step, or drop them with optimizer.zero_grad()."
         )
         raise SwitchError(message)
-    if accelerators.brings_its_own(one.owner):
+    if accelerators.has_user_plugin(prepared.owner):
         message = (
-            "the model was prepared by an Accelerator with a plugin of its own; prepare it with"
-            " the rank's accelerator to switch it."
+            "The model was prepared by an Accelerator with its own plugin. Prepare it with the"
+            " predefined `accelerator` to switch it."
         )
         raise SwitchError(message)
-    layouts.check(one.model)
-    prepared_models.bring_up_to_date(one)
-    if then.strategy.engine == "deepspeed" and len(one.living) != 1:
+    layouts.check_layout(prepared.model)
+    prepared_models.refresh_param_groups(prepared)
+    if new_options.strategy.engine == "deepspeed" and len(prepared.live_optimizers) != 1:
         message = (
-            f"{type(one.kept.model).__name__} has {len(one.living)} optimizers and DeepSpeed takes"
-            " a model with one; use ddp, fsdp2 or fsdp1."
+            f"{type(prepared.meta.model).__name__} has {len(prepared.live_optimizers)}"
+            " optimizers, but DeepSpeed supports exactly one per model. Use ddp, fsdp2 or fsdp1."
         )
         raise SwitchError(message)
-    for owned in one.living:
+    for owned in prepared.live_optimizers:
         if not reset_optimizer:
-            _check_optimizer(owned, one, then)
-        if why := optimizer_recipes.cannot_step(owned.recipe.cls, then.backend):
-            raise SwitchError(f"{why}, or another optimizer.")
+            _check_optimizer(owned, prepared, new_options)
+        if reason := optimizer_recipes.why_unsupported_by(
+            owned.recipe.optimizer_class, new_options.backend
+        ):
+            raise SwitchError(f"{reason} or another optimizer.")
 
 
-def left_behind(one: Trained) -> list[str]:
-    """Say what of a model in training stays behind."""
-    hooked = [name for name, p in one.model.named_parameters() if p._backward_hooks]  # noqa: SLF001
+def describe_left_behind(prepared: PreparedModel) -> list[str]:
+    """Return notes on the state of a model that is not carried."""
+    hooked = [name for name, p in prepared.model.named_parameters() if p._backward_hooks]  # noqa: SLF001
     if not hooked:
         return []
     note = (
-        f"gradient hooks of {len(hooked)} parameters ({meta_model.plain(hooked[0])}) are not"
-        " carried;"
-        " register them again"
+        f"gradient hooks of {len(hooked)} parameters ({meta_model.bare_name(hooked[0])}) are not"
+        " carried; register them again"
     )
     return [note]
 
 
-def check_room(needed: int) -> None:
-    """Refuse a copy that the host has no room for.
+def check_host_memory(needed: int) -> None:
+    """Raise if the host does not have enough memory for the copies.
 
     Args:
-        needed: bytes of this rank's share.
+        needed: size of this rank's shards in bytes.
 
     Raises:
-        SwitchError: the host's free memory is less than all its ranks' copies.
+        SwitchError: the copies of all ranks on this host exceed its free memory.
     """
     shards.give_back()
-    everyone = needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = discovery.host_free_bytes()
-    if everyone > free:
+    needed_on_host = needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = discovery.host_free_memory_bytes()
+    if needed_on_host > free:
         message = (
-            f"a copy of the state takes {everyone / 2**30:.1f} GiB of the host's memory and"
-            f" {free / 2**30:.1f} GiB are free; free some, or save, restart and load."
+            f"A copy of the state needs {needed_on_host / 2**30:.1f} GiB of host memory, but only"
+            f" {free / 2**30:.1f} GiB are free. Free some memory, or save, restart and load."
         )
         raise SwitchError(message)
 
 
-def _check_optimizer(owned: TrainedOptimizer, one: Trained, then: Options) -> None:
-    """Refuse optimizer state that means nothing elsewhere, or has no room there."""
-    refusal = optimizer_recipes.refusal(owned.recipe.cls)
+def _check_optimizer(
+    owned: PreparedOptimizer, prepared: PreparedModel, new_options: Options
+) -> None:
+    """Raise if the new engine cannot represent the optimizer state."""
+    refusal = optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class)
     if refusal:
-        message = f"{refusal}; --reset-optimizer switches without it, and it begins anew."
+        message = f"{refusal}. Use --reset-optimizer to switch with a new optimizer state."
         raise SwitchError(message)
-    if then.strategy.engine != "deepspeed":
+    if new_options.strategy.engine != "deepspeed":
         return
-    counts = Carried(0, one).counts()
-    for names in owned.recipe.groups:
-        # NAdam keeps other numbers beside the step, which follow from it.
+    counts = ModelState(0, prepared).scalar_state()
+    for names in owned.recipe.param_group_names:
+        # Compare "step" only: NAdam's other scalars are derived from it.
         steps = {counts[name]["step"] for name in names if "step" in counts.get(name, {})}
         if len(steps) > 1:
             message = (
-                f"parameters of one group were stepped {min(steps):g} to {max(steps):g} times, and"
-                " DeepSpeed keeps one count for a group; use ddp, fsdp2 or fsdp1, or"
+                f"Parameters of one group were stepped {min(steps):g} to {max(steps):g} times, but"
+                " DeepSpeed keeps one step count per group. Use ddp, fsdp2 or fsdp1, or"
                 " --reset-optimizer."
             )
             raise SwitchError(message)
 
 
-def parts(number: int, one: Trained) -> dict[object, object]:
-    """What a variable may hold of a model in training, by key."""
-    found = rebind.parts(number, one.model, one.bare())
-    for place, owned in enumerate(one.living):
-        found[number, "optimizer", place] = owned.wrapper()
-        found[number, "raw", place] = owned.raw
-        if (given := owned.given()) is not None:
-            found[number, "given", place] = given
-    return found
+def replaceable_objects(number: int, prepared: PreparedModel) -> dict[object, object]:
+    """Return the objects of a prepared model that variables may hold, by key."""
+    replaceable = rebind.replaceable_objects(number, prepared.model, prepared.user_model())
+    for place, owned in enumerate(prepared.live_optimizers):
+        replaceable[number, "optimizer", place] = owned.wrapper()
+        replaceable[number, "raw", place] = owned.inner_optimizer
+        if (user_optimizer := owned.user_optimizer()) is not None:
+            replaceable[number, "given", place] = user_optimizer
+    return replaceable
 
 
-def _go_on_with(one: Trained, wrappers: Sequence[Any]) -> None:
-    """Let the old wrappers of schedulers take the place of those that were just made."""
-    for wrapper, made in zip(wrappers, one.schedules, strict=True):
-        vars(wrapper).update(vars(made))
-        kept = one.owner._schedulers  # noqa: SLF001
-        kept[:] = [wrapper if scheduler is made else scheduler for scheduler in kept]
-    one.schedulers[:] = map(weakref.ref, wrappers)
+def _restore_scheduler_wrappers(prepared: PreparedModel, wrappers: Sequence[Any]) -> None:
+    """Replace the new scheduler wrappers with the old ones, which variables refer to."""
+    for wrapper, new_wrapper in zip(wrappers, prepared.live_schedulers, strict=True):
+        vars(wrapper).update(vars(new_wrapper))
+        schedulers = prepared.owner._schedulers  # noqa: SLF001
+        schedulers[:] = [
+            wrapper if scheduler is new_wrapper else scheduler for scheduler in schedulers
+        ]
+    prepared.schedulers[:] = map(weakref.ref, wrappers)

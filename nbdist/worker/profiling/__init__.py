@@ -1,7 +1,7 @@
-"""The profile of a training loop, as one rank records it.
+"""Records the profile of a training loop on a rank.
 
-`steps` finds the optimizer's steps, at the cost of one look at an attribute while nothing is
-profiled. `window` decides when recording begins and ends; `recording` puts in place what it
-takes and removes all of it. `intervals` and `partition` are plain arithmetic on spans of time.
-The kernel's process judges: `nbdist.profiler`.
+``optimizer_hooks`` detects optimizer steps, at the cost of one attribute access while no profile
+is active. ``window`` decides when recording starts and stops; ``recorder`` installs and removes
+the instrumentation. ``intervals`` and ``step_breakdown`` compute with time spans. The analysis
+runs in the kernel: ``nbdist.profiler``.
 """

@@ -1,7 +1,4 @@
-"""Collectives of a window, put together from what c10d, gloo, NCCL and our own meeting saw.
-
-Runs on a rank.
-"""
+"""Collectives of a window, combined from events of c10d, gloo, NCCL and the collective check."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from nbdist.worker.profiling.intervals import Span, union
 from nbdist.worker.profiling.kineto import WORLD
-from nbdist.worker.profiling.step_breakdown import Collective
+from nbdist.worker.profiling.step_breakdown import CollectiveSpans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from nbdist.worker.profiling.instrumentation import Met
-    from nbdist.worker.profiling.kineto import Comms, Seen
+    from nbdist.worker.profiling.instrumentation import CollectiveCall
+    from nbdist.worker.profiling.kineto import Comms, TraceEvents
 
 _COLLECTIVES = {
     "allreduce_": "all_reduce",
@@ -40,8 +37,8 @@ _COLLECTIVES = {
     "recv_": "recv",
     "recv_any_source_": "recv",
 }
-"""Operators of c10d in torch 2.13 -> what torch.distributed calls them. Names of gloo's own
-events do not tell: it does a reduce_scatter as an all_reduce."""
+"""c10d operators in torch 2.13 -> names in torch.distributed. The names of gloo's own events are
+not used, since gloo runs a reduce_scatter as an all_reduce."""
 _KERNELS = {
     "AllReduce": "all_reduce",
     "AllGather": "all_gather",
@@ -50,88 +47,98 @@ _KERNELS = {
     "Reduce": "reduce",
     "SendRecv": "send",
 }
-"""Part of the name of NCCL's kernels."""
+"""Part of the name of an NCCL kernel -> name in torch.distributed."""
 
 
-def collectives(seen: Seen, met: Iterable[Met]) -> list[Collective]:
-    """Put together what c10d, gloo and our own meeting saw of each collective.
+def merge_collectives(
+    events: TraceEvents, calls: Iterable[CollectiveCall]
+) -> list[CollectiveSpans]:
+    """Combine the events of c10d, gloo and the collective check for each collective.
 
-    gloo works them off in the order in which they were called.
+    Args:
+        events: events of the profiler.
+        calls: calls recorded by the collective check.
     """
-    moved, meetings = iter(sorted(seen.moved)), sorted(met, key=lambda one: one.span)
+    # gloo executes collectives in the order of the calls.
+    moved, meetings = iter(sorted(events.moved)), sorted(calls, key=lambda call: call.span)
     moving, k = next(moved, None), 0
-    found = []
-    for begin, end, called in sorted(seen.called):
+    merged = []
+    for begin, end, called in sorted(events.collective_calls):
         if (name := _COLLECTIVES.get(called)) is None:
             continue
         while moving is not None and moving[0] < begin:
-            moving = next(moved, None)  # it was called before the window
+            moving = next(moved, None)  # called before the window
         span, moving = (moving, next(moved, None)) if moving is not None else ((begin, end), None)
         ours = None
         while k < len(meetings) and meetings[k].span[1] <= begin:
             ours, k = meetings[k], k + 1
-        found.append(
-            Collective(
+        merged.append(
+            CollectiveSpans(
                 name=name,
                 group=ours.group if ours else WORLD,
-                begin=ours.span[0] if ours else begin,
-                moving=span,
-                bytes=ours.bytes if ours else 0,
-                meeting=ours.span if ours else None,
+                begin_ns=ours.span[0] if ours else begin,
+                transfer=span,
+                size_bytes=ours.size_bytes if ours else 0,
+                barrier=ours.span if ours else None,
             )
         )
-    return found
+    return merged
 
 
-def of_device(
-    seen: Seen, marks: Mapping[str, Sequence[Span]], *, offloads: bool
-) -> tuple[list[Collective], dict[str, list[Span]]]:
-    """Tell a GPU's collectives, computing by phase, and copies apart."""
+def split_device_events(
+    events: TraceEvents, marks: Mapping[str, Sequence[Span]], *, offloads: bool
+) -> tuple[list[CollectiveSpans], dict[str, list[Span]]]:
+    """Split the events of a GPU into collectives, computation by phase, and copies.
+
+    Args:
+        events: events of the profiler.
+        marks: spans of the main thread by phase.
+        offloads: whether copies inside of a phase are offload traffic.
+    """
     phases = {name: union(marks.get(name, ())) for name in ("optimizer", "backward", "forward")}
     kernels: dict[str, list[Span]] = {name: [] for name in (*phases, "copies", "offload")}
-    for one in seen.device:
-        if "nccl" in one.name:
+    for event in events.device_events:
+        if "nccl" in event.name:
             continue
-        phase = next((name for name, spans in phases.items() if _within(one.launched, spans)), "")
-        host = one.kind == "gpu_memcpy" and ("HtoD" in one.name or "DtoH" in one.name)
+        phase = next((name for name, spans in phases.items() if _within(event.launched, spans)), "")
+        host = event.kind == "gpu_memcpy" and ("HtoD" in event.name or "DtoH" in event.name)
         if host:
-            kernels["offload" if phase and offloads else "copies"].append(one.span)
+            kernels["offload" if phase and offloads else "copies"].append(event.span)
         else:
-            kernels[phase or "forward"].append(one.span)
-    return list(_of_nccl(seen)), kernels
+            kernels[phase or "forward"].append(event.span)
+    return list(_of_nccl(events)), kernels
 
 
-def _of_nccl(seen: Seen) -> Iterator[Collective]:
-    """Find the call that launched each of NCCL's kernels.
-
-    It is the innermost call around the launch. Coalesced calls launch one kernel after the last
-    of them, so that it has what all of them move.
-    """
-    kernels = sorted((one for one in seen.device if "nccl" in one.name), key=lambda k: k.launched)
-    calls = deque(sorted((call for call in seen.comms if call.bytes), key=lambda c: c.span))
+def _of_nccl(events: TraceEvents) -> Iterator[CollectiveSpans]:
+    """Find the call that launched each NCCL kernel: the innermost call around the launch."""
+    kernels = sorted(
+        (event for event in events.device_events if "nccl" in event.name), key=lambda k: k.launched
+    )
+    calls = deque(sorted((call for call in events.comms if call.bytes), key=lambda c: c.span))
     waiting: list[Comms] = []
     last: Comms | None = None
     for kernel in kernels:
         while calls and calls[0].span[0] <= kernel.launched:
             waiting.append(calls.popleft())
         around = [call for call in waiting if call.span[1] >= kernel.launched]
+        # Coalesced calls launch one kernel after the last call, with the bytes of all of them.
         launched = around[-1:] or waiting
         waiting = around[:-1]
         if launched:
             last = launched[-1]
         elif last is not None and last.span[1] < kernel.launched:
-            last = None  # else it is a further kernel of the same call
-        yield Collective(
+            last = None  # otherwise it is another kernel of the same call
+        yield CollectiveSpans(
             name=next(
                 (ours for theirs, ours in _KERNELS.items() if theirs in kernel.name), "other"
             ),
             group=last.group if last is not None else WORLD,
-            begin=kernel.span[0],
-            moving=kernel.span,
-            bytes=sum(call.bytes for call in launched),
+            begin_ns=kernel.span[0],
+            transfer=kernel.span,
+            size_bytes=sum(call.bytes for call in launched),
         )
 
 
 def _within(moment: int, spans: Sequence[Span]) -> bool:
-    place = bisect_right(spans, (moment, 1 << 63)) - 1
-    return place >= 0 and spans[place][1] >= moment
+    index = bisect_right(spans, (moment, 1 << 63)) - 1
+    return index >= 0 and spans[index][1] >= moment

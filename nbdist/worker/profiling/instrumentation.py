@@ -1,8 +1,8 @@
-"""Where the main thread is, while a window is open; runs on a rank.
+"""Instrumentation of the training loop while a profile is recorded.
 
-`install` puts a mark around what every loop passes: a DataLoader's next batch, its way to the
-device, passes through the prepared models, the optimizer, collectives. `Patches.undo` takes
-away all of it.
+``instrument`` patches data loading, copies to the device, forward and backward of the prepared
+models, the optimizer and collectives, to record time spans of the main thread. `Patches.undo`
+removes all patches.
 """
 
 from __future__ import annotations
@@ -36,56 +36,56 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Met:
-    """A collective that Python called: where the ranks met before it."""
+class CollectiveCall:
+    """A collective called from Python, with the span of the collective check before it."""
 
     group: str
     span: Span
-    bytes: int
+    size_bytes: int
 
 
-class Marks:
-    """Spans of the main thread by what it was at, in unix nanoseconds."""
+class PhaseSpans:
+    """Time spans of the main thread by phase, in Unix nanoseconds."""
 
     def __init__(self) -> None:
-        """Have seen nothing."""
         self.spans: dict[str, list[Span]] = defaultdict(list)
-        self.met: list[Met] = []
-        self.waits: list[Span] = []
-        self.loaders: dict[int, Taken] = {}
-        """By the id of an iterator; facts alone, so that the iterator can end."""
-        self.passes: Counter[torch.nn.Module] = Counter()
-        """Forwards of each prepared model with gradients."""
-        self.hooked = False
-        """Prepared models are marked themselves, and not only what torch.compile returned."""
-        self.size = 0
+        self.collective_calls: list[CollectiveCall] = []
+        self.wait_spans: list[Span] = []
+        self.loader_stats: dict[int, LoaderStats] = {}
+        """id() of an iterator -> its statistics. Holds no reference to the iterator."""
+        self.forward_counts: Counter[torch.nn.Module] = Counter()
+        """Number of forwards with gradients of each prepared model."""
+        self.has_model_hooks = False
+        """Whether hooks on the prepared models are installed, rather than only patches of modules
+        returned by torch.compile."""
+        self.pending_bytes = 0
         """Bytes of the collective that is about to be called."""
-        self.idle: list[tuple[int, int]] = []
-        """End of a stay outside of all marks, and the nanoseconds of it in which the main thread
-        did not run: asleep, or another one had its core."""
+        self.idle_times: list[tuple[int, int]] = []
+        """For each gap between phases: its end, and the nanoseconds in it in which the main thread
+        did not run, because it slept or was preempted."""
         self._open: list[tuple[str, int]] = []
         self._left: tuple[int, int] | None = None
-        """When the last mark ended, and the main thread's own time at that."""
+        """End of the last span, and the CPU time of the main thread at that time."""
 
     @property
-    def now_at(self) -> str:
-        """The innermost mark; empty in the cell's own code. Read from another thread too."""
+    def current_phase(self) -> str:
+        """Innermost open phase; "" in code of the cell. May be read from other threads."""
         try:
             return self._open[-1][0]
         except IndexError:
             return ""
 
     def begin(self, name: str) -> None:
-        """The main thread comes to it."""
+        """Start a phase."""
         now = time.time_ns()
         if self._left is not None:
             since, ran = self._left
-            self.idle.append((now, max(0, now - since - (time.thread_time_ns() - ran))))
+            self.idle_times.append((now, max(0, now - since - (time.thread_time_ns() - ran))))
             self._left = None
         self._open.append((name, now))
 
     def end(self, name: str) -> None:
-        """The main thread has left it."""
+        """End a phase if it is the innermost one."""
         if self._open and self._open[-1][0] == name:
             now = time.time_ns()
             self.spans[name].append((self._open.pop()[1], now))
@@ -93,8 +93,8 @@ class Marks:
                 self._left = now, time.thread_time_ns()
 
     @contextmanager
-    def at(self, name: str) -> Iterator[None]:
-        """Mark what runs inside; other threads do not count."""
+    def mark(self, name: str) -> Iterator[None]:
+        """Record the block as a phase. Does nothing on threads other than the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -104,61 +104,62 @@ class Marks:
         finally:
             self.end(name)
 
-    def passes_begin(
+    def on_forward(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """A prepared model goes forward, or what an engine has wrapped in it."""
+        """Start the forward of a prepared model or of a module wrapped in it."""
         if torch.is_grad_enabled() and not any(name == "forward" for name, _ in self._open):
-            self.passes[model] += 1
-            memory_probe.note_call(model, args, kwargs)
+            self.forward_counts[model] += 1
+            memory_probe.record_forward(model, args, kwargs)
         self.begin("forward")
 
-    def closed(self) -> None:
-        """End what is still open: a pass that was cut short leaves it so."""
+    def close_open_spans(self) -> None:
+        """End all open phases, which an interrupted forward or backward leaves open."""
         while self._open:
             self.end(self._open[-1][0])
 
 
 @dataclass(slots=True, kw_only=True)
-class Taken:
-    """What an iterator of a DataLoader gave."""
+class LoaderStats:
+    """Statistics of a DataLoader iterator."""
 
     num_workers: int
     pin_memory: bool
     batch_size: int | None
-    sharded: bool
-    batches: int = 0
+    is_sharded: bool
+    num_batches: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Of these, this thread had a core."""
+    """CPU time of the main thread in `seconds`."""
 
     @classmethod
-    def of(cls, iterator: Any) -> Taken:
-        """Look at an iterator's own facts."""
+    def from_iterator(cls, iterator: Any) -> LoaderStats:
+        """Read the configuration of an iterator."""
         sampler = iterator._index_sampler  # noqa: SLF001
-        inner = getattr(sampler, "sampler", None)
-        kinds = (sampler, inner, getattr(inner, "sampler", None), iterator._dataset)  # noqa: SLF001
+        base = getattr(sampler, "sampler", None)
+        kinds = (sampler, base, getattr(base, "sampler", None), iterator._dataset)  # noqa: SLF001
         return cls(
             num_workers=iterator._num_workers,  # noqa: SLF001
             pin_memory=bool(iterator._pin_memory),  # noqa: SLF001
             batch_size=getattr(sampler, "batch_size", None),
-            sharded=any("Shard" in _name(one) or "Distributed" in _name(one) for one in kinds),
+            is_sharded=any(
+                "Shard" in _name(item) or "Distributed" in _name(item) for item in kinds
+            ),
         )
 
 
-def _name(one: object) -> str:
-    return type(one).__name__
+def _name(value: object) -> str:
+    return type(value).__name__
 
 
 class Patches:
-    """Attributes that are replaced for a while, and hooks."""
+    """Temporarily replaced attributes and hooks."""
 
     def __init__(self) -> None:
-        """Nothing is replaced."""
         self._undo: list[Callable[[], object]] = []
 
     def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Put what `wrap` makes of an attribute in its place; an inherited one stays so."""
+        """Replace an attribute with `wrap(attribute)`. An inherited one is restored as such."""
         own = vars(owner).get(name)
         setattr(owner, name, wrap(getattr(owner, name)))
         if own is None:
@@ -166,18 +167,18 @@ class Patches:
         else:
             self._undo.append(lambda: setattr(owner, name, own))
 
-    def later(self, undo: Callable[[], object]) -> None:
-        """Call this too when all is undone."""
+    def on_undo(self, undo: Callable[[], object]) -> None:
+        """Register another function for `undo`."""
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Put everything back, the last one first."""
+        """Undo all patches in reverse order."""
         while self._undo:
             self._undo.pop()()
 
 
-def install(marks: Marks) -> Patches:
-    """Mark from now on."""
+def instrument(marks: PhaseSpans) -> Patches:
+    """Install the instrumentation, which records into `marks`."""
     patches = Patches()
     try:
         _install(marks, patches)
@@ -187,46 +188,45 @@ def install(marks: Marks) -> Patches:
     return patches
 
 
-def _install(marks: Marks, patches: Patches) -> None:
+def _install(marks: PhaseSpans, patches: Patches) -> None:
     around = functools.partial(_around, marks)
     patches.replace(torch.autograd, "backward", around("backward"))
     patches.replace(Accelerator, "backward", around("backward"))
     patches.replace(Accelerator, "clip_grad_norm_", around("optimizer"))
     patches.replace(torch.nn.utils, "clip_grad_norm_", around("optimizer"))
-    for cls in (AcceleratedOptimizer, deepspeed.StepsItself):
+    for cls in (AcceleratedOptimizer, deepspeed.SteppingOptimizerWrapper):
         patches.replace(cls, "zero_grad", around("optimizer"))
     patches.replace(accelerate.data_loader, "send_to_device", around("copies"))
     patches.replace(dataloader._BaseDataLoaderIter, "__next__", _taking(marks))  # noqa: SLF001
-    patches.replace(collective_check, "_call", _sizing(marks))
-    patches.replace(collective_check.Meeting, "__call__", _meeting(marks))
+    patches.replace(collective_check, "_describe_call", _sizing(marks))
+    patches.replace(collective_check.CollectiveBarrier, "__call__", _meeting(marks))
     patches.replace(Work, "wait", _waiting(marks))
-    models = [one.model for one in prepared_models.everything()]
+    models = [prepared.model for prepared in prepared_models.all_models()]
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None:
         patches.replace(dynamo.OptimizedModule, "__call__", _compiled(marks, models))
-    marks.hooked = (
-        not compile_detection.in_use()
-    )  # hooks that come and go would have it compiled anew
-    if marks.hooked:
+    # Adding and removing hooks would cause torch.compile to recompile.
+    marks.has_model_hooks = not compile_detection.is_compile_active()
+    if marks.has_model_hooks:
         for model in models:
             for module in _wrapped(model):
                 _mark_forward(module, model, marks, patches)
 
 
 def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a prepared model, and what engines and torch.compile have wrapped in it."""
-    found: Any = model
-    while isinstance(found, torch.nn.Module):
-        yield found
-        inside = vars(found)["_modules"]
-        found = inside.get("_orig_mod", inside.get("module"))
+    """Yield a prepared model and the modules that engines and torch.compile wrap in it."""
+    module: Any = model
+    while isinstance(module, torch.nn.Module):
+        yield module
+        children = vars(module)["_modules"]
+        module = children.get("_orig_mod", children.get("module"))
 
 
-def _around(marks: Marks, name: str) -> Callable[[Any], Any]:
+def _around(marks: PhaseSpans, name: str) -> Callable[[Any], Any]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            with marks.at(name):
+            with marks.mark(name):
                 return original(*args, **kwargs)
 
         return marked
@@ -235,25 +235,25 @@ def _around(marks: Marks, name: str) -> Callable[[Any], Any]:
 
 
 def _mark_forward(
-    module: torch.nn.Module, model: torch.nn.Module, marks: Marks, patches: Patches
+    module: torch.nn.Module, model: torch.nn.Module, marks: PhaseSpans, patches: Patches
 ) -> None:
     def begins(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
-            marks.passes_begin(model, args, kwargs)
+            marks.on_forward(model, args, kwargs)
 
     def ends(*_: object) -> None:
         if not torch.compiler.is_compiling():
             marks.end("forward")
 
-    # FSDP gathers in hooks: ours comes before them and after them
+    # FSDP gathers in hooks, which our hooks enclose.
     before = module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
     after = module.register_forward_hook(ends, always_call=True)
-    patches.later(before.remove)
-    patches.later(after.remove)
+    patches.on_undo(before.remove)
+    patches.on_undo(after.remove)
 
 
-def _compiled(marks: Marks, models: Sequence[torch.nn.Module]) -> Callable[[Any], Any]:
-    """Mark what torch.compile has wrapped from outside."""
+def _compiled(marks: PhaseSpans, models: Sequence[torch.nn.Module]) -> Callable[[Any], Any]:
+    """Record forwards of modules returned by torch.compile without hooks."""
     whose = {id(module): model for model in models for module in _wrapped(model)}
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,7 +263,7 @@ def _compiled(marks: Marks, models: Sequence[torch.nn.Module]) -> Callable[[Any]
                 return original(wrapper, *args, **kwargs)
             model = whose.get(id(wrapper._orig_mod))  # noqa: SLF001
             if model is not None:
-                marks.passes_begin(model, args, kwargs)
+                marks.on_forward(model, args, kwargs)
             else:
                 marks.begin("forward")
             try:
@@ -276,17 +276,17 @@ def _compiled(marks: Marks, models: Sequence[torch.nn.Module]) -> Callable[[Any]
     return wrap
 
 
-def _taking(marks: Marks) -> Callable[[Any], Any]:
+def _taking(marks: PhaseSpans) -> Callable[[Any], Any]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def take(iterator: Any) -> Any:
             began, computed = time.perf_counter(), time.thread_time()
-            with marks.at("data"):
+            with marks.mark("data"):
                 batch = original(iterator)
-            taken = marks.loaders.get(id(iterator))
+            taken = marks.loader_stats.get(id(iterator))
             if taken is None:
-                taken = marks.loaders[id(iterator)] = Taken.of(iterator)
-            taken.batches += 1
+                taken = marks.loader_stats[id(iterator)] = LoaderStats.from_iterator(iterator)
+            taken.num_batches += 1
             taken.seconds += time.perf_counter() - began
             taken.cpu_seconds += time.thread_time() - computed
             return batch
@@ -296,31 +296,33 @@ def _taking(marks: Marks) -> Callable[[Any], Any]:
     return wrap
 
 
-def _meeting(marks: Marks) -> Callable[[Any], Any]:
+def _meeting(marks: PhaseSpans) -> Callable[[Any], Any]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def meet(meeting: Any, group: Any, call: Any, *, wait: bool) -> None:
+        def meet(barrier: Any, group: Any, call: Any, *, wait: bool) -> None:
             began = time.time_ns()
-            with marks.at("collective"):
-                original(meeting, group, call, wait=wait)
+            with marks.mark("collective"):
+                original(barrier, group, call, wait=wait)
             if threading.current_thread() is threading.main_thread():
                 name = distributed_c10d._world.pg_names.get(group, str(group.group_name))  # noqa: SLF001
-                marks.met.append(Met(name, (began, time.time_ns()), marks.size))
+                marks.collective_calls.append(
+                    CollectiveCall(name, (began, time.time_ns()), marks.pending_bytes)
+                )
 
         return meet
 
     return wrap
 
 
-def _sizing(marks: Marks) -> Callable[[Any], Any]:
-    """Note the bytes of a call: input and output, of which one is the full tensor."""
+def _sizing(marks: PhaseSpans) -> Callable[[Any], Any]:
+    """Record the size of a collective: the larger of its input and output."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def sized(name: str, args: Sequence[Any], options: object) -> Any:
-            given = [collective_check.tensors_of(one) for one in args[:2]]
-            sizes = [sum(one.numel() * one.element_size() for one in some) for some in given]
-            marks.size = max(sizes, default=0)
+            given = [collective_check.tensors_of(argument) for argument in args[:2]]
+            sizes = [sum(item.numel() * item.element_size() for item in some) for some in given]
+            marks.pending_bytes = max(sizes, default=0)
             return original(name, args, options)
 
         return sized
@@ -328,16 +330,16 @@ def _sizing(marks: Marks) -> Callable[[Any], Any]:
     return wrap
 
 
-def _waiting(marks: Marks) -> Callable[[Any], Any]:
+def _waiting(marks: PhaseSpans) -> Callable[[Any], Any]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wait(*args: Any, **kwargs: Any) -> Any:
             began = time.time_ns()
             try:
-                with marks.at("collective"):
+                with marks.mark("collective"):
                     return original(*args, **kwargs)
             finally:
-                marks.waits.append((began, time.time_ns()))
+                marks.wait_spans.append((began, time.time_ns()))
 
         return wait
 

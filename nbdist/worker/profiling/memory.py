@@ -1,8 +1,8 @@
-"""What a step's tensors are for, and which lines of the cells allocated them; runs on a rank.
+"""Memory of one step by category and by the line that allocated it.
 
-One step is counted, after those whose time is told: counting takes time. On CPU ranks
-`planner.tracing.memory_tracker` sees each operation; on a GPU the allocator does, and its snapshot
-is written for PyTorch's memory viewer.
+It is measured in the step after the timed window, because the measurement is slow. On CPU ranks
+``planner.tracing.memory_tracker`` observes each operation. On a GPU the history of the caching
+allocator is used, and a snapshot is written for the PyTorch memory visualizer.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbdist.planner.tracing.memory_tracker import OTHER, Footprint
-from nbdist.profiler.measurements import Line, Memory
+from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
+from nbdist.profiler.measurements import LineProfile, PeakMemory
 from nbdist.worker.memory import memory_accounting, memory_probe
-from nbdist.worker.profiling.sampler import Place, place_of, source
+from nbdist.worker.profiling.sampler import CellLine, cell_line_of, source_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import nn
 
-MOST_LINES = 8
-OUTSIDE = "outside"
-"""What was there before the step and belongs to no model."""
+MAX_LINES = 8
+PREEXISTING = "outside"
+"""Memory allocated before the step that does not belong to the model."""
 _TOLD = {
     "parameters": "parameters",
     "master": "optimizer",
@@ -35,14 +35,14 @@ _TOLD = {
     "gradients": "gradients",
     "gathered": "buffers",
     "buffers": "buffers",
-    OTHER: "activations",
-    OUTSIDE: "other",
+    OTHER_PART: "activations",
+    PREEXISTING: "other",
 }
-"""Part of `worker.memory.memory_accounting` -> as figures name it."""
+"""Part in ``worker.memory.memory_accounting`` -> part in ``PeakMemory``."""
 
 
-class LineFootprint(Footprint):
-    """Counts living bytes by the line of a cell that allocated them, too."""
+class LineMemoryTracker(MemoryTracker):
+    """Memory tracker that also counts allocated bytes per line of a cell."""
 
     def __init__(
         self,
@@ -50,17 +50,16 @@ class LineFootprint(Footprint):
         *,
         on_change: Callable[[], object],
     ) -> None:
-        """Know nothing yet."""
         self._cell_of = cell_of
-        self._by_line: Counter[Place] = Counter()
-        self._places: dict[int, tuple[Place, int]] = {}
-        self.lines_at_peak: Counter[Place] = Counter()
+        self._by_line: Counter[CellLine] = Counter()
+        self._places: dict[int, tuple[CellLine, int]] = {}
+        self.lines_at_peak: Counter[CellLine] = Counter()
         super().__init__(on_change=on_change)
 
     def _add(self, storage: torch.UntypedStorage, part: str) -> None:
         place = None
-        if part == OTHER:
-            place = place_of(sys._getframe(1), self._cell_of)  # noqa: SLF001
+        if part == OTHER_PART:
+            place = cell_line_of(sys._getframe(1), self._cell_of)  # noqa: SLF001
         if place is not None:
             size = storage.nbytes()
             self._places[storage._cdata] = place, size  # noqa: SLF001
@@ -77,80 +76,84 @@ class LineFootprint(Footprint):
         self.lines_at_peak = Counter(self._by_line)
 
 
-class Counting:
-    """One step of a model that is counted on a CPU rank."""
+class CpuStepMemory:
+    """Memory measurement of one step on a CPU rank."""
 
     def __init__(
-        self, watch: memory_probe.Watch, model: nn.Module, cell_of: Callable[[str], Any]
+        self, probe: memory_probe.MemoryProbe, model: nn.Module, cell_of: Callable[[str], Any]
     ) -> None:
-        """Begin to count."""
-        self._watch, self._model = watch, model
-        self._counting = LineFootprint(
+        """Start the measurement."""
+        self._probe, self._model = probe, model
+        self._counting = LineMemoryTracker(
             cell_of,
-            on_change=lambda: self._counting.know("buffers", memory_accounting.buckets(model)),
+            on_change=lambda: self._counting.track_tensors(
+                "buffers", memory_accounting.zero_buckets(model)
+            ),
         )
-        self._counting.know(OUTSIDE, memory_accounting.everything())
-        for part, tensors in memory_accounting.held(model, memory_probe.innermost(watch)):
-            self._counting.know(part, tensors)
-        self._counting.restart_peak()
-        memory_probe.reset_rss_peak()
+        self._counting.track_tensors(PREEXISTING, memory_accounting.all_tensors())
+        for part, tensors in memory_accounting.tensors_by_use(
+            model, memory_probe.innermost_optimizer(probe)
+        ):
+            self._counting.track_tensors(part, tensors)
+        self._counting.reset_peak()
+        memory_probe.reset_peak_rss()
         self._counting.__enter__()
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._know_gradients()),
         ]
 
     def before_step(self) -> None:
-        """Tell gradients from activations while they are there."""
+        """Register the gradients before the optimizer frees them."""
         self._know_gradients()
 
     def _know_gradients(self) -> None:
-        self._counting.know("gradients", memory_accounting.gradients(self._model))
+        self._counting.track_tensors("gradients", memory_accounting.gradients(self._model))
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop the measurement."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        memory_probe.leave(self._counting)
+        memory_probe.exit_memory_tracker(self._counting)
 
-    def figures(self) -> Memory:
-        """What there was at the peak."""
+    def measurements(self) -> PeakMemory:
+        """Return the memory at the peak."""
         counted: Counter[str] = Counter()
         for part, size in self._counting.at_peak.items():
             counted[_TOLD.get(part, "other")] += max(0, size)
         buckets = memory_accounting.ddp_bucket_bytes(self._model)
         if buckets:
             counted["buffers"] += buckets
-        return Memory(
+        return PeakMemory(
             parts=dict(counted),
             lines=_lines(self._counting.lines_at_peak),
-            device_bytes=memory_probe.rss_peak(),
+            device_bytes=memory_probe.peak_rss_bytes(),
         )
 
 
-def _lines(counted: Counter[Place]) -> list[Line]:
+def _lines(counted: Counter[CellLine]) -> list[LineProfile]:
     return [
-        Line(cell=cell, line=line, source=source(file, line), bytes=size)
-        for (cell, file, line), size in counted.most_common(MOST_LINES)
+        LineProfile(cell=cell, line=line, source=source_text(file, line), bytes=size)
+        for (cell, file, line), size in counted.most_common(MAX_LINES)
         if size > 0
     ]
 
 
-class History:
-    """One step that a GPU's allocator writes down."""
+class GpuStepMemory:
+    """Memory measurement of one step on a GPU, with the history of the caching allocator."""
 
     def __init__(
         self,
-        watch: memory_probe.Watch,
+        probe: memory_probe.MemoryProbe,
         model: nn.Module,
         cell_of: Callable[[str], Any],
         folder: str,
         rank: int,
     ) -> None:
-        """Begin to write down."""
-        self._watch, self._model, self._cell_of = watch, model, cell_of
+        """Start the recording of the memory history."""
+        self._probe, self._model, self._cell_of = probe, model, cell_of
         self._folder, self._rank = folder, rank
-        self._device = memory_probe.state.device
+        self._device = memory_probe.probe_state.device
         self._users = torch._C._cuda_isHistoryEnabled()  # noqa: SLF001
         if not self._users:
             torch.cuda.memory._record_memory_history("all", stacks="python")  # noqa: SLF001
@@ -159,46 +162,48 @@ class History:
         self._gradients = 0
 
     def before_step(self) -> None:
-        """Note the gradients while they are there."""
-        found = memory_accounting.gradients(self._model)
+        """Measure the gradients before the optimizer frees them."""
+        gradients = memory_accounting.gradients(self._model)
         self._gradients = sum(
-            one.untyped_storage().nbytes() for one in found if isinstance(one, torch.Tensor)
+            item.untyped_storage().nbytes() for item in gradients if isinstance(item, torch.Tensor)
         )
 
     def stop(self) -> None:
-        """Write down no more, unless the cell records for itself."""
+        """Stop the recording, unless the cell had enabled it."""
         if not self._users:
             torch.cuda.memory._record_memory_history(None)  # noqa: SLF001
 
-    def figures(self) -> Memory:
-        """What there was at the peak; writes the snapshot where a folder is given."""
+    def measurements(self) -> PeakMemory:
+        """Return the memory at the peak. Writes a snapshot if a folder was given."""
         snapshot = torch.cuda.memory._snapshot(self._device)  # noqa: SLF001
-        # The allocator's own peak is the user's: resetting it would change what a cell reads.
+        # torch's peak statistics are not used, since resetting them would affect the user's cells.
         more, lines = at_peak(snapshot, self._began_us, self._place)
         peak = self._before + more
         parts: Counter[str] = Counter()
-        resting = memory_probe.resting(self._model, memory_probe.innermost(self._watch))
+        resting = memory_probe.resting_bytes(
+            self._model, memory_probe.innermost_optimizer(self._probe)
+        )
         for part, size in resting.items():
             parts[_TOLD.get(part, "other")] += size
         parts["gradients"] = max(parts["gradients"], self._gradients)
         parts["activations"] = max(0, peak - sum(parts.values()))
         path = self._write() if self._folder else ""
         free, total = torch.cuda.mem_get_info(self._device)
-        return Memory(
+        return PeakMemory(
             parts=dict(parts),
             lines=_lines(lines),
-            device_bytes=total - free - memory_probe.state.device_before,
+            device_bytes=total - free - memory_probe.probe_state.device_before_bytes,
             snapshot=path,
         )
 
     def _write(self) -> str:
-        """Write the snapshot beside the traces."""
+        """Write the snapshot next to the traces and return its path."""
         path = Path(self._folder) / f"rank{self._rank}.memory.pickle"
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))  # noqa: SLF001
         return str(path)
 
-    def _place(self, frames: Iterable[dict[str, Any]]) -> Place | None:
+    def _place(self, frames: Iterable[dict[str, Any]]) -> CellLine | None:
         for frame in frames:
             if (cell := self._cell_of(frame["filename"])) is not None:
                 return cell[1], frame["filename"], frame["line"]
@@ -208,18 +213,21 @@ class History:
 def at_peak(
     snapshot: dict[str, Any],
     began_us: int,
-    place_of_frames: Callable[[Iterable[dict[str, Any]]], Place | None],
-) -> tuple[int, Counter[Place]]:
-    """How much more was allocated at the peak than at the beginning, and by which lines.
+    place_of_frames: Callable[[Iterable[dict[str, Any]]], CellLine | None],
+) -> tuple[int, Counter[CellLine]]:
+    """Compute the additional memory at the peak and the lines that allocated it.
 
     Args:
-        snapshot: of `torch.cuda.memory`.
-        began_us: what was recorded before it does not count: the cell may record for itself.
-        place_of_frames: the line of a cell that a stack belongs to.
+        snapshot: snapshot of `torch.cuda.memory`.
+        began_us: earlier events are ignored. There may be some if the cell enabled the history.
+        place_of_frames: returns the line of a cell for a stack.
+
+    Returns:
+        Bytes at the peak minus bytes at `began_us`, and bytes per line at the peak.
     """
-    alive: dict[int, tuple[Place | None, int]] = {}
-    counted: Counter[Place] = Counter()
-    most, total, found = 0, 0, Counter[Place]()
+    alive: dict[int, tuple[CellLine | None, int]] = {}
+    counted: Counter[CellLine] = Counter()
+    peak, total, lines_at_peak = 0, 0, Counter[CellLine]()
     for event in (event for trace in snapshot.get("device_traces", []) for event in trace):
         if event["time_us"] < began_us:
             continue
@@ -229,11 +237,11 @@ def at_peak(
             total += event["size"]
             if place is not None:
                 counted[place] += event["size"]
-            if total > most:
-                most, found = total, Counter(counted)
+            if total > peak:
+                peak, lines_at_peak = total, Counter(counted)
         elif event["action"] == "free_completed":
-            total -= event["size"]  # also of what was there before
+            total -= event["size"]  # includes memory allocated before `began_us`
             place, size = alive.pop(event["addr"], (None, 0))
             if place is not None:
                 counted[place] -= size
-    return most, found
+    return peak, lines_at_peak

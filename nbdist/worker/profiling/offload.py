@@ -1,7 +1,7 @@
-"""State that DeepSpeed or FSDP keeps away from the device; runs on a rank.
+"""Instrumentation of offload traffic: state that DeepSpeed or FSDP keeps off the device.
 
-The main thread is marked where DeepSpeed reads or writes files of NVMe, and where it copies
-gradients to the host; updated parameters are copied back in the optimizer's step, inline.
+Patches the DeepSpeed methods that read or write NVMe files or copy gradients to the host. Updated
+parameters are copied back in the optimizer step itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nbdist.worker.memory import memory_probe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.worker.profiling.instrumentation import Marks, Patches
+    from nbdist.worker.profiling.instrumentation import Patches, PhaseSpans
 
 _MOVES: dict[str, dict[str, tuple[str, ...]]] = {
     "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper": {
@@ -53,22 +53,22 @@ _MOVES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-"""Module -> class -> methods of deepspeed 0.19.8 that move state."""
+"""Module -> class -> methods that move state, in deepspeed 0.19.8."""
 
 
-def configured() -> bool:
-    """Whether the engine of the followed model offloads something."""
-    watch = memory_probe.state.watch
-    options = watch.options if watch is not None else None
+def is_offloading() -> bool:
+    """Return whether the backend of the measured model uses offloading."""
+    probe = memory_probe.probe_state.probe
+    options = probe.options if probe is not None else None
     return options is not None and options.offload_device != "none"
 
 
-def mark(marks: Marks, patches: Patches) -> None:
-    """Mark DeepSpeed's moves until the patches are undone; what is not imported is not in use."""
-    if not configured():
+def mark_offload(marks: PhaseSpans, patches: Patches) -> None:
+    """Record offload traffic of DeepSpeed until the patches are undone."""
+    if not is_offloading():
         return
     for name, classes in _MOVES.items():
-        module = sys.modules.get(name)
+        module = sys.modules.get(name)  # a module that is not imported is not in use
         for cls, methods in classes.items():
             owner = getattr(module, cls, None)
             for method in methods:
@@ -76,11 +76,11 @@ def mark(marks: Marks, patches: Patches) -> None:
                     patches.replace(owner, method, _marking(marks))
 
 
-def _marking(marks: Marks) -> Callable[[Any], Any]:
+def _marking(marks: PhaseSpans) -> Callable[[Any], Any]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            with marks.at("offload"):
+            with marks.mark("offload"):
                 return original(*args, **kwargs)
 
         return marked

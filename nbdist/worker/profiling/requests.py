@@ -1,4 +1,4 @@
-"""Requests for a profile, as this rank's kernel takes them; runs on a rank."""
+"""Handles profile requests on a rank."""
 
 from __future__ import annotations
 
@@ -6,50 +6,54 @@ import threading
 from typing import TYPE_CHECKING
 
 from nbdist.protocol import messages
-from nbdist.worker.profiling.optimizer_hooks import slot
-from nbdist.worker.profiling.window import Window
-from nbdist.worker.profiling.window_sync import Agreement
+from nbdist.worker.profiling.optimizer_hooks import active_window
+from nbdist.worker.profiling.window import ProfileWindow
+from nbdist.worker.profiling.window_sync import WindowSync
 
 if TYPE_CHECKING:
-    from nbdist.worker.profiling.window import Surroundings
+    from nbdist.worker.profiling.window import ProfileContext
 
 
-def arm(
-    asked: messages.ProfileRequest, around: Surroundings, *, running: str | None, over: str | None
-) -> messages.ProfileReply:
-    """Let the steps of a cell be profiled; on the control thread.
+def start_profile(
+    request: messages.ProfileRequest,
+    around: ProfileContext,
+    *,
+    running: str | None,
+    over: str | None,
+) -> messages.ProfileStartReply:
+    """Arm a profile of the steps of a cell. Called on the control thread.
 
     Args:
-        asked: which cell, and how.
-        around: this rank.
-        running: request of the cell that runs now.
-        over: request of the cell that ended last.
+        request: the cell and the options of the profile.
+        around: context of this rank.
+        running: request ID of the running cell, if any.
+        over: request ID of the last finished cell.
     """
-    if asked["running"] and asked["cell"] == over:
-        return _refused("the cell that was to be profiled is over; profile the next one.")
-    if slot.window is not None and running is not None:
-        return _refused("a profile is under way already; wait until its verdict is shown.")
-    agreement = Agreement(
+    if request["running"] and request["cell"] == over:
+        return _refused("the requested cell has already finished; profile the next one.")
+    if active_window.window is not None and running is not None:
+        return _refused("a profile is already running; wait until its verdict is shown.")
+    agreement = WindowSync(
         around.folder,
-        asked["id"],
-        running=asked["running"],
+        request["id"],
+        running=request["running"],
         rank=around.rank,
-        ranks=asked["ranks"],
+        ranks=request["ranks"],
     )
-    window = Window(asked, agreement, around)
-    slot.window = window
-    if asked["running"]:
-        timer = threading.Timer(asked["limit_s"], window.expire)
+    window = ProfileWindow(request, agreement, around)
+    active_window.window = window
+    if request["running"]:
+        timer = threading.Timer(request["limit_s"], window.expire)
         timer.daemon = True
         timer.start()
-    return messages.ProfileReply(status="ok")
+    return messages.ProfileStartReply(status="ok")
 
 
-def cell_ended() -> None:
-    """Publish what there is at the end of a cell."""
-    if (window := slot.window) is not None:
-        window.cell_ended()
+def on_cell_end() -> None:
+    """Publish the measurements at the end of a cell."""
+    if (window := active_window.window) is not None:
+        window.on_cell_end()
 
 
-def _refused(sentence: str) -> messages.ProfileReply:
-    return messages.ProfileReply(status="refused", error=sentence)
+def _refused(sentence: str) -> messages.ProfileStartReply:
+    return messages.ProfileStartReply(status="refused", error=sentence)

@@ -1,1 +1,1 @@
-"""The prepared models: how to rebuild them, and their optimizers, dataloaders and RNG state."""
+"""Prepared models: how to rebuild them, their state, optimizers, data loaders and RNG state."""

@@ -1,11 +1,10 @@
-"""Letting go of the models of earlier runs of a cell; runs on a rank.
+"""Releases the models of earlier runs of a cell.
 
-Re-running the cell that prepares a model is the normal way to work in a notebook. Accelerate
-1.15 keeps every model, optimizer, scheduler and loader that it ever prepared, and DeepSpeed
-0.19 every engine, so a GPU would be full after a few runs. `worker.engines.accelerator` calls
-`know`
-for each Accelerator and `let_go` before a new model is prepared; `worker.engines.deepspeed` calls
-`let_engines_go`.
+In a notebook, the cell that prepares a model is often run again. Accelerate 1.15 keeps references
+to every prepared model, optimizer, scheduler and loader, and DeepSpeed 0.19 to every engine, so a
+GPU would be full after a few runs. `worker.engines.accelerator` calls ``register_accelerator`` for
+each Accelerator and ``release_unused_models`` before a new model is prepared;
+`worker.engines.deepspeed` calls ``make_engines_collectable``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from nbdist.signals import unstopped
+from nbdist.signals import defer_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,114 +27,120 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _KEPT = ("_models", "_optimizers", "_schedulers", "_dataloaders")
-"""Lists of what an Accelerator of accelerate 1.15 has prepared."""
+"""Lists of prepared objects in accelerate 1.15's Accelerator."""
 
 _NODES_LOOKED_AT = 64
-"""Of one graph: a loss or a logit saves tensors within its last few operations."""
+"""Maximum nodes inspected per graph: a loss saves tensors within its last few operations."""
 
 
 @dataclass(slots=True)
-class State:
-    """What is left to do."""
+class CleanupState:
+    """State of the cleanup."""
 
-    again: bool = False
-    """Something prepared earlier survived the last look."""
+    is_pending: bool = False
+    """True if a previously prepared object was still in use at the last cleanup."""
 
 
 _known: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
-_state = State()
+_state = CleanupState()
 
 _lists: list[list[Any]] = []
-"""Of a library, which hold modules."""
+"""Global lists of DeepSpeed that hold modules."""
 
 
-def know(accelerator: Accelerator) -> None:
-    """Remember an Accelerator whose lists `let_go` will look through."""
+def register_accelerator(accelerator: Accelerator) -> None:
+    """Register an Accelerator for the cleanup."""
     _known.add(accelerator)
 
 
-def known() -> list[Accelerator]:
-    """Return the Accelerators that are in use."""
+def registered_accelerators() -> list[Accelerator]:
+    """Return the registered Accelerators that still exist."""
     return list(_known)
 
 
-def forget_engines() -> None:
-    """Empty the lists in which libraries keep modules of engines that are gone."""
-    for kept in _lists:
-        kept.clear()
+def clear_engine_registries() -> None:
+    """Clear DeepSpeed's global lists, which hold modules of old engines."""
+    for modules in _lists:
+        modules.clear()
 
 
-def let_go_of_the_rest() -> None:
-    """Look once more where something old was still in use when a model was prepared.
+def release_remaining() -> None:
+    """Repeat the cleanup if an old object was still in use at the last one.
 
     In `model, optimizer = accelerator.prepare(build(), ...)` the old optimizer is in use until
-    the call returns. To be called before the first use of what was prepared.
+    the call returns. Call this before the first use of the prepared objects.
     """
-    if _state.again:
-        let_go()
-        _state.again = False
+    if _state.is_pending:
+        release_unused_models()
+        _state.is_pending = False
 
 
-def let_go() -> None:
-    """Free what was prepared earlier and is in use no more, before a new model needs room.
+def release_unused_models() -> None:
+    """Free prepared objects that are no longer in use, before a new model is allocated.
 
-    In use is what anything but an Accelerator still refers to: two models prepared on purpose
-    both stay, and their order with them. Takes one garbage collection or two, 0.1-0.5 s.
+    An object is in use if anything other than an Accelerator refers to it: two models prepared on
+    purpose are both kept, in the same order. Takes one or two garbage collections, 0.1-0.5 s.
     """
-    with unstopped():
-        _let_go()
+    with defer_interrupt():
+        _release_models()
 
 
-def _let_go() -> None:
-    living = known()
-    lists = _lists + [getattr(one, name) for one in living for name in _KEPT]
-    survivors = [[weakref.ref(item) for item in kept] for kept in lists]
-    engines = [_take_engine(one) for one in living]
-    for kept in lists:
-        _tie_to_optimizers(kept)
-        kept.clear()
+def _release_models() -> None:
+    accelerators = registered_accelerators()
+    lists = _lists + [getattr(accelerator, name) for accelerator in accelerators for name in _KEPT]
+    survivors = [[weakref.ref(item) for item in prepared] for prepared in lists]
+    engines = [_take_engine(accelerator) for accelerator in accelerators]
+    for prepared in lists:
+        _tie_to_optimizers(prepared)
+        prepared.clear()
     gc.collect()
-    if any(one() is not None for references in survivors for one in references):
+    if _any_alive(survivors):
         _cut_used_up_graphs()
         gc.collect()
-    _state.again = any(one() is not None for references in survivors for one in references)
-    # In place: a scheduler may hold the very list of its Accelerator's optimizers.
-    for kept, references in zip(lists, survivors, strict=True):
-        kept.extend(item for item in (one() for one in references) if item is not None)
-    for accelerator, give_back in zip(living, engines, strict=True):
-        if (wrapped := give_back()) is not None:
+    _state.is_pending = _any_alive(survivors)
+    # In place: a scheduler may hold the list object of its Accelerator's optimizers.
+    for prepared, references in zip(lists, survivors, strict=True):
+        prepared.extend(
+            item for item in (reference() for reference in references) if item is not None
+        )
+    for accelerator, restore_engine in zip(accelerators, engines, strict=True):
+        if (wrapped := restore_engine()) is not None:
             accelerator.deepspeed_engine_wrapped = wrapped
 
 
+def _any_alive(survivors: list[list[weakref.ref[Any]]]) -> bool:
+    return any(reference() is not None for references in survivors for reference in references)
+
+
 def _tie_to_optimizers(prepared: list[Any]) -> None:
-    """Let wrappers live as long as the optimizer inside, which a cell may step by itself."""
-    for one in prepared:
-        inner = getattr(one, "scheduler", one)
+    """Keep wrappers alive as long as their inner optimizer, which a cell may step directly."""
+    for wrapper in prepared:
+        inner = getattr(wrapper, "scheduler", wrapper)
         optimizer = getattr(inner, "optimizer", None)
         if isinstance(optimizer, Optimizer):
-            vars(optimizer).setdefault("_nbdist_wrappers", {})[id(one)] = one
+            vars(optimizer).setdefault("_nbdist_wrappers", {})[id(wrapper)] = wrapper
 
 
 def _cut_used_up_graphs() -> None:
-    """Detach results, such as the last `loss`, from graphs that were gone backward through.
+    """Detach tensors, such as the last `loss`, from graphs that `backward()` has freed.
 
-    Such a graph computes nothing any more, but keeps its model with gradients and engine.
+    Such a graph is useless, but keeps its model, gradients and engine alive.
     """
-    results = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.grad_fn]
+    results = [item for item in gc.get_objects() if type(item) is torch.Tensor and item.grad_fn]
     for result in results:
         if _is_used_up(result.grad_fn):
-            # torch refuses to detach a view in place; it keeps its graph then.
+            # torch cannot detach a view in place; it keeps its graph.
             with contextlib.suppress(RuntimeError):
                 result.detach_()
-                # FSDP2 and DeepSpeed put hooks of the model on what its forward returns.
+                # FSDP2 and DeepSpeed register hooks of the model on the outputs of its forward.
                 result._backward_hooks = None  # noqa: SLF001
                 vars(result).pop("_backward_hook_managers", None)
 
 
 def _is_used_up(node: Any) -> bool:
-    """Whether `backward()` freed a graph: another one would raise. Looks at few nodes."""
+    """Return whether `backward()` freed a graph's tensors; inspects a limited number of nodes."""
     nodes, seen = [node], {node}
     while nodes and len(seen) < _NODES_LOOKED_AT:
         node = nodes.pop()
@@ -147,49 +152,51 @@ def _is_used_up(node: Any) -> bool:
                     getattr(node, name)
         except RuntimeError:
             return True
-        following = {one for one, _ in node.next_functions if one is not None} - seen
-        seen |= following
-        nodes += following
+        children = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= children
+        nodes += children
     return False
 
 
 def _has_hooks(node: Any) -> bool:
-    """Whether a node saved tensors by hooks; backward takes those away with the tensors.
+    """Return whether a node has saved-tensor hooks; backward removes them with the tensors.
 
-    To read such a tensor would call them: activation checkpointing would compute the forward
-    again, with whatever is in the parameters now.
+    Reading such a tensor would call the hooks: activation checkpointing would recompute the
+    forward with the current parameters.
     """
     raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
-    saved = [one for part in raw for one in (part if isinstance(part, (list, tuple)) else [part])]
-    return any(getattr(one, "unpack_hook", None) is not None for one in saved)
+    saved = [
+        tensor for part in raw for tensor in (part if isinstance(part, (list, tuple)) else [part])
+    ]
+    return any(getattr(tensor, "unpack_hook", None) is not None for tensor in saved)
 
 
 def _take_engine(accelerator: Accelerator) -> Callable[[], object]:
-    """Take the engine of `backward()` away; the result wraps it anew where it still lives."""
+    """Remove the engine used by `backward()`; return a function that wraps it again if alive."""
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if wrapped is None:
         return _nothing
     accelerator.deepspeed_engine_wrapped = None
     kind, reference = type(wrapped), weakref.ref(wrapped.engine)
 
-    def give_back() -> object:
+    def restore_engine() -> object:
         engine = reference()
         return None if engine is None else kind(engine)
 
-    return give_back
+    return restore_engine
 
 
 def _nothing() -> None:
-    """Give back no engine."""
+    return None
 
 
-class HeldHook:
-    """A gradient hook of DeepSpeed's, alive as long as its engine is.
+class EngineBoundHook:
+    """Gradient hook of DeepSpeed that lives as long as its engine.
 
-    torch 2.13 hides a post-accumulate-grad hook from the garbage collector, so a hook that
-    leads back to its parameter, as all of DeepSpeed's do, would keep the engine for ever.
-    The parameter gets a hook that knows the real one weakly; the engine's own list of handles
-    keeps the real one.
+    In torch 2.13 a post-accumulate-grad hook is not visible to the garbage collector, so a hook
+    that references its parameter, as all of DeepSpeed's do, would keep the engine alive forever.
+    The parameter gets a hook with a weak reference to the real one; the engine's list of handles
+    holds the real one.
     """
 
     def __init__(
@@ -198,7 +205,7 @@ class HeldHook:
         parameter: torch.Tensor,
         hook: Callable[..., None],
     ) -> None:
-        """Register `hook` on `parameter` in DeepSpeed's way."""
+        """Register `hook` on `parameter` with DeepSpeed's `register`."""
         reference = weakref.ref(hook)
 
         def call(*args: Any) -> None:
@@ -209,29 +216,29 @@ class HeldHook:
         self._handle = register(parameter, call)
 
     def remove(self) -> None:
-        """Take the hook off, as torch's own handle does."""
+        """Remove the hook, as torch's handle does."""
         self._handle.remove()
 
 
-def let_engines_go() -> None:
-    """Make the engines that are built from now on collectable; once in a process."""
+def make_engines_collectable() -> None:
+    """Patch DeepSpeed so that engines can be garbage collected; idempotent."""
     if _lists:
         return
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
     from deepspeed.utils.torch import register_grad_hook
 
-    def register(parameter: torch.Tensor, hook: Callable[..., None]) -> HeldHook:
-        return HeldHook(register_grad_hook, parameter, hook)
+    def register(parameter: torch.Tensor, hook: Callable[..., None]) -> EngineBoundHook:
+        return EngineBoundHook(register_grad_hook, parameter, hook)
 
     for module in (bf16_optimizer, stage3, stage_1_and_2):
         module.register_grad_hook = register
     _lists.append(parameter_offload.FWD_MODULE_STACK)
-    _remember_on_each_engine()
+    _move_cache_to_instance()
 
 
-def _remember_on_each_engine() -> None:
-    """Move a cache of ZeRO-3's from its class, where it keeps each engine, to the engine.
+def _move_cache_to_instance() -> None:
+    """Move a ZeRO-3 cache from its class, where it keeps each engine alive, to the instance.
 
     deepspeed 0.19.8, partitioned_param_coordinator.py: an lru_cache around a method.
     """
@@ -243,9 +250,9 @@ def _remember_on_each_engine() -> None:
     original = cached.__wrapped__
 
     def params_to_release(self: Any, submodule: object, step: int) -> object:
-        found = self.__dict__.setdefault("_nbdist_released", {})
-        if (submodule, step) not in found:
-            found[submodule, step] = original(self, submodule, step)
-        return found[submodule, step]
+        cache = self.__dict__.setdefault("_nbdist_released", {})
+        if (submodule, step) not in cache:
+            cache[submodule, step] = original(self, submodule, step)
+        return cache[submodule, step]
 
     setattr(cls, name, params_to_release)

@@ -1,7 +1,7 @@
-"""A model in training without its engine, its weights and its optimizer state; runs on a rank.
+"""Everything needed to rebuild a prepared model under another engine, without its weights.
 
-From a mould the model is made again for another engine, in this process or, since all of it
-can be pickled but the hooks, in a new one.
+A ``ModelRecipe`` can be pickled except for its hooks, so the model can also be rebuilt in another
+process.
 """
 
 from __future__ import annotations
@@ -17,104 +17,115 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from nbdist.state.meta_model import Skeleton
-    from nbdist.state.optimizer_recipes import Recipe
+    from nbdist.state.meta_model import MetaModel
+    from nbdist.state.optimizer_recipes import OptimizerRecipe
     from nbdist.state.shards import ShardMap
-    from nbdist.worker.training.grad_scaler import Scale
-    from nbdist.worker.training.model_state import Carried, Counts
-    from nbdist.worker.training.prepared_models import Trained
+    from nbdist.worker.training.grad_scaler import LossScale
+    from nbdist.worker.training.model_state import ModelState, ScalarState
+    from nbdist.worker.training.prepared_models import PreparedModel
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Mould:
-    """What it takes to make one model again, and to see that it is the same."""
+class ModelRecipe:
+    """Recipe for rebuilding one model and verifying the result."""
 
-    skeleton: Skeleton
+    meta: MetaModel
     attributes: dict[str, dict[str, object]]
-    """Plain data that its modules hold."""
+    """Attributes of the modules with plain values."""
     trainable: dict[str, bool]
     buffers: dict[str, torch.Tensor]
-    """This rank's own, in host memory, by name."""
-    optimizers: list[tuple[Recipe, list[optimizer_recipes.Options]]]
-    habits: list[dict[str, Any]]
-    """Attributes of each optimizer that its constructor does not know: hooks, own numbers."""
-    counts: Counts
-    scale: Scale | None
-    """Of the loss, under fp16."""
-    steps: int
+    """This rank's buffers by name, in host memory."""
+    optimizers: list[tuple[OptimizerRecipe, list[optimizer_recipes.GroupOptions]]]
+    extra_attributes: list[dict[str, Any]]
+    """Per optimizer, attributes that are not constructor arguments: hooks, counters."""
+    scalar_state: ScalarState
+    loss_scale: LossScale | None
+    """Loss scale under fp16."""
+    num_steps: int
     digests: dict[str, int]
-    """Of weights and optimizer state."""
+    """Digests of weights and optimizer state."""
 
     @classmethod
-    def of(
-        cls, one: Trained, carried: Carried, share: ShardMap, *, reset_optimizer: bool, hooks: bool
-    ) -> Mould:
-        """Take it from a model in training; a collective.
+    def capture(
+        cls,
+        prepared: PreparedModel,
+        model_state: ModelState,
+        shards: ShardMap,
+        *,
+        reset_optimizer: bool,
+        hooks: bool,
+    ) -> ModelRecipe:
+        """Capture the recipe of a prepared model; collective.
 
         Args:
-            one: the model.
+            prepared: the model.
             carried: its state.
-            share: this rank's part of it.
-            reset_optimizer: leave the state of the optimizers behind.
-            hooks: keep the hooks of optimizers, which need not be possible to pickle.
+            share: this rank's shards of the state.
+            reset_optimizer: omit the optimizer state.
+            hooks: include optimizer hooks, which may not be picklable.
         """
-        raws = [owned.raw for owned in one.living]
+        raws = [owned.inner_optimizer for owned in prepared.live_optimizers]
         return cls(
-            skeleton=one.kept,
-            attributes=meta_model.attributes(one.model, one.kept),
-            trainable=meta_model.trainable(one.model),
-            buffers=_buffers(one),
+            meta=prepared.meta,
+            attributes=meta_model.module_attributes(prepared.model, prepared.meta),
+            trainable=meta_model.requires_grad_by_name(prepared.model),
+            buffers=_buffers(prepared),
             optimizers=[
-                (owned.recipe, optimizer_recipes.options(owned.raw)) for owned in one.living
+                (owned.recipe, optimizer_recipes.group_options(owned.inner_optimizer))
+                for owned in prepared.live_optimizers
             ],
-            habits=[
-                optimizer_recipes.own_numbers(raw) | (optimizer_recipes.hooks(raw) if hooks else {})
+            extra_attributes=[
+                optimizer_recipes.extra_state(raw)
+                | (optimizer_recipes.step_hooks(raw) if hooks else {})
                 for raw in raws
             ],
-            counts={} if reset_optimizer else carried.counts(),
-            scale=grad_scaler.scale_of(one),
-            steps=one.steps,
-            digests=digest.agreed(share),
+            scalar_state={} if reset_optimizer else model_state.scalar_state(),
+            loss_scale=grad_scaler.get_loss_scale(prepared),
+            num_steps=prepared.num_steps,
+            digests=digest.global_digests(shards),
         )
 
-    def cast(self) -> tuple[nn.Module, list[Optimizer]]:
-        """Make a bare model and its optimizers, without weights and state."""
-        model = meta_model.revived(self.skeleton)
-        meta_model.give_back(model, self.attributes)
-        meta_model.set_trainable(model, self.trainable)
+    def build(self) -> tuple[nn.Module, list[Optimizer]]:
+        """Build the unprepared model and its optimizers, without weights and state."""
+        model = meta_model.materialize(self.meta)
+        meta_model.restore_attributes(model, self.attributes)
+        meta_model.set_requires_grad(model, self.trainable)
         named = dict(model.named_parameters(remove_duplicate=False))
-        raws = [optimizer_recipes.made(recipe, named, groups) for recipe, groups in self.optimizers]
-        for raw, habits in zip(raws, self.habits, strict=True):
+        raws = [
+            optimizer_recipes.build_optimizer(recipe, named, groups)
+            for recipe, groups in self.optimizers
+        ]
+        for raw, habits in zip(raws, self.extra_attributes, strict=True):
             vars(raw).update(habits)
         return model, raws
 
-    def fill(self, one: Trained) -> None:
-        """Give the prepared model what is neither weights nor optimizer state."""
-        for name, live in one.model.named_buffers():
-            live.copy_(self.buffers[meta_model.plain(name)])
-        one.steps = self.steps
-        grad_scaler.give(one, self.scale)
+    def load_buffers(self, prepared: PreparedModel) -> None:
+        """Restore buffers, step count and loss scale of the prepared model."""
+        for name, live in prepared.model.named_buffers():
+            live.copy_(self.buffers[meta_model.bare_name(name)])
+        prepared.num_steps = self.num_steps
+        grad_scaler.set_loss_scale(prepared, self.loss_scale)
 
-    def words(self, *, reset_optimizer: bool) -> list[str]:
-        """Say what was carried: model and optimizers."""
-        counts = f"{len(self.skeleton.names)} parameters, {len(self.buffers)} buffers"
+    def describe(self, *, reset_optimizer: bool) -> list[str]:
+        """Return descriptions of the model and its optimizers."""
+        counts = f"{len(self.meta.names)} parameters, {len(self.buffers)} buffers"
         without = " without its state" if reset_optimizer else ""
         return [
-            f"{type(self.skeleton.model).__name__} ({counts})",
-            *(f"{recipe.cls.__name__}{without}" for recipe, _ in self.optimizers),
+            f"{type(self.meta.model).__name__} ({counts})",
+            *(f"{recipe.optimizer_class.__name__}{without}" for recipe, _ in self.optimizers),
         ]
 
 
-def _buffers(one: Trained) -> dict[str, torch.Tensor]:
-    """Copy this rank's buffers to host memory.
-
-    DeepSpeed rounds buffers to the type that it computes in; those that no state dict has
-    (rotary frequencies) are then taken from the skeleton again.
-    """
-    before = dict(one.kept.model.named_buffers())
-    kept = {}
-    for name, live in one.model.named_buffers():
-        plain = meta_model.plain(name)
-        rounded = plain in one.kept.buffers and live.dtype != before[plain].dtype
-        kept[plain] = one.kept.buffers[plain] if rounded else live.detach().to("cpu", copy=True)
-    return kept
+def _buffers(prepared: PreparedModel) -> dict[str, torch.Tensor]:
+    """Copy this rank's buffers to host memory."""
+    before = dict(prepared.meta.model.named_buffers())
+    copies = {}
+    for name, live in prepared.model.named_buffers():
+        plain = meta_model.bare_name(name)
+        # DeepSpeed casts buffers to its compute dtype. Non-persistent ones, such as rotary
+        # frequencies, are restored from the meta model instead.
+        is_cast = plain in prepared.meta.buffers and live.dtype != before[plain].dtype
+        copies[plain] = (
+            prepared.meta.buffers[plain] if is_cast else live.detach().to("cpu", copy=True)
+        )
+    return copies

@@ -1,8 +1,8 @@
-"""What `prepare()` learned: the models in training, and how to make them for another engine.
+"""Registry of prepared models, with the information needed to rebuild them under another engine.
 
-Runs on a rank. `worker.engines.accelerator` calls `meet` before each preparation, when models and
-optimizers are still bare, and `learn` after it. Nothing here keeps a prepared object alive:
-a cell that is run again replaces what it made before.
+`worker.engines.accelerator` creates a ``PrepareCall`` before each `prepare()`, while models and
+optimizers are still unwrapped, and calls its ``record_result`` afterwards. Only weak references are
+held, so that running a cell again frees the objects of its previous run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import SwitchError
 from nbdist.state import meta_model, optimizer_recipes
-from nbdist.state.layouts.base import inside_compiled, is_engine
+from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
 from nbdist.worker.engines import fsdp
-from nbdist.worker.interrupt.step_gate import gate
+from nbdist.worker.interrupt.step_gate import step_gate
 from nbdist.worker.memory import memory_accounting
 
 if TYPE_CHECKING:
@@ -32,325 +32,341 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
-    from nbdist.state.meta_model import Skeleton
-    from nbdist.state.optimizer_recipes import Recipe
+    from nbdist.state.meta_model import MetaModel
+    from nbdist.state.optimizer_recipes import OptimizerRecipe
 
 
-Midway = Literal["", "forward", "backward"]
+InterruptedPass = Literal["", "forward", "backward"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class TrainedOptimizer:
-    """An optimizer of a model."""
+class PreparedOptimizer:
+    """A prepared optimizer."""
 
-    recipe: Recipe
-    given: weakref.ref[Optimizer]
-    """The user's; schedulers point to it. DeepSpeed may step one of its own instead."""
+    recipe: OptimizerRecipe
+    user_optimizer: weakref.ref[Optimizer]
+    """The user's optimizer, which schedulers refer to. DeepSpeed may step another one."""
     wrapper: weakref.ref[AcceleratedOptimizer]
-    """As `prepare()` returned it."""
+    """The wrapper that `prepare()` returned."""
 
     @property
-    def raw(self) -> Optimizer:
-        """Torch's own or DeepSpeed's, which has the state."""
-        return innermost(self.wrapper())
+    def inner_optimizer(self) -> Optimizer:
+        """The innermost optimizer, torch's or DeepSpeed's, which has the state."""
+        return innermost_optimizer(self.wrapper())
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Trained:
-    """A model that an engine has, with what belongs to it."""
+class PreparedModel:
+    """A prepared model with its accelerator, optimizers and schedulers."""
 
     accelerator: weakref.ref[Accelerator]
-    skeleton: Skeleton | None = None
-    problem: str = ""
-    """Why it cannot be made again."""
-    bare: weakref.ref[nn.Module]
-    """As it was given to `prepare()`; under FSDP2 the engine's as well."""
+    meta_or_none: MetaModel | None = None
+    rebuild_error: str = ""
+    """Reason why it cannot be rebuilt."""
+    user_model: weakref.ref[nn.Module]
+    """The argument of `prepare()`; under FSDP2 the same object as the result."""
     wrapper: weakref.ref[nn.Module] | None = None
-    """As `prepare()` returned it."""
-    optimizers: list[TrainedOptimizer] = field(default_factory=list)
+    """The result of `prepare()`."""
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[weakref.ref[Any]] = field(default_factory=list)
-    """Wrappers of its schedulers, as `prepare()` returned them."""
-    waiting: int = 0
-    """Micro-batches whose gradients no step has used yet."""
-    steps: int = 0
-    """Optimizer steps since its training began, in whatever session."""
-    midway: Midway = ""
-    """Which pass through it was cut short: its engine may be left with half of the work."""
+    """Wrappers of its schedulers that `prepare()` returned."""
+    num_pending_micro_batches: int = 0
+    """Micro-batches whose gradients were not yet used in a step."""
+    num_steps: int = 0
+    """Optimizer steps since the start of training, across sessions."""
+    interrupted_pass: InterruptedPass = ""
+    """The interrupted pass, which may leave the engine in an inconsistent state."""
 
     @property
     def model(self) -> nn.Module:
         """The prepared model."""
         prepared = None if self.wrapper is None else self.wrapper()
         if prepared is None:
-            message = "a prepared model is gone; run the cell that prepares it again."
+            message = "A prepared model was deleted. Run the cell that prepares it again."
             raise SwitchError(message)
         return prepared
 
     @property
     def owner(self) -> Accelerator:
         """The Accelerator that prepared it."""
-        found = self.accelerator()
-        if found is None:
-            message = "the accelerator of a prepared model is gone; prepare the model again."
+        accelerator = self.accelerator()
+        if accelerator is None:
+            message = "The accelerator of a prepared model was deleted. Prepare the model again."
             raise SwitchError(message)
-        return found
+        return accelerator
 
     @property
-    def kept(self) -> Skeleton:
-        """What it can be made from again."""
-        if self.skeleton is None:
-            raise SwitchError(self.problem)
-        return self.skeleton
+    def meta(self) -> MetaModel:
+        """The meta model to rebuild it from; raises SwitchError if there is none."""
+        if self.meta_or_none is None:
+            raise SwitchError(self.rebuild_error)
+        return self.meta_or_none
 
     @property
-    def schedules(self) -> list[Any]:
-        """Schedulers that are still in use, as `prepare()` returned them."""
-        return [one for one in (known() for known in self.schedulers) if one is not None]
+    def live_schedulers(self) -> list[Any]:
+        """The prepared schedulers that still exist."""
+        wrappers = (reference() for reference in self.schedulers)
+        return [wrapper for wrapper in wrappers if wrapper is not None]
 
     @property
-    def alive(self) -> bool:
-        """Whether anything but an Accelerator may still use it."""
+    def is_alive(self) -> bool:
+        """True if the prepared model still exists."""
         return self.wrapper is not None and self.wrapper() is not None
 
     @property
-    def living(self) -> list[TrainedOptimizer]:
-        """Optimizers that are still in use."""
-        return [one for one in self.optimizers if one.wrapper() is not None]
+    def live_optimizers(self) -> list[PreparedOptimizer]:
+        """The prepared optimizers that still exist."""
+        return [optimizer for optimizer in self.optimizers if optimizer.wrapper() is not None]
 
 
-_trained: list[Trained] = []
+_trained: list[PreparedModel] = []
 _loaders: list[weakref.ref[DataLoader[Any]]] = []
 
 
-def everything() -> list[Trained]:
-    """All models in training, in the order in which they were prepared."""
-    _trained[:] = [one for one in _trained if one.alive]
+def all_models() -> list[PreparedModel]:
+    """Return all prepared models, in the order of preparation."""
+    _trained[:] = [model for model in _trained if model.is_alive]
     return list(_trained)
 
 
-def loaders() -> list[DataLoader[Any]]:
-    """All prepared loaders that are still in use, in the order in which they were prepared."""
-    _loaders[:] = [known for known in _loaders if known() is not None]
-    return [one for one in (known() for known in _loaders) if one is not None]
+def all_loaders() -> list[DataLoader[Any]]:
+    """Return all prepared loaders that still exist, in the order of preparation."""
+    _loaders[:] = [reference for reference in _loaders if reference() is not None]
+    return [loader for loader in (reference() for reference in _loaders) if loader is not None]
 
 
-def know_loader(prepared: Any, given: object) -> None:
-    """Remember a prepared loader, and the user's that it was made from."""
+def register_loader(prepared: Any, given: object) -> None:
+    """Register a prepared loader and the user's loader that it was made from."""
     vars(prepared)[_GIVEN] = given
     _loaders.append(weakref.ref(prepared))
 
 
-def given_loader(prepared: Any) -> object:
-    """The user's loader that a prepared one was made from; None where it is not known."""
+def user_loader(prepared: Any) -> object:
+    """Return the user's loader that a prepared one was made from; None if unknown."""
     return vars(prepared).get(_GIVEN)
 
 
 _GIVEN = "_nbdist_given"
 
 
-class Meeting:
-    """What is known of the arguments of one `prepare()` before it."""
+class PrepareCall:
+    """One call of `prepare()`: information about its arguments, recorded before the call."""
 
     def __init__(self, accelerator: Accelerator, args: Sequence[object]) -> None:
-        """Look at models and optimizers while they are bare."""
+        """Record models and optimizers while they are unwrapped."""
         self._args = list(args)
         self._new = {
-            id(one): _meet(accelerator, one)
-            for one in args
-            if isinstance(one, nn.Module) and not any(one is old.model for old in everything())
+            id(arg): _create_record(accelerator, arg)
+            for arg in args
+            if isinstance(arg, nn.Module) and not any(arg is old.model for old in all_models())
         }
-        known = [*everything(), *self._new.values()]
-        owners = {identity: one for one in known for identity in _names(one)}
-        self._recipes: dict[int, tuple[Trained, Recipe]] = {}
-        for one in args:
-            if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer):
-                self._take_down(one, owners)
+        models = [*all_models(), *self._new.values()]
+        owners = {identity: model for model in models for identity in _names(model)}
+        self._recipes: dict[int, tuple[PreparedModel, OptimizerRecipe]] = {}
+        for arg in args:
+            if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
+                self._take_down(arg, owners)
 
     @property
-    def twin(self) -> nn.Module | None:
-        """The last new model without its data; None where it cannot be copied."""
-        kept = [one.skeleton for one in self._new.values()]
-        return kept[-1].model if kept and kept[-1] is not None else None
+    def meta_copy(self) -> nn.Module | None:
+        """Meta copy of the last new model; None if it cannot be copied."""
+        metas = [model.meta_or_none for model in self._new.values()]
+        return metas[-1].model if metas and metas[-1] is not None else None
 
-    def _take_down(self, optimizer: Optimizer, owners: dict[int, Trained]) -> None:
-        held = [id(one) for one in parameters(optimizer)]
-        found = {id(owners[one]): owners[one] for one in held if one in owners}
-        for owner in found.values():
-            if len(found) > 1:
-                owner.problem = owner.problem or (
-                    "one optimizer holds parameters of several models; give each model its own."
+    def _take_down(self, optimizer: Optimizer, owners: dict[int, PreparedModel]) -> None:
+        ids = [id(parameter) for parameter in optimizer_parameters(optimizer)]
+        models = {id(owners[identity]): owners[identity] for identity in ids if identity in owners}
+        for owner in models.values():
+            if len(models) > 1:
+                owner.rebuild_error = owner.rebuild_error or (
+                    "An optimizer holds parameters of several models. Give each model its own"
+                    " optimizer."
                 )
-        if len(found) != 1:
-            return  # the engine will say what it cannot take
-        (owner,) = found.values()
+        if len(models) != 1:
+            return  # the engine raises the error if it does not support this
+        (owner,) = models.values()
         try:
-            self._recipes[id(optimizer)] = owner, optimizer_recipes.recipe(optimizer, _names(owner))
+            self._recipes[id(optimizer)] = (
+                owner,
+                optimizer_recipes.capture_recipe(optimizer, _names(owner)),
+            )
         except SwitchError as error:
-            owner.problem = owner.problem or str(error)
+            owner.rebuild_error = owner.rebuild_error or str(error)
 
-    def learn(self, result: object) -> list[Trained]:
-        """Remember what came of it; returns the models that are new."""
-        made = result if len(self._args) > 1 and isinstance(result, (list, tuple)) else [result]
-        pairs = list(zip(self._args, made, strict=False))
+    def record_result(self, result: object) -> list[PreparedModel]:
+        """Register the result of the call; return the models that are new."""
+        results = result if len(self._args) > 1 and isinstance(result, (list, tuple)) else [result]
+        pairs = list(zip(self._args, results, strict=False))
         for before, after in pairs:
             if id(before) in self._new and isinstance(after, nn.Module):
-                one = self._new[id(before)]
-                one.wrapper = weakref.ref(after)
-                _trained.append(one)
-            elif isinstance(after, DataLoader) and not any(after is one for one in loaders()):
-                know_loader(after, before)
+                model = self._new[id(before)]
+                model.wrapper = weakref.ref(after)
+                _trained.append(model)
+            elif isinstance(after, DataLoader) and not any(
+                after is known for known in all_loaders()
+            ):
+                register_loader(after, before)
         for before, after in pairs:
             if not isinstance(before, Optimizer) or not isinstance(after, AcceleratedOptimizer):
                 continue
             if id(before) in self._recipes:
                 owner, recipe = self._recipes[id(before)]
                 owner.optimizers.append(
-                    TrainedOptimizer(
-                        recipe=recipe, given=weakref.ref(before), wrapper=weakref.ref(after)
+                    PreparedOptimizer(
+                        recipe=recipe,
+                        user_optimizer=weakref.ref(before),
+                        wrapper=weakref.ref(after),
                     )
                 )
         for before, after in pairs:
             if isinstance(before, LRScheduler) and isinstance(after, AcceleratedScheduler):
                 for owner in _owners(before):
                     owner.schedulers.append(weakref.ref(after))
-        return [one for one in self._new.values() if one.alive]
+        return [model for model in self._new.values() if model.is_alive]
 
 
-def bring_up_to_date(one: Trained) -> None:
-    """Take down parameter groups that were added since `prepare()`.
+def refresh_param_groups(prepared: PreparedModel) -> None:
+    """Record parameter groups that were added after `prepare()`.
 
     Raises:
-        SwitchError: one has parameters that are not this model's.
+        SwitchError: a group has parameters that are not this model's.
     """
-    if is_engine(inside_compiled(one.model)):
-        return  # DeepSpeed steps flat tensors of its own, and takes no further groups
-    names = _names(one)
-    for owned in one.living:
-        flat = any(isinstance(p, FlatParameter) for p in parameters(owned.raw))
+    if is_deepspeed_engine(unwrap_compiled(prepared.model)):
+        return  # DeepSpeed steps its own flat tensors and does not support additional groups
+    names = _names(prepared)
+    for owned in prepared.live_optimizers:
+        flat = any(
+            isinstance(p, FlatParameter) for p in optimizer_parameters(owned.inner_optimizer)
+        )
         if not flat:
-            groups = optimizer_recipes.groups(owned.raw, names)
-            owned.recipe = replace(owned.recipe, groups=groups)
+            groups = optimizer_recipes.get_param_group_names(owned.inner_optimizer, names)
+            owned.recipe = replace(owned.recipe, param_group_names=groups)
 
 
-def waiting(one: Trained) -> int:
-    """Micro-batches whose gradients wait for a step.
-
-    `Accelerator.backward` does not say which of its models it was for: those of another one
-    are seen by there being none here.
-    """
-    found = is_engine(inside_compiled(one.model)) or any(
-        gradient is not None for gradient in memory_accounting.gradients(one.model)
+def count_pending_micro_batches(prepared: PreparedModel) -> int:
+    """Return the number of micro-batches whose gradients were not yet used in a step."""
+    # `Accelerator.backward` counts for all models of the accelerator, because it does not know
+    # which one the loss is from: a model without gradients was not part of it.
+    has_gradients = is_deepspeed_engine(unwrap_compiled(prepared.model)) or any(
+        gradient is not None for gradient in memory_accounting.gradients(prepared.model)
     )
-    return one.waiting if found else 0
+    return prepared.num_pending_micro_batches if has_gradients else 0
 
 
-def midway() -> Midway:
-    """Which pass through any model was cut short; a backward says more than a forward."""
-    cut = {one.midway for one in _trained}
-    return "backward" if "backward" in cut else "forward" if "forward" in cut else ""
+def interrupted_pass() -> InterruptedPass:
+    """Return the interrupted pass of any model; a backward takes precedence over a forward."""
+    interrupted = {model.interrupted_pass for model in _trained}
+    return (
+        "backward" if "backward" in interrupted else "forward" if "forward" in interrupted else ""
+    )
 
 
-def watch_forward(one: Trained, *, gathers: bool) -> None:
-    """Let Stop come before a forward, and notice one that is cut short.
+def hook_forward(prepared: PreparedModel, *, gathers: bool) -> None:
+    """Register hooks that allow an interrupt before a forward and detect an interrupted one.
 
     Args:
-        one: a prepared model.
-        gathers: its engine gathers parameters for a forward, and leaves them so when it is cut.
+        prepared: a prepared model.
+        gathers: the engine all-gathers parameters in a forward, and an interrupt leaves them
+            unsharded.
     """
 
-    def begins(*_: object) -> None:
-        gate.pause()
-        one.midway = "forward" if gathers else ""
+    def before_forward(*_: object) -> None:
+        step_gate.end_iteration()
+        prepared.interrupted_pass = "forward" if gathers else ""
 
-    def ends(*_: object) -> None:
-        one.midway = ""
+    def after_forward(*_: object) -> None:
+        prepared.interrupted_pass = ""
 
-    one.model.register_forward_pre_hook(begins, prepend=True)  # FSDP2 gathers in such a hook
-    one.model.register_forward_hook(ends)
+    # first, because FSDP2 all-gathers in such a hook
+    prepared.model.register_forward_pre_hook(before_forward, prepend=True)
+    prepared.model.register_forward_hook(after_forward)
 
 
-def parameters(optimizer: Optimizer) -> Iterator[Any]:
-    """What an optimizer steps."""
+def optimizer_parameters(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the parameters of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def forget() -> None:
-    """Forget all models; what prepares them anew says so again."""
+def clear() -> None:
+    """Clear the registry of models, before they are prepared again."""
     _trained.clear()
 
 
-def counting_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Accelerator.backward`: gradients wait for a step from now on."""
+def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Accelerator.backward` to count micro-batches since the last step."""
 
     @functools.wraps(original)
     def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        gate.pause()
-        mine = [one for one in _trained if one.accelerator() is self]
-        for one in mine:
-            one.midway = "backward"
+        step_gate.end_iteration()
+        models = [model for model in _trained if model.accelerator() is self]
+        for model in models:
+            model.interrupted_pass = "backward"  # noqa: S105
         result = original(self, *args, **kwargs)
-        for one in mine:
-            one.midway = ""
-            one.waiting += 1
+        for model in models:
+            model.interrupted_pass = ""
+            model.num_pending_micro_batches += 1
         return result
 
     return backward
 
 
-def using_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `step()` or `zero_grad()` of a prepared optimizer: no gradients wait after it."""
+def wrap_gradient_use(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `step()` or `zero_grad()` of a prepared optimizer to reset the micro-batch count."""
 
     @functools.wraps(original)
     def method(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if self.gradient_state.sync_gradients:
-            for one in _trained:
-                if any(owned.wrapper() is self for owned in one.optimizers):
-                    one.waiting = 0
-                    first = one.optimizers[0].wrapper() is self
-                    one.steps += int(first and original.__name__ == "step")
+            for model in _trained:
+                if any(optimizer.wrapper() is self for optimizer in model.optimizers):
+                    model.num_pending_micro_batches = 0
+                    first = model.optimizers[0].wrapper() is self
+                    model.num_steps += int(first and original.__name__ == "step")
         return result
 
     return method
 
 
-def _meet(accelerator: Accelerator, model: nn.Module) -> Trained:
-    """Look at a bare model; a module that is prepared already keeps its record."""
-    one = Trained(accelerator=weakref.ref(accelerator), bare=weakref.ref(model))
+def _create_record(accelerator: Accelerator, model: nn.Module) -> PreparedModel:
+    """Return the record of a model that is not prepared yet."""
+    record = PreparedModel(accelerator=weakref.ref(accelerator), user_model=weakref.ref(model))
     try:
-        one.skeleton = meta_model.skeleton(model)
+        record.meta_or_none = meta_model.capture_meta_model(model)
     except SwitchError as error:
-        one.problem = str(error)
-    return one
+        record.rebuild_error = str(error)
+    return record
 
 
-def _names(one: Trained) -> dict[int, str]:
-    """Id of a parameter -> its plain name; of what took its place under FSDP2 too."""
-    model = one.model if one.alive else one.bare()
+def _names(prepared: PreparedModel) -> dict[int, str]:
+    """Return id -> name of a model's parameters, including originals that FSDP2 replaced."""
+    model = prepared.model if prepared.is_alive else prepared.user_model()
     if model is None:
         return {}
-    named = {id(p): meta_model.plain(name) for name, p in model.named_parameters()}
-    return named | {id(old): named[id(new)] for old, new in fsdp.moved() if id(new) in named}
+    named = {id(p): meta_model.bare_name(name) for name, p in model.named_parameters()}
+    return named | {
+        id(old): named[id(new)] for old, new in fsdp.sharded_by_original() if id(new) in named
+    }
 
 
-def _owners(scheduler: LRScheduler) -> Iterator[Trained]:
-    """The model whose optimizer a scheduler is for."""
-    meant = {id(getattr(one, "optimizer", None)) for one in optimizer_recipes.schedules(scheduler)}
-    for one in everything():
-        for owned in one.living:
-            if meant & {id(owned.given()), *map(id, layers(owned.wrapper()))}:
-                yield one
+def _owners(scheduler: LRScheduler) -> Iterator[PreparedModel]:
+    """Yield the models whose optimizers a scheduler controls."""
+    parts = optimizer_recipes.nested_schedulers(scheduler)
+    ids = {id(getattr(part, "optimizer", None)) for part in parts}
+    for model in all_models():
+        for owned in model.live_optimizers:
+            if ids & {id(owned.user_optimizer()), *map(id, wrapper_chain(owned.wrapper()))}:
+                yield model
 
 
-def layers(optimizer: Any) -> Iterator[Any]:
-    """An optimizer and those inside it: Accelerate's wrapper, ZeRO's, torch's own."""
+def wrapper_chain(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer and those inside it: Accelerate's wrapper, ZeRO's, torch's."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "optimizer", None)
 
 
-def innermost(optimizer: Any) -> Optimizer:
-    """Torch's own optimizer inside Accelerate's and DeepSpeed's."""
-    found: Optimizer = list(layers(optimizer))[-1]
-    return found
+def innermost_optimizer(optimizer: Any) -> Optimizer:
+    """Return torch's optimizer inside Accelerate's and DeepSpeed's wrappers."""
+    inner: Optimizer = list(wrapper_chain(optimizer))[-1]
+    return inner

@@ -1,9 +1,9 @@
-"""New objects in the place of old ones: in the user's variables, and nowhere else.
+"""Rebinds the user's variables from old objects to their replacements after a switch.
 
-A switch makes model, optimizer and their wrappers anew. Each variable of the user's that was
-bound to an old one is bound to the new one. What else refers to an old one (a list, a
-closure) cannot be found with certainty: the old object is emptied, so that its memory is
-free, and says what happened when it is used.
+A switch rebuilds model, optimizer and their wrappers. Each variable that was bound to an old
+object is bound to the new one. Other references to an old object (in a list or a closure) cannot
+be found reliably: the old object is invalidated, which frees its memory, and raises SwitchError
+when it is used.
 """
 
 from __future__ import annotations
@@ -22,91 +22,94 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, MutableMapping
 
 
-class Renewed:
-    """Old objects, each with the one that took its place; None until it exists."""
+class ReplacementMap:
+    """Map of old objects to their replacements; a replacement is None until it exists."""
 
     def __init__(self) -> None:
-        """Know nothing."""
         self._pairs: dict[int, list[Any]] = {}
 
-    def old(self, key: object, one: object) -> None:
-        """Note an old object under a key that its successor will have as well."""
-        self._pairs.setdefault(id(one), [one, key, None])
+    def add_old(self, key: object, value: object) -> None:
+        """Add an old object with the key that its replacement will have."""
+        self._pairs.setdefault(id(value), [value, key, None])
 
-    def new(self, found: Mapping[object, object]) -> None:
-        """Give each old object the successor with its key."""
+    def add_replacements(self, found: Mapping[object, object]) -> None:
+        """Set the replacement of each old object by its key."""
         for pair in self._pairs.values():
             pair[2] = found.get(pair[1], pair[2])
 
-    def successors(self) -> dict[int, object]:
-        """Id of an old object -> its successor."""
+    def replacements(self) -> dict[int, object]:
+        """Return a mapping from the id of an old object to its replacement."""
         return {identity: new for identity, (_, _, new) in self._pairs.items() if new is not None}
 
-    def unbound(self) -> list[object]:
-        """Old objects whose successor does not exist yet."""
+    def not_replaced(self) -> list[object]:
+        """Return the old objects without a replacement."""
         return [old for old, _, new in self._pairs.values() if new is None]
 
-    def bind(self, names: MutableMapping[str, Any]) -> list[str]:
-        """Bind variables anew; returns those that were."""
-        successors = self.successors()
+    def rebind_variables(self, names: MutableMapping[str, Any]) -> list[str]:
+        """Rebind variables to the replacements; return their names, without private ones."""
+        successors = self.replacements()
         bound = [name for name, value in names.items() if id(value) in successors]
         for name in bound:
             names[name] = successors[id(names[name])]
         return sorted(name for name in bound if not name.startswith("_"))
 
 
-def parts(number: int, prepared: nn.Module, bare: nn.Module | None) -> dict[object, object]:
-    """What of a model a variable may hold: itself, its modules, parameters, buffers, by key.
+def replaceable_objects(
+    number: int, prepared: nn.Module, bare: nn.Module | None
+) -> dict[object, object]:
+    """Return the objects of a model that a variable may hold, by key.
+
+    These are the model itself, its modules, parameters and buffers.
 
     Args:
-        number: of the model.
-        prepared: as `prepare()` returned it.
-        bare: as it was given to `prepare()`; modules of it count where it still has them.
+        number: index of the model.
+        prepared: the result of `prepare()`.
+        bare: the argument of `prepare()`, if it still exists.
     """
-    found: dict[object, object] = {}
-    for name, module in meta_model.modules(prepared):
-        # A wrapper comes before what it wraps, and both have one plain name.
-        found.setdefault((number, "module", name), module)
-        found[number, "inside", name] = module
+    objects: dict[object, object] = {}
+    for name, module in meta_model.named_modules(prepared):
+        # A wrapper comes before the wrapped module, and both have the same plain name.
+        objects.setdefault((number, "module", name), module)
+        objects[number, "inside", name] = module
     for name, parameter in prepared.named_parameters():
-        found[number, "parameter", meta_model.plain(name)] = parameter
+        objects[number, "parameter", meta_model.bare_name(name)] = parameter
     for name, buffer in prepared.named_buffers():
-        found[number, "buffer", meta_model.plain(name)] = buffer
+        objects[number, "buffer", meta_model.bare_name(name)] = buffer
     if bare is not None:
-        found[number, "bare"] = bare
-    found[number, "prepared"] = prepared
-    return found
+        objects[number, "bare"] = bare
+    objects[number, "prepared"] = prepared
+    return objects
 
 
-def empty(olds: Iterable[object], reason: str) -> None:
-    """Free what old objects hold, and let them say why they cannot be used.
+def invalidate(olds: Iterable[object], reason: str) -> None:
+    """Free the memory of old objects, and make them raise SwitchError when they are used.
 
     Args:
-        olds: modules, optimizers, tensors; what cannot be emptied is left as it is.
-        reason: what happened and what to use now.
+        olds: modules, optimizers and tensors; objects of other types are not changed.
+        reason: error message: what happened and what to use instead.
     """
-    for one in olds:
-        if is_stale(one):
+    for old in olds:
+        if is_stale(old):
             continue
-        if isinstance(one, (nn.Module, Optimizer)):
-            vars(one).clear()
-            one.__class__ = _stale(type(one), reason)
-        elif isinstance(one, torch.Tensor) and type(one) in _TENSORS:
-            if isinstance(one, DTensor):
-                one._local_tensor = torch.empty(0)  # noqa: SLF001 - its memory
+        if isinstance(old, (nn.Module, Optimizer)):
+            vars(old).clear()
+            old.__class__ = _stale(type(old), reason)
+        elif isinstance(old, torch.Tensor) and type(old) in _TENSORS:
+            if isinstance(old, DTensor):
+                old._local_tensor = torch.empty(0)  # noqa: SLF001 - its memory
             else:
-                one.data = torch.empty(0)
-            one.grad = None
-            one.__class__ = _stale_tensor(type(one), reason)
+                old.data = torch.empty(0)
+            old.grad = None
+            old.__class__ = _stale_tensor(type(old), reason)
 
 
-def is_stale(one: object) -> bool:
-    """Whether an object was emptied by a switch."""
-    return "of_before" in vars(type(one))
+def is_stale(value: object) -> bool:
+    """Return whether an object was invalidated by a switch."""
+    return "of_before" in vars(type(value))
 
 
 def _stale(cls: type, reason: str) -> type:
-    """Make a class whose objects raise whenever they are used."""
+    """Return a class of modules or optimizers that raise whenever they are used."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise SwitchError(reason)
@@ -124,17 +127,17 @@ def _stale(cls: type, reason: str) -> type:
             **names,
             "of_before": True,
             "__getattribute__": attribute,
-            "__repr__": lambda _: f"<{cls.__name__} of before a switch>",
+            "__repr__": lambda _: f"<{cls.__name__}: replaced by a switch>",
         },
     )
 
 
 _HARMLESS = frozenset({"__class__", "__dict__", "__repr__", "__doc__", "__module__", "__weakref__"})
-"""What Python, IPython and garbage collection ask of any object."""
+"""Attributes that Python, IPython and the garbage collector read from any object."""
 
 
 def _stale_tensor(cls: type, reason: str) -> type:
-    """Make a class of tensors that raise whenever they are used."""
+    """Return a class of tensors that raise whenever they are used."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise SwitchError(reason)
@@ -146,10 +149,10 @@ def _stale_tensor(cls: type, reason: str) -> type:
             "__slots__": (),
             "of_before": True,
             "__torch_function__": classmethod(refuse),
-            "__repr__": lambda _: f"<{cls.__name__} of before a switch>",
+            "__repr__": lambda _: f"<{cls.__name__}: replaced by a switch>",
         },
     )
 
 
 _TENSORS = (nn.Parameter, torch.Tensor, DTensor)
-"""Parameters and buffers; FSDP2's parameters are DTensors."""
+"""Types of parameters and buffers; FSDP2's parameters are DTensors."""

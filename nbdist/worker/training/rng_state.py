@@ -1,4 +1,4 @@
-"""The random generators of a rank: Python's, NumPy's, torch's; runs on a rank."""
+"""State of a rank's random number generators: Python's, NumPy's and torch's."""
 
 from __future__ import annotations
 
@@ -11,82 +11,83 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """Of all generators of one rank."""
+class RngState:
+    """State of all random number generators of one rank."""
 
     python: Any
     """`random.getstate()`."""
     numpy: Any
     """`numpy.random.get_state()`: name, keys, position and two numbers."""
     cpu: torch.Tensor
-    """Bytes of torch's generator."""
+    """State of torch's CPU generator, uint8."""
     cuda: torch.Tensor | None = None
-    """Bytes of the generator of the rank's own GPU."""
+    """State of the generator of this rank's GPU, uint8."""
 
 
-def state() -> State:
-    """Return the generators' state."""
-    return State(
+def get_rng_state() -> RngState:
+    """Return the state of all generators."""
+    return RngState(
         python=random.getstate(),
-        numpy=np.random.get_state(),  # noqa: NPY002 - the one that users' code draws from
+        numpy=np.random.get_state(),  # noqa: NPY002 - the global one, which users' code uses
         cpu=torch.get_rng_state(),
         cuda=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     )
 
 
-def restore(kept: State) -> None:
-    """Set the generators to a state of before."""
-    random.setstate(kept.python)
-    np.random.set_state(kept.numpy)  # noqa: NPY002
-    torch.set_rng_state(kept.cpu)
-    if kept.cuda is not None:
-        torch.cuda.set_rng_state(kept.cuda)
+def set_rng_state(rng_state: RngState) -> None:
+    """Set the state of all generators."""
+    random.setstate(rng_state.python)
+    np.random.set_state(rng_state.numpy)  # noqa: NPY002
+    torch.set_rng_state(rng_state.cpu)
+    if rng_state.cuda is not None:
+        torch.cuda.set_rng_state(rng_state.cuda)
 
 
-def tensors(kept: State) -> dict[str, torch.Tensor]:
-    """A state's numbers, for a file."""
-    found = {"cpu": kept.cpu, "python": torch.tensor(kept.python[1], dtype=torch.int64)}
-    if isinstance(kept.numpy, tuple):
-        found["numpy"] = torch.from_numpy(kept.numpy[1].astype(np.int64))
-    if kept.cuda is not None:
-        found["cuda"] = kept.cuda
-    return found
+def to_tensors(rng_state: RngState) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state, to save in a file."""
+    by_name = {"cpu": rng_state.cpu, "python": torch.tensor(rng_state.python[1], dtype=torch.int64)}
+    if isinstance(rng_state.numpy, tuple):
+        by_name["numpy"] = torch.from_numpy(rng_state.numpy[1].astype(np.int64))
+    if rng_state.cuda is not None:
+        by_name["cuda"] = rng_state.cuda
+    return by_name
 
 
-def plain(kept: State) -> dict[str, Any]:
-    """The rest of it, as JSON has it."""
-    version, _, gauss = kept.python
-    found: dict[str, Any] = {"python": [version, gauss]}
-    if isinstance(kept.numpy, tuple):
-        name, _, place, has_gauss, cached = kept.numpy
-        found["numpy"] = [name, int(place), int(has_gauss), float(cached)]
-    return found
+def to_json(rng_state: RngState) -> dict[str, Any]:
+    """Return the other values of a state, as JSON types."""
+    version, _, gauss = rng_state.python
+    by_name: dict[str, Any] = {"python": [version, gauss]}
+    if isinstance(rng_state.numpy, tuple):
+        name, _, position, has_gauss, cached = rng_state.numpy
+        by_name["numpy"] = [name, int(position), int(has_gauss), float(cached)]
+    return by_name
 
 
-def put_together(numbers: dict[str, torch.Tensor], rest: Any) -> State:
-    """Make a state of `tensors` and `plain`.
+def from_tensors_and_json(numbers: dict[str, torch.Tensor], rest: Any) -> RngState:
+    """Create a state from the results of ``to_tensors`` and ``to_json``.
 
     Raises:
-        ValueError: they are not of one state.
+        ValueError: they are not a valid state.
     """
-    now = state()
+    current = get_rng_state()
     try:
         version, gauss = rest["python"]
-        of_numpy = now.numpy
+        numpy_state = current.numpy
         if "numpy" in rest:
-            name, place, has_gauss, cached = rest["numpy"]
-            of_numpy = (name, numbers["numpy"].numpy().astype(np.uint32), place, has_gauss, cached)
-        made = State(
+            name, position, has_gauss, cached = rest["numpy"]
+            keys = numbers["numpy"].numpy().astype(np.uint32)
+            numpy_state = (name, keys, position, has_gauss, cached)
+        combined = RngState(
             python=(version, tuple(numbers["python"].tolist()), gauss),
-            numpy=of_numpy,
+            numpy=numpy_state,
             cpu=numbers["cpu"],
-            cuda=numbers.get("cuda") if now.cuda is not None else None,
+            cuda=numbers.get("cuda") if current.cuda is not None else None,
         )
-        restore(made)
+        set_rng_state(combined)  # raises if it is not valid
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        message = f"the random generators of the checkpoint cannot be set ({error})"
+        message = f"Cannot restore the checkpoint's random generators ({error})"
         raise ValueError(message) from error
     else:
-        return made
+        return combined
     finally:
-        restore(now)
+        set_rng_state(current)

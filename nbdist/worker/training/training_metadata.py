@@ -1,6 +1,6 @@
-"""What a manifest says of a model's training besides tensors, and its way back; runs on a rank.
+"""Saves and restores training metadata in a checkpoint manifest: optimizers and schedulers.
 
-Plain values only: what is something else stays with the object that has it, and is named.
+Only JSON values are saved; the names of all other values are reported.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nbdist.checkpoint import Group, Optimizer, json_validation
-from nbdist.checkpoint.names import shown
+from nbdist.checkpoint import OptimizerMetadata, ParamGroup, json_validation
+from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
 from nbdist.state import optimizer_recipes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nbdist.worker.training.model_state import Counts
-    from nbdist.worker.training.prepared_models import Trained, TrainedOptimizer
+    from nbdist.worker.training.model_state import ScalarState
+    from nbdist.worker.training.prepared_models import PreparedModel, PreparedOptimizer
 
 _STARTS_AT_ONE = frozenset({"mu", "mu_product"})
-"""Scalar state that is 1 before the first step; all other is 0."""
+"""Scalar state that is 1 before the first step; all other scalars are 0."""
 _LEFT_OUT = object()
 
 
 def class_name(value: object) -> str:
-    """Name of a value's class: "torch.optim.adamw.AdamW"."""
+    """Return the name of a value's class: "torch.optim.adamw.AdamW"."""
     cls = value if isinstance(value, type) else type(value)
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -35,83 +35,94 @@ def class_name(value: object) -> str:
 # -- optimizers
 
 
-def optimizers(prefix: str, one: Trained, counts: Counts, left_out: list[str]) -> list[Optimizer]:
-    """A model's optimizers, without tensors.
+def optimizer_metadata(
+    prefix: str, prepared: PreparedModel, counts: ScalarState, left_out: list[str]
+) -> list[OptimizerMetadata]:
+    """Return the metadata of a model's optimizers, without tensors.
 
     Args:
-        prefix: of their keys.
-        one: the model.
+        prefix: prefix of their keys.
+        prepared: the model.
         counts: scalar state of its parameters.
-        left_out: takes the names of options that are no plain values.
+        left_out: receives the names of options that are not JSON values.
     """
-    found = []
-    for owned in one.living:
-        cls = owned.recipe.cls
-        names = [name for group in owned.recipe.groups for name in group]
-        found.append(
-            Optimizer(
+    saved = []
+    for owned in prepared.live_optimizers:
+        cls = owned.recipe.optimizer_class
+        names = [name for group in owned.recipe.param_group_names for name in group]
+        saved.append(
+            OptimizerMetadata(
                 prefix=prefix,
                 kind=class_name(cls),
-                defaults=plain(owned.recipe.arguments, cls.__name__, []),
+                defaults=to_json_mapping(owned.recipe.constructor_kwargs, cls.__name__, []),
                 groups=tuple(
-                    Group(options=plain(options, cls.__name__, left_out), names=group)
+                    ParamGroup(
+                        options=to_json_mapping(options, cls.__name__, left_out), names=group
+                    )
                     for options, group in zip(
-                        optimizer_recipes.options(owned.raw), owned.recipe.groups, strict=True
+                        optimizer_recipes.group_options(owned.inner_optimizer),
+                        owned.recipe.param_group_names,
+                        strict=True,
                     )
                 ),
                 counts={name: counts[name] for name in names if name in counts},
             )
         )
-    return found
+    return saved
 
 
-def check_optimizers(saved: Sequence[Optimizer], one: Trained) -> None:
-    """Refuse optimizers whose state cannot be that of the saved ones.
+def check_optimizers(saved: Sequence[OptimizerMetadata], prepared_model: PreparedModel) -> None:
+    """Check that saved optimizer state can be loaded into a model's optimizers.
 
     Raises:
-        CheckpointError: other classes, or other groups of parameters.
+        CheckpointError: the classes or the parameter groups differ.
     """
-    then = [each.kind for each in saved]
-    now = [class_name(owned.recipe.cls) for owned in one.living]
-    if then != now:
+    expected = [optimizer.kind for optimizer in saved]
+    prepared = [
+        class_name(owned.recipe.optimizer_class) for owned in prepared_model.live_optimizers
+    ]
+    if expected != prepared:
         raise CheckpointError(
-            f"the checkpoint has the state of {_kinds(then)}, and {_kinds(now)} is prepared;"
-            " prepare the same, or load with --weights-only (weights_only=True)."
+            f"The checkpoint has the state of {_kinds(expected)}, but {_kinds(prepared)} is"
+            " prepared. Prepare the same optimizers, or load with --weights-only"
+            " (weights_only=True)."
         )
-    for kept, owned in zip(saved, one.living, strict=True):
-        group_options(kept, owned)
+    for optimizer, owned in zip(saved, prepared_model.live_optimizers, strict=True):
+        group_options(optimizer, owned)
 
 
-def group_options(saved: Optimizer, owned: TrainedOptimizer) -> list[dict[str, Any]]:
-    """Options of each group of an optimizer, found by the names of its parameters.
+def group_options(saved: OptimizerMetadata, owned: PreparedOptimizer) -> list[dict[str, Any]]:
+    """Return the saved options of each parameter group, looked up by parameter names.
 
     Raises:
-        CheckpointError: a parameter has no saved options, or those of one group differ.
+        CheckpointError: a parameter has no saved options, or options within a group differ.
     """
-    of = {name: group.options for group in saved.groups for name in group.names}
-    found = []
-    for number, names in enumerate(owned.recipe.groups):
-        unknown = [name for name in names if name not in of]
+    options_of = {name: group.options for group in saved.groups for name in group.names}
+    result = []
+    for number, names in enumerate(owned.recipe.param_group_names):
+        unknown = [name for name in names if name not in options_of]
         if unknown:
             raise CheckpointError(
-                f"{shown(unknown[0])} is in group {number} of the {owned.recipe.cls.__name__}, and"
-                " in no group of the checkpoint; make the groups as they were, or load with"
-                " --weights-only (weights_only=True)."
+                f"{printable(unknown[0])} is in group {number} of the"
+                f" {owned.recipe.optimizer_class.__name__}, but not in a group of the"
+                " checkpoint. Use the same parameter groups, or load with --weights-only"
+                " (weights_only=True)."
             )
-        options = [dict(of[name]) for name in names]
-        if any(one != options[0] for one in options):
+        options = [dict(options_of[name]) for name in names]
+        if any(other != options[0] for other in options):
             raise CheckpointError(
-                f"the parameters of group {number} of the {owned.recipe.cls.__name__} had different"
-                " options when they were saved; make the groups as they were, or load with"
-                " --weights-only (weights_only=True)."
+                f"The parameters of group {number} of the"
+                f" {owned.recipe.optimizer_class.__name__} had different options when they"
+                " were saved. Use the same parameter groups, or load with --weights-only"
+                " (weights_only=True)."
             )
-        found.append(options[0] if options else {})
-    return found
+        result.append(options[0] if options else {})
+    return result
 
 
-def set_options(owned: TrainedOptimizer, given: Sequence[Mapping[str, Any]]) -> None:
-    """Set options of an optimizer's groups, in the types that they have now."""
-    for group, options in zip(owned.raw.param_groups, given, strict=True):
+def set_options(owned: PreparedOptimizer, given: Sequence[Mapping[str, Any]]) -> None:
+    """Set the options of an optimizer's groups, keeping the types of the current values."""
+    for group, options in zip(owned.inner_optimizer.param_groups, given, strict=True):
         for name, value in options.items():
             before = group.get(name)
             if name == "params":
@@ -122,108 +133,108 @@ def set_options(owned: TrainedOptimizer, given: Sequence[Mapping[str, Any]]) -> 
                 group[name] = _merged(before, value)
 
 
-def first_counts(names: Mapping[str, Mapping[str, float]]) -> Counts:
-    """Scalar state as it is before the first step."""
+def initial_scalar_state(names: Mapping[str, Mapping[str, float]]) -> ScalarState:
+    """Return the scalar state before the first step."""
     return {
-        name: {which: float(which in _STARTS_AT_ONE) for which in scalars}
+        name: {key: float(key in _STARTS_AT_ONE) for key in scalars}
         for name, scalars in names.items()
     }
 
 
 def _kinds(names: Sequence[str], none: str = "no optimizer") -> str:
-    return " and ".join(shown(name.rpartition(".")[2])[1:-1] for name in names) or none
+    return " and ".join(printable(name.rpartition(".")[2])[1:-1] for name in names) or none
 
 
 # -- schedulers
 
 
-def schedulers(one: Trained, left_out: list[str]) -> list[dict[str, Any]]:
-    """State of a model's schedulers.
+def scheduler_states(prepared: PreparedModel, left_out: list[str]) -> list[dict[str, Any]]:
+    """Return the state of a model's schedulers.
 
     Args:
-        one: the model.
-        left_out: takes the names of what is no plain value, such as functions.
+        prepared: the model.
+        left_out: receives the names of values that are not JSON values, such as functions.
     """
     return [
         {
             "kind": class_name(wrapper.scheduler),
-            "state": plain(
+            "state": to_json_mapping(
                 wrapper.scheduler.state_dict(), type(wrapper.scheduler).__name__, left_out
             ),
         }
-        for wrapper in one.schedules
+        for wrapper in prepared.live_schedulers
     ]
 
 
-def check_schedulers(saved: Sequence[Any], one: Trained) -> None:
-    """Refuse schedulers of other classes.
+def check_schedulers(saved: Sequence[Any], prepared_model: PreparedModel) -> None:
+    """Check that saved scheduler state can be loaded into a model's schedulers.
 
     Raises:
-        CheckpointError: they are.
+        CheckpointError: the classes differ.
     """
-    good = all(
-        isinstance(kept, dict)
-        and isinstance(kept.get("kind"), str)
-        and isinstance(kept.get("state"), dict)
-        for kept in saved
+    valid = all(
+        isinstance(item, dict)
+        and isinstance(item.get("kind"), str)
+        and isinstance(item.get("state"), dict)
+        for item in saved
     )
-    then = [kept["kind"] for kept in saved] if good else ["?"]
-    now = [class_name(wrapper.scheduler) for wrapper in one.schedules]
-    if then != now:
-        before, after = (_kinds(names, "no scheduler") for names in (then, now))
+    expected = [item["kind"] for item in saved] if valid else ["?"]
+    prepared = [class_name(wrapper.scheduler) for wrapper in prepared_model.live_schedulers]
+    if expected != prepared:
+        before, after = (_kinds(names, "no scheduler") for names in (expected, prepared))
         raise CheckpointError(
-            f"the checkpoint has the state of {before}, and {after} is prepared; prepare the same,"
-            " or load with --weights-only (weights_only=True)."
+            f"The checkpoint has the state of {before}, but {after} is prepared. Prepare the same"
+            " schedulers, or load with --weights-only (weights_only=True)."
         )
 
 
 def set_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Set a scheduler's state; what was not saved stays as it is."""
+    """Set a scheduler's state; values that were not saved are kept."""
     scheduler.load_state_dict(_merged(scheduler.state_dict(), state))
 
 
-# -- plain values
+# -- JSON values
 
 
-def plain(value: Mapping[str, Any], where: str, left_out: list[str]) -> dict[str, Any]:
-    """What of a mapping a manifest can keep.
+def to_json_mapping(value: Mapping[str, Any], where: str, left_out: list[str]) -> dict[str, Any]:
+    """Return the part of a mapping that can be saved in a manifest.
 
     Args:
-        value: any values by name.
-        where: whose they are, for `left_out`.
-        left_out: takes the names of all others.
+        value: values by name.
+        where: name of their owner, for `left_out`.
+        left_out: receives the names of all other values.
     """
-    found = _plain(value, where, left_out)
-    return found if isinstance(found, dict) else {}
+    converted = _plain(value, where, left_out)
+    return converted if isinstance(converted, dict) else {}
 
 
 def _plain(value: Any, where: str, left_out: list[str]) -> Any:
-    """One value, or `_LEFT_OUT`."""
-    one = isinstance(value, torch.Tensor) and value.numel() == 1
-    if one or isinstance(value, np.generic):
+    """Convert a value to JSON types; return `_LEFT_OUT` if that is not possible."""
+    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    if is_scalar or isinstance(value, np.generic):
         value = value.item()
     elif type(value) is not bool and isinstance(value, (float, int)):
         value = float(value) if isinstance(value, float) else int(value)
     if isinstance(value, dict) and all(type(name) is str for name in value):
-        inner = {name: _plain(one, f"{where}.{name}", left_out) for name, one in value.items()}
-        return {name: one for name, one in inner.items() if one is not _LEFT_OUT}
+        inner = {name: _plain(item, f"{where}.{name}", left_out) for name, item in value.items()}
+        return {name: item for name, item in inner.items() if item is not _LEFT_OUT}
     if isinstance(value, (list, tuple)):
-        items = [_plain(one, where, left_out) for one in value]
-        return items if all(one is not _LEFT_OUT for one in items) else _LEFT_OUT
+        items = [_plain(item, where, left_out) for item in value]
+        return items if all(item is not _LEFT_OUT for item in items) else _LEFT_OUT
     try:
-        json_validation.to_plain(value, where)
-    except json_validation.Refused:
+        json_validation.to_json_value(value, where)
+    except json_validation.ValidationError:
         left_out.append(where)
         return _LEFT_OUT
     return value
 
 
 def _merged(own: Any, saved: Any) -> Any:
-    """A saved value in the types of the present one; what was not saved stays."""
+    """Return a saved value with the types of the current one; values not saved are kept."""
     if isinstance(own, dict) and isinstance(saved, dict):
-        return {**own, **{name: _merged(own.get(name), one) for name, one in saved.items()}}
+        return {**own, **{name: _merged(own.get(name), item) for name, item in saved.items()}}
     if isinstance(own, (list, tuple)) and isinstance(saved, (list, tuple)):
         same = len(own) == len(saved)
-        items = [_merged(own[at] if same else None, one) for at, one in enumerate(saved)]
+        items = [_merged(own[index] if same else None, item) for index, item in enumerate(saved)]
         return tuple(items) if isinstance(own, tuple) else items
     return saved

@@ -1,0 +1,108 @@
+"""`make bench`: nbdist beside what else there is, and the planner beside what was measured.
+
+    python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
+    python benchmarks [training] [nodes] [scale] [profile] [profiling] [gains] [panel] [weight]
+    python benchmarks [faults] [plan_speed] [plan_fsdp] [plan_engines] [plan_traced]
+    python benchmarks [plan_published] [plan_calibrated]
+
+Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import bottlenecks
+import cells
+import checkpoints
+import exporting
+import faults
+import gains
+import nodes
+import open_panel
+import plan_calibrated
+import plan_engines
+import plan_fsdp
+import plan_published
+import plan_speed
+import plan_traced
+import profiling
+import results
+import saving
+import scale
+import starts
+import switching
+import training
+import values
+import weight
+from rivals import Rivals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BUILD = Path(__file__).parents[1] / "build"
+
+
+@cache
+def others() -> Rivals:
+    """The rivals, installed at their first use."""
+    BUILD.mkdir(exist_ok=True)
+    return Rivals.installed(BUILD)
+
+
+GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
+    "cells": lambda: cells.measure(others()),
+    "starts": lambda: starts.measure(others(), BUILD),
+    "values": lambda: values.measure(others()),
+    "checkpoints": lambda: checkpoints.measure(BUILD),
+    "saving": lambda: saving.measure(BUILD),
+    "exporting": lambda: exporting.measure(BUILD),
+    "switching": lambda: switching.measure(BUILD),
+    "training": lambda: training.measure(BUILD),
+    "nodes": lambda: nodes.measure(BUILD),
+    "profile": lambda: bottlenecks.measure(BUILD),
+    "profiling": profiling.measure,
+    "gains": gains.measure,
+    "scale": scale.measure,
+    "panel": open_panel.measure,
+    "weight": weight.measure,
+    "faults": lambda: faults.measure(others(), BUILD / "faults"),
+    "plan_speed": plan_speed.measure,
+    "plan_fsdp": plan_fsdp.measure,
+    "plan_engines": plan_engines.measure,
+    "plan_traced": plan_traced.measure,
+    "plan_published": plan_published.measure,
+    "plan_calibrated": plan_calibrated.measure,
+}
+
+
+def main() -> int:
+    """Measure the groups asked for, all by default."""
+    parser = argparse.ArgumentParser(description="measure nbdist beside its rivals")
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}")
+    chosen = parser.parse_args().groups or list(GROUPS)
+    if unknown := set(chosen) - GROUPS.keys():
+        parser.error(f"no such group: {', '.join(unknown)}")
+    BUILD.mkdir(exist_ok=True)
+    rows: list[results.Row] = []
+    before = results.machine()
+    for name in chosen:
+        begin = time.monotonic()
+        measured = list(GROUPS[name]())
+        rows += measured
+        print(results.table(measured))
+        print(f"==> {name}: {time.monotonic() - begin:.0f} s", flush=True)
+    print(before)
+    print(results.table(rows))
+    results.write(rows, BUILD / "bench.json")
+    print(f"==> {BUILD / 'bench.json'}")
+    return 0 if all(row.holds for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Rows of a plan: memory and speed of each strategy, and the best one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nbdist.planner.plan_request import PlanRequest
+    from nbdist.planner.step_time import StepCost
+    from nbdist.strategies import Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One strategy with its options at one micro-batch. Bytes are those of the fullest rank."""
+
+    options: Options
+    batch_size: int
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Device bytes by part; "context" and "margin" are not tensors."""
+    allocated_bytes: int = 0
+    """Peak of all tensors."""
+    device_bytes: int = 0
+    """Peak of the device: tensors, allocator margin, context and communicator."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Host memory of one rank in bytes, by part."""
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+    peak_moment: str = ""
+    """When the peak occurs: "loss", "backward of block 3", "optimizer step"."""
+    fits: bool = False
+    learned: str = ""
+    """Date of the latest memory calibration on this machine; "" for the defaults."""
+    cost: StepCost | None = None
+    """None for a row that its backend refuses."""
+    why: str = ""
+    """Why this row was chosen or not."""
+
+    @property
+    def backend(self) -> str:
+        """Canonical name of the backend."""
+        return self.options.backend
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds per optimizer step."""
+        return self.cost.step_time_s if self.cost else float("inf")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second over all ranks; samples for a model without tokens."""
+        return self.cost.tokens_per_s if self.cost else 0.0
+
+    @property
+    def bound(self) -> str:
+        """The limiting resource: compute, communication, offload or optimizer."""
+        return self.cost.bound if self.cost else ""
+
+    @property
+    def variant(self) -> str:
+        """Backend and options in short: "zero3, offload cpu, activation checkpointing"."""
+        return replace(self.options, precision=None, accumulate=1, clip=None).describe()
+
+    @property
+    def command(self) -> str:
+        """The magic line that starts a session with these options."""
+        options = self.options
+        words = ["%%distribute --backend", options.backend]
+        words += ["--offload", options.offload] if options.offload != "none" else []
+        words += ["--offload-params"] if options.offload_params else []
+        words += ["--activation-checkpointing"] if options.activation_checkpointing else []
+        across = options.replicate_across
+        words += ["--replicate-across", across] if across != "none" else []
+        words += ["--accumulate", str(options.accumulate)] if options.accumulate != 1 else []
+        if options.fsdp_config:
+            words += ["--fsdp-config", f"'{json.dumps(options.fsdp_config)}'"]
+        return " ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a flat record for a data frame; parts are columns like "memory.optimizer"."""
+        plain = {
+            "backend": self.backend,
+            "batch_size": self.batch_size,
+            "offload": self.options.offload_device,
+            "offload_params": self.options.offload_params,
+            "activation_checkpointing": self.options.activation_checkpointing,
+            "reshard_after_forward": self.options.reshard_after_forward,
+            "replicate_across": self.options.replicate_across,
+            "fits": self.fits,
+            "device_bytes": self.device_bytes,
+            "allocated_bytes": self.allocated_bytes,
+            "host_bytes": self.host_bytes,
+            "nvme_bytes": self.nvme_bytes,
+            "peak_moment": self.peak_moment,
+            "step_time_s": self.step_time_s,
+            "tokens_per_s": self.tokens_per_s,
+            "why": self.why,
+        }
+        return plain | {f"memory.{part}": size for part, size in self.memory.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTable:
+    """All rows of a plan, and the one to use."""
+
+    question: PlanRequest
+    rows: tuple[PlanRow, ...]
+    best: PlanRow | None
+    """The fastest row that fits, or the simplest within 3 % of it; None if nothing fits."""
+    advice: tuple[str, ...] = ()
+    """If nothing fits: the smallest changes that would help, one sentence each."""

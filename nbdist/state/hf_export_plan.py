@@ -1,0 +1,405 @@
+"""Plan of the tensors and files that `save_pretrained` would write, made on the meta device.
+
+transformers itself processes the meta model's state dict: it selects among tied tensors, renames
+tensors, splits and merges them (the experts of a mixture are one tensor in memory and many in a
+file). A dispatch mode records what happens to each tensor. As a result each tensor of a file is
+either an interval of a tensor in memory or belongs to a group of tensors that is computed
+together.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from nbdist.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+WEIGHTS_PREFIX = "model"
+ADAPTER_PREFIX = "adapter_model"
+"""Prefixes of file names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputTensor:
+    """A tensor in an output file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    key: str = ""
+    """Key of the tensor that it is an interval of; empty if it is computed."""
+    start: int = 0
+    """Index of its first element in that tensor, flattened."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedTensors:
+    """Output tensors that are computed together from source tensors."""
+
+    sources: Mapping[str, str]
+    """Name in the state dict -> key."""
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOutline:
+    """Tensors of an export."""
+
+    file_prefix: str
+    """Prefix of the names of tensor files: "model"."""
+    targets: tuple[OutputTensor, ...]
+    groups: tuple[DerivedTensors, ...]
+    left_out: tuple[str, ...] = ()
+    """Entries of the state dict that are not tensors."""
+
+
+@dataclass(slots=True)
+class _TensorProvenance:
+    """Meta tensors and the state dict entries that each was computed from."""
+
+    model: nn.Module
+    state: dict[str, torch.Tensor]
+    """State dict of meta tensors with the dtypes in memory."""
+    keys: dict[str, str]
+    """Name in the state dict -> key."""
+    made_of: dict[int, set[str]] = field(default_factory=dict)
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Storage id of a copy -> the tensor that was copied."""
+    alive: list[Any] = field(default_factory=list)
+    """References to all recorded tensors, so that their ids stay unique."""
+
+
+def plan_export(
+    model: nn.Module, keys: Mapping[str, tuple[str, torch.dtype]], dtype: torch.dtype | None
+) -> ExportOutline:
+    """Plan the tensors that `save_pretrained` would write.
+
+    Args:
+        model: model on the meta device; not changed.
+        keys: name of a parameter or persistent buffer (the first name if tied) -> its key and
+            its dtype in memory.
+        dtype: dtype of floating-point tensors in the files; None: as in memory.
+
+    Raises:
+        CheckpointError: the model cannot be exported. The message has the reason.
+    """
+    _check(model)
+    state, left_out = _state_dict(model)
+    watch = _watch(model, state, keys)
+    adapter = is_adapter_only(model)
+    try:
+        with _ProvenanceMode(watch):
+            tensors = _renamed(model, dict(watch.state), adapter=adapter)
+    except Exception as error:  # a model's own weight conversion may raise anything
+        message = (
+            f"transformers failed to plan the save of {type(model).__name__}"
+            f" ({type(error).__name__}: {error}). Pull its state dict with %nbdist pull and save"
+            " that."
+        )
+        raise CheckpointError(message) from error
+    targets = tuple(_target(watch, name, tensor, dtype) for name, tensor in tensors.items())
+    groups = tuple(_groups(watch, tensors, [target.name for target in targets if not target.key]))
+    kind = ADAPTER_PREFIX if adapter else WEIGHTS_PREFIX
+    return ExportOutline(file_prefix=kind, targets=targets, groups=groups, left_out=tuple(left_out))
+
+
+def compute_tensors(
+    model: nn.Module, group: DerivedTensors, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Compute the tensors of a group from whole source tensors.
+
+    Args:
+        model: model on the meta device.
+        group: the group.
+        tensors: name in the state dict -> source tensor.
+    """
+    tensors_by_name = _renamed(model, dict(tensors), adapter=is_adapter_only(model))
+    return {name: tensors_by_name[name] for name in group.targets}
+
+
+def assign_to_files(
+    outlined: ExportOutline, max_shard_size: str | int
+) -> dict[str, list[OutputTensor]]:
+    """Assign the tensors to files as transformers does: file name -> tensors, in order.
+
+    Raises:
+        CheckpointError: `max_shard_size` is invalid.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    by_name = {target.name: target for target in outlined.targets}
+    blank = {
+        target.name: torch.empty(target.shape, dtype=target.dtype, device="meta")
+        for target in outlined.targets
+    }
+    try:
+        split = split_torch_state_dict_into_shards(
+            blank,
+            filename_pattern=f"{outlined.file_prefix}{{suffix}}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        message = f"Cannot parse max_shard_size {max_shard_size!r}. Examples: 5GB, 500MB."
+        raise CheckpointError(message) from error
+    return {
+        file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()
+    }
+
+
+def weight_index(model: nn.Module, files: Mapping[str, list[OutputTensor]]) -> dict[str, object]:
+    """Return the index of tensors and files in the format of transformers."""
+    tensors = [target for targets in files.values() for target in targets]
+    return {
+        "metadata": {
+            "total_parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "total_size": sum(target.numel * target.dtype.itemsize for target in tensors),
+        },
+        "weight_map": {target.name: file for file, targets in files.items() for target in targets},
+    }
+
+
+def write_configs(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """Write everything except tensors: configs, custom model code, adapter settings.
+
+    Args:
+        model: model on the meta device; its config is changed as by `save_pretrained`.
+        folder: existing folder.
+        dtype: dtype to write to the config.
+    """
+    if not is_adapter_only(model) and not has_from_pretrained(model):
+        return
+    described: Any = model if is_adapter_only(model) else model.to(dtype)
+    # With an empty state dict transformers 5 writes no tensors, and peft an empty file.
+    described.save_pretrained(str(folder), state_dict={})
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+
+
+def has_from_pretrained(model: nn.Module) -> bool:
+    """Return whether the model's class has `from_pretrained`."""
+    return isinstance(model, PreTrainedModel)
+
+
+def is_adapter_only(model: nn.Module) -> bool:
+    """Return whether only adapters are saved, as peft does; does not import peft."""
+    return any(
+        base.__name__ == "PeftModel" and base.__module__.split(".")[0] == "peft"
+        for base in type(model).__mro__
+    )
+
+
+# -- helpers
+
+
+def _check(model: nn.Module) -> None:
+    """Raise for models whose export needs more than the weights."""
+    kind = type(model).__name__
+    if getattr(model, "hf_quantizer", None) is not None:
+        message = f"{kind} is quantized and can only be saved by its own save_pretrained."
+        raise CheckpointError(message)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        message = (
+            f"{kind} has adapters inside (add_adapter). Wrap it with peft.get_peft_model, or pull"
+            " its state dict with %nbdist pull."
+        )
+        raise CheckpointError(message)
+
+
+def _state_dict(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the state dict entries that are tensors, and the names of the others."""
+    state = model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return tensors, [name for name in state if name not in tensors]
+
+
+def _watch(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    keys: Mapping[str, tuple[str, torch.dtype]],
+) -> _TensorProvenance:
+    """Return the key and a meta tensor with the dtype in memory for each state dict entry."""
+    first = {
+        id(tensor): name
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+    }
+    canonical = {name: first.get(id(tensor), "") for name, tensor in state.items()}
+    strange = [name for name, first_name in canonical.items() if first_name not in keys]
+    if strange:
+        message = (
+            f"{strange[0]} in the state dict of {type(model).__name__} is neither a parameter nor a"
+            " buffer. Pull the tensors that it is made of with %nbdist pull and save those."
+        )
+        raise CheckpointError(message)
+    blanks: dict[str, torch.Tensor] = {}
+    named: dict[str, str] = {}
+    for name in _kept(model, state):
+        key, dtype = keys[canonical[name]]
+        named[name] = key
+        blanks[name] = torch.empty(state[name].shape, dtype=dtype, device="meta")
+    made_of = {id(blank): {name} for name, blank in blanks.items()}
+    return _TensorProvenance(model, blanks, named, made_of, alive=list(blanks.values()))
+
+
+def _kept(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterable[str]:
+    """Return the names that are saved: one per group of tied weights."""
+    if not isinstance(model, PreTrainedModel):
+        return _first_of_tied(model, state)
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = model._keys_to_ignore_on_save or ()  # noqa: SLF001 - as its save_pretrained does
+    saved = {name: tensor.detach() for name, tensor in state.items() if name not in ignored}
+    try:
+        return list(remove_tied_weights_from_state_dict(saved, model))
+    except RuntimeError as error:
+        message = (
+            f"{type(model).__name__} shares weights that its class does not declare as tied, so"
+            " from_pretrained would not share them. Untie them, or pull the state dict with"
+            " %nbdist pull and save that."
+        )
+        raise CheckpointError(message) from error
+
+
+def _first_of_tied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yield the first name of tied tensors; all names if there are adapters: peft selects."""
+    seen_ids: set[int] = set()
+    for name, tensor in state.items():
+        if id(tensor) not in seen_ids or is_adapter_only(model):
+            yield name
+        seen_ids.add(id(tensor))
+
+
+def _renamed(
+    model: nn.Module, state: dict[str, torch.Tensor], *, adapter: bool
+) -> dict[str, torch.Tensor]:
+    """Convert state dict entries to the names and tensors of the files."""
+    if adapter:
+        peft = importlib.import_module("peft")  # installed, since it created the model
+
+        picked: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(model, state_dict=state)
+        return picked
+    if not isinstance(model, PreTrainedModel):
+        return state
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    return converted
+
+
+class _ProvenanceMode(TorchDispatchMode):
+    """Records the state dict entries that each tensor is computed from."""
+
+    def __init__(self, watch: _TensorProvenance) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation and record that each result depends on all inputs."""
+        result = func(*args, **(kwargs or {}))
+        made_of = self._watch.made_of
+        into = [made_of.get(id(leaf), set()) for leaf in tree_leaves((args, kwargs))]
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                made_of[id(leaf)] = made_of.get(id(leaf), set()).union(*into)
+                self._watch.alive.append(leaf)
+        if func is torch.ops.aten.clone.default and result.is_contiguous():
+            self._watch.copies[_memory(result)] = args[0]
+        return result
+
+
+def _target(
+    watch: _TensorProvenance, name: str, tensor: torch.Tensor, dtype: torch.dtype | None
+) -> OutputTensor:
+    """Describe an output tensor, as an interval of a tensor in memory if possible."""
+    made_of = watch.made_of.get(id(tensor), set())
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    key, start = "", 0
+    if len(made_of) == 1:
+        (source,) = made_of
+        offset = _place(watch, tensor, watch.state[source])
+        if offset is not None:
+            key, start = watch.keys[source], offset
+    return OutputTensor(name=name, shape=tuple(tensor.shape), dtype=kind, key=key, start=start)
+
+
+def _place(watch: _TensorProvenance, tensor: torch.Tensor, whole: torch.Tensor) -> int | None:
+    """Return the index of a tensor's first element in `whole` if it is contiguous there.
+
+    Follows copies that only change the memory layout: experts are split off like this.
+    """
+    if not tensor.is_contiguous() or tensor.dtype != whole.dtype:
+        return None
+    memory, start = _memory(tensor), int(tensor.storage_offset())
+    while memory != _memory(whole):
+        copied = watch.copies.get(memory)
+        offset = None if copied is None else _within(copied, start, tensor.numel())
+        if copied is None or offset is None:
+            return None
+        memory, start = _memory(copied), offset
+    return start
+
+
+def _within(copied: torch.Tensor, start: int, count: int) -> int | None:
+    """Return the storage offset of row-major elements if they are contiguous in memory."""
+    sizes, strides = list(copied.shape), list(copied.stride())
+    block = 1
+    while sizes and strides[-1] == block:
+        block *= sizes.pop()
+        strides.pop()
+    if start % block + count > block:
+        return None
+    row, position = start // block, int(copied.storage_offset()) + start % block
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        position += row % size * stride
+        row //= size
+    return position
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - a stable id; torch has no public one
+
+
+def _groups(
+    watch: _TensorProvenance, tensors: Mapping[str, torch.Tensor], computed: Iterable[str]
+) -> Iterator[DerivedTensors]:
+    """Group the computed tensors that share source entries."""
+    merged: list[tuple[set[str], list[str]]] = []
+    for name in computed:
+        sources, names = set(watch.made_of.get(id(tensors[name]), ())), [name]
+        if not sources:
+            message = (
+                f"transformers writes {name}, which depends on no weight of"
+                f" {type(watch.model).__name__}. Pull its state dict and save that."
+            )
+            raise CheckpointError(message)
+        for group in [group for group in merged if group[0] & sources]:
+            merged.remove(group)
+            sources |= group[0]
+            names = group[1] + names
+        merged.append((sources, names))
+    for sources, names in merged:
+        keys = {name: key for name, key in watch.keys.items() if name in sources}
+        yield DerivedTensors(sources=keys, targets=tuple(names))

@@ -1,0 +1,276 @@
+"""Benchmarks collectives, matrix products, memory bandwidth and host-device copies.
+
+Runs on the main thread of all ranks between cells and takes a few seconds. Collectives use the
+default process group: it is connected, engines use it, and another group would need memory for
+another communicator. They are called asynchronously, as engines do. Random generators are not
+changed and memory is released at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import distributed
+
+from nbdist.errors import SessionError
+from nbdist.planner.measurements import COLLECTIVES
+from nbdist.state import collectives
+from nbdist.worker.benchmarks import disk as benchmarks_disk
+from nbdist.worker.memory.memory_probe import trim_malloc
+from nbdist.worker.operations import consensus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nbdist.planner.measurements import Collective
+
+MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
+"""Bytes of the full tensors; the smallest size shows the latency."""
+NUM_ROUNDS = 5
+ROUND_S = 0.02
+"""Target duration of a round; a round has at least one collective."""
+MAX_COLLECTIVES = 50
+"""Maximum number of collectives in a round."""
+FREE_MEMORY_DIVISOR = 8
+"""The buffers use at most 1/8 of the free memory."""
+MATMUL_S = 0.2
+"""Duration of a benchmark of matrix products, elementwise kernels or copies."""
+MAX_MATMUL_S = 1.0
+"""Maximum duration, for a dtype without hardware support."""
+_PRODUCT = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the matrices."""
+_ELEMENTWISE = {"cpu": 16 << 20, "cuda": 512 << 20}
+"""Bytes, larger than the caches."""
+_COPIED = 256 << 20
+"""Bytes per copy between host and device."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def run_benchmark(
+    device: torch.device,
+    *,
+    kinds: list[str],
+    disk: str | None,
+    on_phase: Callable[[str], object],
+) -> dict[str, Any]:
+    """Run all benchmarks; collective. Returns JSON values.
+
+    Args:
+        device: this rank's device.
+        kinds: dtypes of the matrix products, keys of ``DTYPES``.
+        disk: a folder on the disk to benchmark; None for no disk.
+        on_phase: called with the name of each benchmark when it starts.
+
+    Raises:
+        SessionError: a benchmark failed on a rank; the same message on all ranks.
+    """
+    results: dict[str, Any] = {"device": _name(device)}
+    with torch.no_grad(), _release_memory_after(device):
+        on_phase("collectives")
+        results["curves"] = _collectives(device)
+        on_phase("matrix products")
+        results["products"] = {kind: _measure_matmul(device, DTYPES[kind]) for kind in kinds}
+        results["memory"] = _elementwise(device)
+        if device.type == "cuda":
+            on_phase("copies between host and device")
+            results["copies"] = _copies(device)
+    if disk is not None:
+        on_phase(f"disk of {disk}")
+        results["disk"] = _disk(disk)
+    return results
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
+
+
+@contextlib.contextmanager
+def _release_memory_after(device: torch.device) -> Iterator[None]:
+    """Release the memory that the benchmarks reserve to the device and the system."""
+    before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    try:
+        yield
+    finally:
+        if device.type == "cuda" and torch.cuda.memory_reserved(device) > before:
+            torch.cuda.empty_cache()
+        trim_malloc()
+
+
+def _raise_if_any_failed(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, after checking that it succeeded on all ranks.
+
+    Raises:
+        SessionError: it failed on a rank.
+    """
+    result, error = consensus.try_call(call)
+    errors = collectives.all_gather_values(consensus.error_text(error))
+    failed = {rank: text for rank, text in enumerate(errors) if text}
+    if failed:
+        message = (
+            f"The benchmark failed: {consensus.rank_errors_text(failed, collectives.group_size())}"
+        )
+        raise SessionError(message)
+    return result
+
+
+def _disk(folder: str) -> dict[str, Any]:
+    """Return this rank's bandwidth to a disk in bytes/s, while all ranks use it."""
+    trial = benchmarks_disk.DiskBenchmark(folder)
+    try:
+        _raise_if_any_failed(trial.open)
+        return {
+            "write": _raise_if_any_failed(trial.measure_write),
+            "read": _raise_if_any_failed(trial.measure_read),
+            **trial.describe(),
+        }
+    finally:
+        trial.close()
+
+
+# -------------------------------------------------------------------------- collectives
+
+
+def _collectives(device: torch.device) -> dict[str, list[tuple[int, float]]]:
+    """Return the curve of each collective: (bytes of the full tensor, seconds)."""
+    world = distributed.get_world_size()
+    if world == 1:
+        return {}
+    limit = min(collectives.all_gather_values(_free(device))) // FREE_MEMORY_DIVISOR
+    sizes = [size // (4 * world) * 4 * world for size in MESSAGE_BYTES if 2 * size <= limit]
+    if not sizes:
+        return {}
+    full, shard = _raise_if_any_failed(lambda: _buffers(max(sizes), world, device))
+    return {
+        name: [(size, _collective(name, full, shard, size, world)) for size in sizes]
+        for name in COLLECTIVES
+    }
+
+
+def _buffers(size: int, world: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest full tensor and one rank's shard; filled, so they are allocated."""
+    full = torch.ones(size // 4, dtype=torch.float32, device=device)
+    shard = torch.ones(size // 4 // world, dtype=torch.float32, device=device)
+    return full, shard
+
+
+def _collective(
+    name: Collective, whole: torch.Tensor, share: torch.Tensor, size: int, world: int
+) -> float:
+    """Return the seconds per collective of this size on this rank: the median of a few rounds."""
+    full, part = whole[: size // 4], share[: size // 4 // world]
+    call: Callable[[], Any] = {
+        # MAX instead of SUM, so that repetition does not change the values
+        "all_reduce": lambda: distributed.all_reduce(
+            full, op=distributed.ReduceOp.MAX, async_op=True
+        ),
+        "all_gather": lambda: distributed.all_gather_into_tensor(full, part, async_op=True),
+        "reduce_scatter": lambda: distributed.reduce_scatter_tensor(
+            part, full, op=distributed.ReduceOp.MAX, async_op=True
+        ),
+    }[name]
+
+    def call_and_wait() -> None:
+        call().wait()
+
+    call_and_wait()  # warm-up: the first call sets up connections
+    first = max(collectives.all_gather_values(_measure_seconds(call_and_wait, 1, full.device)))
+    times = max(1, min(MAX_COLLECTIVES, int(ROUND_S / first)))
+    rounds = NUM_ROUNDS if first < ROUND_S else 3
+    durations = []
+    for _ in range(rounds):
+        distributed.barrier()
+        durations.append(_measure_seconds(call_and_wait, times, full.device) / times)
+    return statistics.median(durations)
+
+
+# ---------------------------------------------------------------------------- computing
+
+
+def _measure_matmul(device: torch.device, kind: torch.dtype) -> float:
+    """Return the FLOP/s of large matrix products in a dtype, while all ranks compute."""
+    side = _PRODUCT[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def matrix() -> torch.Tensor:
+        # Random numbers: with constant ones a GPU draws less power and is faster.
+        return torch.randn(side, side, generator=generator, device=device).to(kind)
+
+    a, b = _raise_if_any_failed(lambda: (matrix(), matrix()))
+    distributed.barrier()
+    return 2 * side**3 / _seconds_of(lambda: a @ b, device)
+
+
+def _elementwise(device: torch.device) -> float:
+    """Return the bytes/s of a kernel that reads one tensor and writes a new one."""
+    size = min(_ELEMENTWISE[device.type], _free(device) // FREE_MEMORY_DIVISOR)
+    source = _raise_if_any_failed(lambda: torch.ones(size // 4, dtype=torch.float32, device=device))
+    distributed.barrier()
+    return 2 * size / _seconds_of(lambda: source * 0.5, device)
+
+
+def _copies(device: torch.device) -> dict[str, float]:
+    """Return the bytes/s between host and device, by direction and kind of host memory."""
+    size = min(_COPIED, _free(device) // FREE_MEMORY_DIVISOR)
+    on_device = _raise_if_any_failed(lambda: torch.ones(size, dtype=torch.uint8, device=device))
+    bandwidths = {}
+    for kind, pinned in (("pinned", True), ("pageable", False)):
+        host = _raise_if_any_failed(functools.partial(_host, size, pinned=pinned))
+        distributed.barrier()
+        for direction, (target, source) in {
+            "to_device": (on_device, host),
+            "to_host": (host, on_device),
+        }.items():
+            copy = _copying(target, source)
+            bandwidths[f"{direction}_{kind}"] = size / _seconds_of(copy, device)
+    return bandwidths
+
+
+def _host(size: int, *, pinned: bool) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned).fill_(1)
+
+
+def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+# -------------------------------------------------------------------------------- time
+
+
+def _seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of a repeated call, after a warm-up call."""
+    _measure_seconds(call, 1, device)
+    durations: list[float] = []
+    start = time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < MATMUL_S or (
+        len(durations) < NUM_ROUNDS and elapsed < MAX_MATMUL_S
+    ):
+        durations.append(_measure_seconds(call, 1, device))
+    return statistics.median(durations)
+
+
+def _measure_seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
+    """Return the seconds of several calls, including their work on the device."""
+    _finish(device)
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    _finish(device)
+    return time.perf_counter() - start
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free(device: torch.device) -> int:
+    """Return the free bytes of this rank's device; CPU ranks share the host's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available) // distributed.get_world_size()

@@ -1,0 +1,107 @@
+"""What only NCCL has in a release, on groups that note what happens to them."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from nbdist.worker.interrupt import abort_collectives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CLOSED = "sockets closed"
+
+
+class Group:
+    """A process group of GPU ranks: gloo for the CPU, NCCL for the GPU."""
+
+    def __init__(self, name: str, noted: list[str], abort: Callable[[], object]) -> None:
+        self.name, self._noted, self._abort = name, noted, abort
+
+    def _get_backend(self, device: Any) -> Any:
+        assert device.type == "cuda"
+        return SimpleNamespace(
+            _group_start=lambda: self._noted.append("group start"),
+            _group_end=lambda: self._noted.append("group end"),
+        )
+
+    def abort(self) -> None:
+        self._abort()
+        self._noted.append(f"abort {self.name}")
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens, in order."""
+    found: list[str] = []
+    monkeypatch.setattr(abort_collectives, "_close", lambda _: found.append(CLOSED) or 1)
+    monkeypatch.setattr(abort_collectives, "_ends_of_others", lambda *_: set())
+    return found
+
+
+def with_groups(monkeypatch: pytest.MonkeyPatch, *groups: Group) -> dict[Group, str]:
+    names = {group: group.name for group in groups}
+    monkeypatch.setattr(
+        abort_collectives.distributed_c10d, "_world", SimpleNamespace(pg_names=names)
+    )
+    return names
+
+
+def test_nccl_is_aborted_in_one_group_before_any_socket_is_closed(
+    monkeypatch: pytest.MonkeyPatch, noted: list[str]
+) -> None:
+    groups = [Group(name, noted, lambda: None) for name in ("0", "1")]
+    names = with_groups(monkeypatch, *groups)
+    assert abort_collectives.abort_collectives([], "first") == 1
+    assert noted == ["group start", "abort 1", "abort 0", "group end", CLOSED]
+    assert list(names) == groups  # engines still look them up
+    abort_collectives.abort_collectives([], "second")
+    assert noted[5:] == noted[:5]
+
+
+def test_an_abort_that_fails_is_told_and_sockets_are_closed(
+    monkeypatch: pytest.MonkeyPatch, noted: list[str]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("NCCL error: unhandled cuda error")
+
+    with_groups(monkeypatch, Group("0", noted, fail))
+    with pytest.raises(RuntimeError, match=r"could not be aborted: NCCL error: unhandled"):
+        abort_collectives.abort_collectives([], "failing")
+    assert noted == ["group start", "group end", CLOSED]
+
+
+def test_an_abort_that_hangs_is_told_in_time(
+    monkeypatch: pytest.MonkeyPatch, noted: list[str]
+) -> None:
+    monkeypatch.setattr(abort_collectives, "ABORT_S", 0.05)
+    go_on = threading.Event()
+    with_groups(monkeypatch, Group("0", noted, lambda: go_on.wait(30)))
+    try:
+        with pytest.raises(RuntimeError, match="takes more than"):
+            abort_collectives.abort_collectives([], "hanging")
+        assert noted == ["group start", CLOSED]
+    finally:
+        go_on.set()
+        for thread in threading.enumerate():
+            if thread.name == "nbdist-abort":
+                thread.join(30)
+
+
+def test_a_rank_that_publishes_no_connections_is_waited_for_shortly(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(
+        abort_collectives, "_connections", lambda _: [(("127.0.0.1", 1), ("127.0.0.1", 2), 3)]
+    )
+    store = FileStore(str(tmp_path / "store"), 3)
+    store.set("release/one/1", '[["127.0.0.1", 2]]')
+    assert abort_collectives._published(store, "one") == {("127.0.0.1", 2)}

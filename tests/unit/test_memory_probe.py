@@ -1,0 +1,160 @@
+"""Measuring on a rank: what needs no rank for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+from torch import nn
+
+from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
+from nbdist.worker import main
+from nbdist.worker.memory import memory_probe, model_description, oom_advice
+
+
+def test_a_driver_that_fails_does_not_keep_a_rank_from_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_device: torch.device) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+
+    monkeypatch.setattr(torch.cuda, "device_memory_used", fail)
+    assert memory_probe._device_used(torch.device("cuda", 0)) == 0
+
+
+def test_what_a_gpu_held_is_read_before_this_rank_has_a_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Joined(Exception):  # noqa: N818
+        pass
+
+    used = [100]
+
+    def join(*_: object, **__: object) -> None:
+        used[0] += 1 << 30  # the context and NCCL's buffers
+        raise Joined
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda device: used[0] + device.index)
+    monkeypatch.setattr(main.process_group, "create_default_group", join)
+    monkeypatch.setattr(main.rendezvous_store, "open_store", lambda _launch: None)
+    monkeypatch.setattr(main, "set_num_threads", lambda _launch: None)
+    monkeypatch.setattr(memory_probe.probe_state, "device_before_bytes", 0)
+    launch: Any = SimpleNamespace(devices=("0", "1"), nodes=1)
+    with pytest.raises(Joined):
+        main.set_up_rank(launch, 1)
+    assert memory_probe.probe_state.device_before_bytes == 101
+
+
+def test_what_lived_at_the_peak_is_told_apart_afterwards() -> None:
+    counting = MemoryTracker()
+    with counting:
+        gradient = torch.zeros(1000)
+        activation = torch.zeros(500)
+        del activation
+        late = torch.zeros(10)
+        counting.track_tensors("gradients", [gradient, late])
+    assert counting.at_peak == {"gradients": 4000, OTHER_PART: 2000}
+    assert counting.current["gradients"] == 4040
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "shape"),
+    [
+        ((), {"input_ids": torch.zeros(4, 9, dtype=torch.long)}, (4, 9)),
+        ((), {"inputs_embeds": torch.zeros(3, 7, 16)}, (3, 7)),
+        ((torch.zeros(5, 3, 32, 32),), {}, (5, 1)),
+        ((torch.zeros(6, 10),), {}, (6, 1)),
+        ((torch.tensor(1.0),), {}, (1, 1)),
+        ((torch.zeros(2, 8, 4), torch.zeros(2, 8, dtype=torch.long)), {}, (2, 8)),
+    ],
+)
+def test_a_micro_batch_has_samples_and_tokens(
+    args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor], shape: tuple[int, int]
+) -> None:
+    assert memory_probe.batch_shape_of(memory_probe.forward_inputs_of(args, kwargs)) == shape
+    assert memory_probe.batch_shape_of(memory_probe.forward_inputs_of([kwargs, *args], {})) == shape
+
+
+def test_recorded_arguments_are_given_by_name_or_by_place() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x * mask
+
+    x, mask = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+    by_place = memory_probe.forward_inputs_of((x, mask), {})
+    mixed = memory_probe.forward_inputs_of((x,), {"mask": mask, "flag": True})
+    assert [one.shape for one in model_description.meta_inputs(by_place, Model())] == [
+        x.shape,
+        mask.shape,
+    ]
+    named = model_description.meta_inputs(mixed, Model())
+    assert isinstance(named, dict)
+    assert named["x"].is_meta
+    assert named["mask"].dtype == torch.bool
+
+
+@pytest.mark.parametrize(
+    ("error", "of_memory"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("out of memory"), False),
+        (None, False),
+    ],
+)
+def test_errors_of_memory_are_known(error: BaseException | None, *, of_memory: bool) -> None:
+    assert oom_advice.is_out_of_memory(error) is of_memory
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        ("can't allocate memory: you tried to allocate 40000000000000 bytes. Error", 4 * 10**13),
+        ("CUDA out of memory. Tried to allocate 9.50 GiB. GPU 0 has", 9.5 * 2**30),
+        ("Unable to allocate 728. TiB for an array with shape (1,)", 728 * 2**40),
+        ("out of memory", None),
+    ],
+)
+def test_what_was_asked_for_is_read_off_the_error(said: str, size: float | None) -> None:
+    outer = ValueError("the step failed")
+    outer.__cause__ = RuntimeError(said)
+    assert oom_advice.requested_bytes(outer) == size
+
+
+def test_more_than_there_is_blames_the_request() -> None:
+    present: Any = SimpleNamespace(device_bytes=2**30)
+    asked = oom_advice._not_the_model(present, 8 * 2**30, 10 * 2**40)
+    assert asked.endswith(
+        "1.0 of 8.0 GiB for this model and batch: the requested 10.0 TiB exceed the device"
+        " memory. Allocate less at once."
+    )
+    other = oom_advice._not_the_model(present, 8 * 2**30, 0)
+    assert other.endswith("something else uses the memory.")
+
+
+def test_other_models_and_their_optimizers_are_counted_beside_one() -> None:
+    model, other = nn.Linear(8, 8, bias=False), nn.Linear(16, 16, bias=False)
+    before = memory_probe.other_models_bytes(model, None)
+    optimizer = torch.optim.AdamW(other.parameters())
+    other(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    state = 2 * 4 * 16 * 16 + 4  # two moments and the count of steps
+    assert memory_probe.other_models_bytes(model, None) - before == 4 * 16 * 16 + state
+    shared = nn.ModuleList([model])
+    assert memory_probe.other_models_bytes(model, None) - before == 4 * 16 * 16 + state
+    assert memory_probe.other_models_bytes(shared, optimizer) - before < 4 * 16 * 16 + state
+
+
+def test_an_error_raised_from_one_of_memory_is_one() -> None:
+    outer = ValueError("the step failed")
+    outer.__cause__ = MemoryError()
+    assert oom_advice.is_out_of_memory(outer)
+    outer.__cause__ = outer
+    assert not oom_advice.is_out_of_memory(outer)

@@ -1,0 +1,27 @@
+"""A model without its data, and made again."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import nn
+
+from nbdist.state import meta_model
+
+
+def test_a_twin_has_no_data_and_keeps_what_is_shared_and_frozen() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.BatchNorm1d(4), nn.Linear(4, 10, bias=False))
+    model[2].weight = model[0].weight
+    model[1].weight.requires_grad = False
+    twin = meta_model.try_meta_copy(model)
+    assert twin is not None
+    assert all(one.is_meta for one in (*twin.parameters(), *twin.buffers()))
+    assert twin[2].weight is twin[0].weight
+    assert not twin[1].weight.requires_grad
+    assert not any(one.is_meta for one in model.parameters())
+
+
+def test_a_module_that_cannot_be_copied_has_no_twin() -> None:
+    model = nn.Linear(2, 2)
+    model.lock = threading.Lock()
+    assert meta_model.try_meta_copy(model) is None

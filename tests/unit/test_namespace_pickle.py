@@ -1,0 +1,124 @@
+"""What is packed on one rank is unpacked on another, or refused with the reason."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from nbdist.worker.operations import namespace_pickle
+from nbdist.worker.operations.namespace_pickle import ExternalObject, PickleStage, PickleStageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+
+
+def cell(code: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Variables after a cell."""
+    made = {"__name__": "__main__"} if names is None else names
+    exec(textwrap.dedent(code), made)  # noqa: S102 - as IPython does
+    return made
+
+
+def sent(
+    names: dict[str, Any], folder: Path, ranks: int = 1
+) -> list[namespace_pickle.NamespaceReader]:
+    """Pack variables on ranks that hold the same, and open the parcels."""
+    stages = [PickleStage(value, 0, name) for name, value in names.items() if name[0] != "_"]
+    packed = [namespace_pickle.pickle_stages(stages, [], names) for _ in range(ranks)]
+    said: list[Any] = []
+    for one in packed:
+        namespace_pickle.plan_writes(one, 0, lambda mine: said.append(mine) or [mine])  # type: ignore[func-returns-value]
+    for rank, one in enumerate(packed):
+        namespace_pickle.write_namespace(
+            one, namespace_pickle.plan_writes(one, rank, lambda _: said), folder, rank
+        )
+    return [namespace_pickle.NamespaceReader(folder, rank, CPU) for rank in range(ranks)]
+
+
+def test_equal_blocks_of_several_ranks_are_written_once(tmp_path: Path) -> None:
+    names = {"weights": torch.arange(1000.0), "array": np.arange(500), "empty": torch.empty(0)}
+    for arrived in sent(names, tmp_path, ranks=2):
+        found: dict[str, Any] = {}
+        arrived.set_namespace(found)
+        assert arrived.bind_variables() == list(names)
+        assert torch.equal(found["weights"], names["weights"])
+        found["array"][0] = 7
+        assert found["array"].tolist()[1:] == list(range(1, 500))
+    assert (tmp_path / "blocks-0").stat().st_size >= 8000
+    assert (tmp_path / "blocks-1").stat().st_size == 0
+
+
+def test_functions_have_the_new_variables_and_views_their_storage(tmp_path: Path) -> None:
+    names = cell("def scaled(x): return x * factor\nfactor = 2")
+    names |= {"base": torch.zeros(4), "again": None}
+    names["view"] = names["base"][1:]
+    (arrived,) = sent(names, tmp_path)
+    found: dict[str, Any] = {}
+    arrived.set_namespace(found)
+    arrived.bind_variables()
+    assert found["scaled"](3) == 6
+    found["factor"] = 5
+    assert found["scaled"](3) == 15
+    found["base"][1] = 1
+    assert found["view"].tolist() == [1, 0, 0]
+
+
+def test_known_objects_are_names_and_come_in_order() -> None:
+    model = torch.nn.Linear(1, 1)
+    known = [ExternalObject(model, ("model",), 1)]
+    with pytest.raises(PickleStageError, match="prepared later") as caught:
+        namespace_pickle.pickle_stages([PickleStage([model], 0)], known, {})
+    assert caught.value.is_too_early
+    packed = namespace_pickle.pickle_stages(
+        [PickleStage(None, 0), PickleStage([model], 1)], known, {}
+    )
+    assert not packed.blocks
+    namespace_pickle.verify_unpickles(packed, known, {})
+
+
+def test_what_cannot_be_unpacked_is_found_on_trial() -> None:
+    names = cell(
+        """
+        class Odd(Exception):
+            def __init__(self, one, two): super().__init__(one)
+        odd = Odd(1, 2)
+        """
+    )
+    stages = [PickleStage(names["Odd"], 0, "Odd"), PickleStage(names["odd"], 0, "odd")]
+    packed = namespace_pickle.pickle_stages(stages, [], names)
+    with pytest.raises(PickleStageError, match="TypeError") as caught:
+        namespace_pickle.verify_unpickles(packed, [], {})
+    assert caught.value.stage_index == 1
+    names = cell(
+        """
+        class Late:
+            def __setstate__(self, state): self.__dict__.update(state, scale=SCALE)
+        late = Late(); late.x = 1
+        SCALE = 3
+        """
+    )
+    stages = [PickleStage(names["Late"], 0, "Late"), PickleStage(names["late"], 0, "late")]
+    packed = namespace_pickle.pickle_stages(stages, [], names)
+    with pytest.raises(PickleStageError, match="name 'SCALE' is not defined"):
+        namespace_pickle.verify_unpickles(packed, [], {})
+    namespace_pickle.verify_unpickles(packed, [], {"SCALE": 3})
+    assert type(names["late"]) is names["Late"]
+
+
+def test_reasons(tmp_path: Path) -> None:
+    file = (tmp_path / "log").open("w")
+    for value, reason in (
+        (file, "open file"),
+        ((n for n in range(2)), "iterator"),
+        ({"deep": [file]}, "open file"),
+        (__import__("threading").Lock(), "cannot pickle"),
+    ):
+        with pytest.raises(PickleStageError, match=reason):
+            namespace_pickle.pickle_stages([PickleStage(value, 0, "x")], [], {})
+    file.close()

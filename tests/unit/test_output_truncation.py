@@ -1,0 +1,17 @@
+"""One giant text keeps its ends, and says how long it was."""
+
+from __future__ import annotations
+
+from nbdist.worker.output_truncation import KEPT_CHARS, MAX_CHARS, truncate
+
+
+def test_a_text_that_is_not_giant_stays_as_it_is() -> None:
+    text = "x" * MAX_CHARS
+    assert truncate(text) is text
+
+
+def test_a_giant_text_keeps_its_ends_and_says_how_long_it_was() -> None:
+    found = truncate("begin" + "x" * 12_000_000 + "end")
+    assert found.startswith("beginx")
+    assert "xend\n[Truncated 12.0 MB to the " in found
+    assert len(found) < 3 * KEPT_CHARS

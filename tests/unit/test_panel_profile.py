@@ -1,0 +1,260 @@
+"""A profile in the panel: its view, its static faces, its button."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import pytest
+
+import nbdist
+from nbdist.display import panel_html, panel_text
+from nbdist.display.profile import COLORS
+from nbdist.panel.commands import Command, parse_message
+from nbdist.panel.controller import PanelData
+from nbdist.panel.profile_view import EMPTY_PROFILE_VIEW, ProfileViewCache, view_from_profile
+from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
+from nbdist.planner import device_parser
+from nbdist.profiler.advice import Advice
+from nbdist.profiler.measurements import (
+    STEP_PARTS,
+    CollectiveStats,
+    DataLoaderStats,
+    PeakMemory,
+    RankProfile,
+)
+from nbdist.profiler.profile_data import ProfiledConfig
+from nbdist.profiler.report import Profile
+from nbdist.profiler.speedup import Speedup
+from nbdist.session.profiler import ProfileOptions, ProfileRun
+from nbdist.strategies import Options
+
+if TYPE_CHECKING:
+    from nbdist import Session
+
+EVIL = "<img src=x onerror=alert(1)>"
+ROOT = Path(__file__).parents[2]
+GAIN = Speedup(faster=0.35, low=0.28, high=0.43)
+DDP = Options(backend="ddp", precision="no")
+
+
+def figures(rank: int, *, late_s: float = 0.0, **more: Any) -> RankProfile:
+    """Ten steps of 200 ms, most of them in the loader."""
+    parts = {
+        "data": 0.12,
+        "forward": 0.02 + late_s,
+        "backward": 0.04,
+        "communication": 0.02 - late_s,
+    }
+    return RankProfile(
+        rank=rank,
+        kind="cpu",
+        device="cpu",
+        ends=[1e9 + 0.2 * step for step in range(11)],
+        parts=parts,
+        traffic=[
+            CollectiveStats(
+                name="all_reduce", count=2, bytes=50_000_000, seconds=0.02, exposed_s=0.02
+            )
+        ],
+        loaders=[
+            DataLoaderStats(
+                num_workers=0, pin_memory=False, batch_size=8, sharded=True, batches=1, fetch_s=0.1
+            )
+        ],
+        memory=PeakMemory(parts={"parameters": 3 << 30, "buffers": 0}, lines=[]),
+        **more,
+    )
+
+
+def profile(options: Options = DDP, **more: Any) -> Profile:
+    """A profile of two ranks."""
+    setting = ProfiledConfig(options=options, cluster=device_parser.parse_devices("2xcpu"))
+    return Profile.of([figures(0, **more), figures(1)], setting)
+
+
+def advised(*advice: Advice) -> Profile:
+    """A profile that gives just this advice."""
+    made = profile()
+    made.__dict__["advice"] = advice
+    return made
+
+
+def switch_to(line: str = "%nbdist switch zero2", **changes: Any) -> Advice:
+    return Advice(title="zero2", why="It moves less.", line=line, gain=GAIN, changes=changes)
+
+
+# ---------------------------------------------------------------------------- the view
+
+
+def test_a_profile_becomes_a_plain_view_with_everything_in_it() -> None:
+    found = view_from_profile(profile(notes=["no device rows."]), DDP)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert set(found) == set(get_type_hints(ProfileView))
+    assert "input" in found["verdict"]
+    assert found["facts"].startswith("10 steps of 200 ms, p50 200 ms, p90 200 ms")
+    assert found["time"] == pytest.approx(1e9 + 2)
+    assert [set(one) for one in found["ranks"]] == [set(get_type_hints(ProfiledRank))] * 2
+    assert found["notes"] == ["rank 0: no device rows."]
+    first = found["ranks"][0]
+    order = [span["part"] for span in first["parts"]]
+    assert order == [part for part in STEP_PARTS if part in order]
+    assert sum(span["seconds"] for span in first["parts"]) == pytest.approx(first["step_s"])
+    assert first["figures"] == (
+        "p90 200 ms; all_reduce 48 MiB in 20 ms, 2.5 GB/s; peak memory: parameters 3.0 GiB"
+    )
+    assert found["advice"][0]["title"].startswith("num_workers=")
+    assert "DataLoader(" in found["advice"][0]["command"]
+    assert (found["advice"][0]["arguments"], found["advice"][0]["does"]) == ({}, "")
+
+
+def test_figures_that_are_no_numbers_have_no_width() -> None:
+    odd = figures(0)
+    odd.parts["idle"] = float("nan")
+    odd.parts["python"] = -1.0
+    odd.parts["offload"] = float("inf")
+    made = Profile(ranks=(odd,), setting=profile().setting)
+    made.__dict__.update(verdict="odd", advice=())
+    found = view_from_profile(made, DDP)
+    assert {"idle", "python", "offload"} & {
+        one["part"] for one in found["ranks"][0]["parts"]
+    } == set()
+
+
+def test_advice_that_is_a_switch_can_be_pressed() -> None:
+    made = advised(switch_to(backend="zero2", accumulate=4))
+    (found,) = view_from_profile(made, DDP)["advice"]
+    assert set(found) == set(get_type_hints(AdviceView))
+    assert found["arguments"] == {"backend": "zero2", "accumulate": 4}
+    assert "from ddp to zero2, accumulate 4" in found["does"]
+    assert found["text"] == f"{made.advice[0].gain_text}. It moves less."
+    message = {"kind": "command", "id": "1", "name": "switch", "arguments": found["arguments"]}
+    assert isinstance(parse_message(message), Command)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fsdp_config": {"a": 1}},
+        {"backend": "zero2", "compile": True},
+        {"turn": 1},
+        {"nproc": 3},
+        {},
+    ],
+    ids=repr,
+)
+def test_advice_that_no_button_can_do_is_a_line_to_paste(changes: dict[str, Any]) -> None:
+    (found,) = view_from_profile(advised(switch_to(**changes)), DDP)["advice"]
+    assert (found["arguments"], found["does"]) == ({}, "")
+    assert found["command"] == "%nbdist switch zero2"
+
+
+def test_advice_that_was_followed_is_no_longer_offered() -> None:
+    made = advised(switch_to(backend="zero2"))
+    assert view_from_profile(made, replace(DDP, backend="zero2"))["advice"][0]["arguments"] == {}
+
+
+def test_a_view_is_made_once_and_again_after_a_switch() -> None:
+    made = profile()
+    session: Any = SimpleNamespace(profiles=[], options=DDP, why_no_profile=lambda: "stopped.")
+    kept = ProfileViewCache()
+    assert kept.current_view(session) == {**EMPTY_PROFILE_VIEW, "refused": "stopped."}
+    session.profiles = [made]
+    first = kept.current_view(session)
+    assert first["verdict"] == made.verdict
+    made.__dict__["verdict"] = "another"
+    assert kept.current_view(session) == first
+    session.options = replace(DDP, backend="zero2")
+    assert kept.current_view(session)["verdict"] == "another"
+
+
+@pytest.mark.fault("G5")
+def test_a_profile_that_cannot_be_read_is_not_the_end_of_the_panel() -> None:
+    broken: Any = SimpleNamespace(verdict="input-bound")
+    session: Any = SimpleNamespace(profiles=[broken], options=DDP, why_no_profile=str)
+    assert (
+        "Cannot show the profile (AttributeError"
+        in ProfileViewCache().current_view(session)["verdict"]
+    )
+
+
+def test_of_many_ranks_the_first_have_bars_and_the_slowest() -> None:
+    made = Profile(ranks=tuple(map(figures, range(100))), setting=profile().setting)
+    made.__dict__.update(
+        verdict="input-bound", advice=(), straggler_details=SimpleNamespace(rank=77)
+    )
+    found = view_from_profile(made, DDP)
+    ranks = [one["rank"] for one in found["ranks"]]
+    assert ranks[:3] == [0, 1, 2]
+    assert [one["rank"] for one in found["ranks"] if one["straggler"]] == [77]
+    assert f"and {100 - len(ranks)} more ranks" in found["notes"][-1]
+
+
+# ---------------------------------------------------------------------------- the picture
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A session with a profile whose words are markup, and another one under way."""
+    made = nbdist.Session(nproc=2, backend="ddp")
+    done = advised(
+        Advice(title=EVIL, why=EVIL, line=EVIL, gain=GAIN, changes={"backend": "zero2"}),
+    )
+    done.__dict__.update(verdict=f"input-bound: {EVIL}", advice_outcome=EVIL)
+    monkeypatch.setattr(made._profiler, "profiles", [done])
+    made._profiler.current_run = ProfileRun(
+        options=ProfileOptions(steps=10), text="profiling: step 4"
+    )
+    return made
+
+
+def test_the_window_that_is_open_is_the_progress(session: Session) -> None:
+    found = PanelData(session).snapshot()
+    assert found["progress"] is not None
+    assert (found["progress"]["text"], found["progress"]["share"]) == ("profiling: step 4", 0.4)
+    assert found["profile"]["verdict"] == f"input-bound: {EVIL}"
+
+
+@pytest.mark.fault("G1")
+def test_static_faces_show_the_profile_and_its_markup_as_text(session: Session) -> None:
+    drawn = PanelData(session).snapshot()
+    page = panel_html.render_page(drawn, {})
+    assert "<img src=x" not in page
+    assert page.count("&lt;img src=x onerror=alert(1)&gt;") == 5
+    for face in (page, panel_text.render_page(drawn, {})):
+        for part in (
+            "input-bound", "rank 0", "rank 1", "data 60%", "backward 20%", "200 ms", "48 MiB",
+            "about 35 % faster", "profiling: step 4",
+        ):  # fmt: skip
+            assert part in face, part
+    widths = [float(one) for one in re.findall(r"float:left;height:100%;width:([\d.]+)%", page)]
+    assert sum(widths) == pytest.approx(200, abs=0.1)
+    assert "[" + "d" * 24 + "F" * 4 + "B" * 8 + "C" * 4 + "]" in panel_text.render_page(drawn, {})
+
+
+def test_without_a_profile_nothing_is_said_of_it() -> None:
+    drawn = PanelData(nbdist.Session(nproc=2)).snapshot()
+    assert drawn["profile"] == EMPTY_PROFILE_VIEW
+    assert "Profile" not in panel_html.render_page(drawn, {})
+    assert "profile" not in panel_text.render_page(drawn, {})
+
+
+def test_a_refusal_is_the_buttons_reason(session: Session) -> None:
+    session.state = "stopped"
+    assert PanelData(session).snapshot()["profile"]["refused"] == session.why_no_profile() != ""
+
+
+def test_colours_are_those_of_the_front_end_and_every_part_has_a_pattern() -> None:
+    source = ROOT / "widgets" / "src"
+    found = re.findall(r"(\w+): \"(#[0-9a-f]{6})\"", (source / "times.ts").read_text())
+    assert dict(found) == COLORS
+    assert tuple(COLORS) == tuple(panel_text.STEP_PART_LETTERS) == STEP_PARTS
+    assert len(set(panel_text.STEP_PART_LETTERS.values())) == len(STEP_PARTS)
+    style = (source / "panel.css").read_text()
+    patterns = dict(re.findall(r'\[data-part="(\w+)"\] \{ background(?:-image)?: (.*?) \}', style))
+    assert set(patterns) == set(STEP_PARTS) - {"forward"}
+    assert len(set(patterns.values())) == len(patterns)

@@ -1,0 +1,581 @@
+from __future__ import annotations
+
+import base64
+import html as html_module
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from array import array
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import pytest
+
+import nbdist
+from nbdist import panel
+from nbdist.display import panel_html, panel_text, panel_units
+from nbdist.errors import OptionError, RankDied
+from nbdist.hardware.discovery import Machine, SessionNode
+from nbdist.hardware.telemetry import GpuReading, UsageSnapshot
+from nbdist.panel import assets, plan_view, snapshot
+from nbdist.panel.controller import PanelData
+from nbdist.panel.devices import DeviceSampler, DeviceSnapshot
+from nbdist.panel.plan_view import PlanView, view_from_plan
+from nbdist.panel.protocol import MEMORY_PARTS, PanelState
+from nbdist.session import planner
+from nbdist.session.cell import Cell
+from nbdist.session.checkpoints import Save
+from nbdist.session.failure_causes import WorkerFailure
+from nbdist.session.placement import Placement
+from nbdist.session.training_events import TrainingEvent
+from nbdist.strategies import Options
+
+if TYPE_CHECKING:
+    from nbdist import Session
+
+EVIL = "<img src=x onerror=alert(1)>"
+GIB = 1 << 30
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def session() -> Session:
+    """A session that was never started."""
+    return nbdist.Session(nproc=2, backend="ddp")
+
+
+def drawn(session: Session, **more: Any) -> PanelState:
+    return PanelData(session).snapshot(**more)
+
+
+def cell_of(session: Session, *, count: int = 4) -> Cell:
+    cell = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
+    cell.count = count
+    session._cells.running_cell, session.state = cell, "running"
+    return cell
+
+
+# ---------------------------------------------------------------------------- picture
+
+
+def test_a_picture_is_plain_and_complete(session: Session) -> None:
+    found = drawn(session)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert set(found) == set(get_type_hints(PanelState))
+    assert found["header"]["state"] == "new"
+    assert found["header"]["place"].startswith("2 CPU ranks")
+    assert found["strategies"]["rows"] == []
+    assert "prepare()" in found["strategies"]["note"]
+    assert found["ranks"] == []
+    with session.operation.track("starting", "starting"):
+        assert [rank["state"] for rank in drawn(session)["ranks"]] == ["starting"] * 2
+
+
+def test_a_running_cell_has_its_number_and_its_time(session: Session) -> None:
+    cell = cell_of(session)
+    head = drawn(session)["header"]
+    assert (head["state"], head["words"], head["since"]) == (
+        "running",
+        "running cell 4",
+        cell.started_at,
+    )
+    cell.interrupted_at = time.time()
+    assert drawn(session)["header"]["words"] == "stopping cell 4"
+    cell.interrupted_at -= 10
+    silent = "cell 4: ranks 0, 1 do not respond to Stop; Restart ends the ranks"
+    assert drawn(session)["header"]["words"] == silent
+    cell.failure = RankDied("the ranks were restarted")
+    assert not cell.is_interrupted
+
+
+def test_outside_of_a_kernel_there_is_no_kernel_to_name() -> None:
+    code = (
+        "from IPython.terminal.interactiveshell import TerminalInteractiveShell as Shell\n"
+        "from IPython.terminal.ipapp import TerminalIPythonApp\n"
+        "TerminalIPythonApp.instance(); Shell.instance()\n"
+        "from nbdist.panel import snapshot\n"
+        "assert snapshot.jupyter_kernel_id() is None"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_long_work_is_the_state_and_the_progress(session: Session) -> None:
+    with session.operation.track("exporting", "exporting to out"):
+        session.operation.set_text("nbdist: export: writing, 42%")
+        found = drawn(session)
+    assert found["header"]["state"] == "exporting"
+    assert found["progress"] is not None
+    assert found["progress"]["text"] == "export: writing, 42%"
+    assert found["progress"]["share"] == 0.42
+    assert drawn(session)["progress"] is None
+
+
+def test_dead_ranks_say_how_they_died(session: Session) -> None:
+    session._die(WorkerFailure("rank 1", "ended with signal 9 (SIGKILL)"))
+    found = drawn(session)
+    assert found["header"]["state"] == "dead"
+    assert "SIGKILL" in found["header"]["words"]
+    assert {rank["state"] for rank in found["ranks"]} == {"dead"}
+
+
+def test_the_last_line_has_no_escapes(session: Session) -> None:
+    session.state = "ready"
+    session.logs[1].append("first\n\x1b[31mlast\x1b[0m\n\n")
+    assert [rank["line"] for rank in drawn(session)["ranks"]] == ["", "last"]
+
+
+def test_only_what_changed_is_told(session: Session) -> None:
+    before = drawn(session)
+    assert snapshot.changed_keys(before, drawn(session)) == {}
+    session.events.add(TrainingEvent(3, "save", "base"))
+    assert set(snapshot.changed_keys(before, drawn(session))) == {"marks"}
+    assert set(snapshot.changed_keys(None, before)) == set(before)
+
+
+def test_saves_that_run_and_fail_are_among_the_checkpoints(
+    session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    running, failed = Save(), Save()
+    running.name, failed.name, failed.error = "now", EVIL, "no room"
+    session._saves._saves["1"] = running
+    session.checkpoints.failed_saves.append(failed)
+    found = drawn(session)
+    assert {(one["name"], one["state"]) for one in found["checkpoints"]} == {
+        ("now", "running"),
+        (EVIL, "failed"),
+    }
+    assert found["progress"] is not None
+    assert found["progress"]["text"] == "writing checkpoint now"
+
+
+def test_a_peak_beyond_the_prediction_is_said(session: Session) -> None:
+    view = PanelData(session)
+    view.plan_view = PlanView(device_bytes=10 * GIB, stated_error=0.05)
+    view.devices.history.append(DeviceSnapshot(time.time(), [GpuReading(used_bytes=GIB)] * 2))
+    view.devices.device_slots  # noqa: B018 - the seats are taken
+    view.devices.strategy_peak_bytes.update({0: int(10.4 * GIB), 1: int(11 * GIB)})
+    first, second = view.snapshot()["devices"]
+    assert first["note"] == ""
+    assert "10% above the prediction, whose stated error is 5%" in second["note"]
+    view.plan_view = PlanView(device_bytes=10 * GIB, stated_error=None)  # CPU ranks
+    assert view.snapshot()["devices"][1]["note"] == ""
+
+
+# ---------------------------------------------------------------------------- the plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Any:
+    return nbdist.plan("1b", devices="2x24GB,pcie", seq_len=512)
+
+
+def test_a_plan_becomes_rows(plan: Any) -> None:
+    found = view_from_plan(plan, Options(backend="ddp", precision="bf16"))
+    rows = found.strategies["rows"]
+    (current,) = [row for row in rows if row["current"]]
+    assert current["backend"] == "ddp"
+    assert current["arguments"] == {}
+    assert found.device_bytes == current["device_bytes"]
+    assert found.stated_error == 0.05
+    for row in rows:
+        assert sum(one["bytes"] for one in row["parts"]) == pytest.approx(
+            row["device_bytes"], rel=0.01
+        )
+        assert {one["part"] for one in row["parts"]} <= set(MEMORY_PARTS)
+        if not row["current"]:
+            assert row["arguments"]["backend"] == row["backend"]
+            assert "Weights, optimizer state and variables are kept" in row["does"]
+    assert sum(row["recommended"] for row in rows) == (plan.best is not None)
+
+
+def test_every_row_can_be_switched_to(plan: Any, session: Session) -> None:
+    from nbdist.panel.commands import Command, parse_message
+
+    for row in view_from_plan(plan, session.options).strategies["rows"]:
+        if not row["current"]:
+            message = {
+                "kind": "command",
+                "id": "1",
+                "name": "switch",
+                "arguments": row["arguments"],
+            }
+            assert isinstance(parse_message(message), Command)
+            assert session.differing(**row["arguments"])
+
+
+def test_after_a_switch_another_row_is_the_current_one(plan: Any) -> None:
+    before = view_from_plan(plan, Options(backend="ddp", precision="bf16"))
+    after = before.with_current_options(Options(backend="zero3", precision="bf16"))
+    assert [row["backend"] for row in after.strategies["rows"] if row["current"]] == ["zero3"]
+    assert after.device_bytes != before.device_bytes
+    assert before.is_valid_for(Options(precision="bf16"), 2)
+    assert not before.is_valid_for(Options(precision="no"), 2)
+    assert not before.is_valid_for(Options(precision="bf16"), 4)
+
+
+def test_no_plan_says_why(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise nbdist.PlanError("MyModel has no closed form")
+
+    monkeypatch.setattr(planner, "plan_model", fails)
+    assert plan_view.plan_session_model(session, quick=True).strategies == {
+        "rows": [],
+        "note": "MyModel has no closed form",
+    }
+
+
+# ---------------------------------------------------------------------------- static faces
+
+
+def evil(session: Session) -> tuple[PanelState, dict[str, Any]]:
+    """A picture with markup in everything that a user names."""
+    session.state = "ready"
+    found: Any = drawn(
+        session, notice=snapshot.make_notice("error", EVIL), queue=[{"id": "1", "text": EVIL}]
+    )
+    found["header"]["options"] = EVIL
+    found["header"]["words"] = EVIL
+    found["checkpoints"] = [
+        {
+            "name": EVIL,
+            "step": 1,
+            "size_bytes": 5,
+            "backend": EVIL,
+            "saved": 0.0,
+            "seconds": 1.0,
+            "path": EVIL,
+            "state": "failed",
+            "problem": EVIL,
+        }
+    ]
+    found["nodes"] = [{"name": EVIL, "words": EVIL, "host_bytes": 5, "host_used_bytes": 1}]
+    for one in (*found["ranks"], *found["devices"]):
+        one["node"] = EVIL
+    for rank in found["ranks"]:
+        rank |= {"line": EVIL, "where": EVIL, "device": EVIL}
+    for device in found["devices"]:
+        device |= {"name": EVIL, "holders": [EVIL], "note": EVIL, "others_bytes": 5}
+    found["marks"] = [{"step": 1, "time": 1.0, "kind": "save", "text": EVIL}]
+    found["strategies"] = {
+        "rows": [
+            {
+                "id": "x",
+                "backend": EVIL,
+                "words": EVIL,
+                "device_bytes": 5,
+                "capacity_bytes": 10,
+                "parts": [{"part": EVIL, "bytes": 5}],
+                "fits": True,
+                "current": False,
+                "recommended": True,
+                "tokens_per_s": 5.0,
+                "why": EVIL,
+                "command": EVIL,
+                "does": EVIL,
+                "arguments": {},
+            }
+        ],
+        "note": EVIL,
+    }
+    points = array("d", [0, 1]), array("d", [0, 1]), array("d", [1, float("nan")])
+    return found, {EVIL: points, "loss": points}
+
+
+def full(session: Session, plan: Any) -> tuple[PanelState, dict[str, Any]]:
+    """A session of which there is something to say everywhere, on a GPU."""
+    cell_of(session)
+    session.events.add(TrainingEvent(3, "switch", "ddp -> zero3"))
+    view = PanelData(session)
+    view.plan_view = view_from_plan(plan, Options(backend="ddp", precision="bf16"))
+    found: Any = view.snapshot(
+        queue=[{"id": "1", "text": "save later"}], notice=snapshot.make_notice("error", "no room.")
+    )
+    found["progress"] = {"text": "export: writing", "share": 0.42, "since": 1.0}
+    found["devices"][0] |= {
+        "name": "NVIDIA A100", "kind": "cuda", "used_bytes": 7 * GIB, "peak_bytes": 9 * GIB,
+        "others_bytes": 2 * GIB, "holders": ["python (pid 4711)"], "note": "told apart",
+        "utilization": 0.87, "power_w": 312.4, "power_limit_w": 400.0, "temperature_c": 61.0,
+        "pcie_tx": 3.0 * GIB, "pcie_rx": 1.5 * GIB, "nvlink_tx": 50.0 * GIB,
+        "nvlink_rx": 49.0 * GIB,
+    }  # fmt: skip
+    found["ranks"][1] |= {"pid": 4712, "line": "epoch 1", "where": "In[3] line 7: step()"}
+    done = {"step": 5, "size_bytes": 3 * GIB, "backend": "zero3", "saved": time.time() - 130,
+            "seconds": 1.0, "path": "/x", "problem": ""}  # fmt: skip
+    found["checkpoints"] = [
+        {**done, "name": "base", "state": "done"},
+        {**done, "name": "broken", "state": "failed", "problem": "the disk is full"},
+    ]
+    points = array("d", [0, 1]), array("d", [0, 1]), array("d", [2, 1.25])
+    return found, {"accuracy": points, "tokens/s": points, "loss": points}
+
+
+@pytest.mark.parametrize(
+    "face", [panel_html.render_page, panel_text.render_page], ids=["html", "text"]
+)
+def test_a_static_face_says_what_the_widget_says(face: Any, session: Session, plan: Any) -> None:
+    page = face(*full(session, plan))
+    for part in (
+        "running cell 4", "save later", "no room.", "export: writing, 42%",
+        "NVIDIA A100", "7.0 GiB", "peak", "9.0 GiB", "2.0 GiB are held by python (pid 4711)",
+        "told apart", "87% busy", "312 of 400 W", "61 \N{DEGREE SIGN}C", "PCIe 3.0 GiB/s out",
+        "NVLink 50.0 GiB/s out, 49.0 GiB/s in",
+        "fsdp2", "recommended", "does not fit", "tokens/s", "micro-batch 1 x 512",
+        "epoch 1", "In[3] line 7: step()", "4712", "running",
+        time.strftime("as of %Y-%m-%d "), f"nbdist {nbdist.__version__}",
+        "base", "3.0 GiB", "2 min", "the disk is full", "1.25", "switch",
+    ):  # fmt: skip
+        assert part in page, part
+    assert page.index("loss") < page.index("accuracy")
+    assert "does not fit; does not fit" not in page
+
+
+def test_huge_values_and_steps_are_drawn(session: Session) -> None:
+    steps = array("d", [2.0**62, 2.0**62])
+    values = array("d", [1.7e308, -1.7e308])
+    for curves in ({"a": (steps, steps, values)}, {"b": (steps[:1], steps[:1], values[:1])}):
+        page = panel_html.render_page(drawn(session), curves)
+        (drawing,) = re.findall(r"base64,([^']+)'", page)
+        assert b"nan" not in base64.b64decode(drawing)
+        assert "at step" in panel_text.render_page(drawn(session), curves)
+
+
+def test_other_processes_of_the_ranks_are_other_peaks() -> None:
+    pids = {0: 1, 1: os.getpid()}
+    seen = DeviceSampler(lambda: pids, lambda: Placement(2, None))
+    seen.sample_once()
+    assert seen.strategy_peak_bytes[1] > 0
+    seen.strategy_peak_bytes[1] = seen.peak_bytes[1] = 5 * GIB
+    seen.sample_once()
+    assert seen.strategy_peak_bytes[1] == 5 * GIB
+    pids = {0: os.getppid(), 1: os.getpid()}
+    seen.sample_once()
+    assert seen.strategy_peak_bytes[1] < 5 * GIB
+    assert seen.peak_bytes[1] < 5 * GIB
+
+
+class Tags(HTMLParser):
+    """What a browser would find in a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+@pytest.mark.fault("G1")
+def test_markup_of_the_user_is_text(session: Session) -> None:
+    page = panel_html.render_page(*evil(session))
+    assert "<img src=x" not in page
+    assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 15
+    for drawing in re.findall(r"base64,([^']+)'", page):
+        assert b"onerror" not in base64.b64decode(drawing)
+
+
+@pytest.mark.fault("G1")
+def test_what_front_ends_remove_is_not_used(session: Session) -> None:
+    page = panel_html.render_page(*evil(session))
+    assert not re.search(r"<(script|style|svg|link|iframe)|javascript:|https?://", page)
+    seen = Tags()
+    seen.feed(page)
+    assert seen.tags <= {"div", "b", "br", "span", "table", "tr", "td", "th", "img", "code", "ul",
+                         "li", "details", "summary"}  # fmt: skip
+    assert seen.attributes <= {"style", "title", "role", "aria-label", "colspan", "scope", "width",
+                               "height", "alt", "src"}  # fmt: skip
+
+
+def test_curves_with_gaps_and_without_numbers_are_drawn(session: Session) -> None:
+    nothing = array("d", [float("nan")] * 3)
+    steps = array("d", [0, 1, 2])
+    flat = array("d", [2.0] * 3)
+    page = panel_html.render_page(
+        drawn(session), {"a": (steps, steps, nothing), "b": (steps, steps, flat)}
+    )
+    assert page.count("<img") == 2
+
+
+@pytest.mark.parametrize(
+    "face", [panel_html.render_page, panel_text.render_page], ids=["html", "text"]
+)
+def test_what_is_no_number_has_a_sign_that_is_explained(face: Any, session: Session) -> None:
+    steps = array("d", range(200))
+    values = array("d", [float("nan") if i == 77 else float(i) for i in range(200)])
+    values[150] = -float("inf")
+    page = face(drawn(session), {"loss": (steps, steps, values), "fine": (steps, steps, steps)})
+    key = "\N{MULTIPLICATION SIGN} NaN  \N{BLACK DOWN-POINTING TRIANGLE} -inf"
+    assert page.count(key) == 1
+    if face is panel_text.render_page:
+        (line,) = (one for one in page.splitlines() if "loss" in one)
+        assert line.count("\N{MULTIPLICATION SIGN}") == 2  # on the curve and in its key
+    else:
+        strange, fine = (base64.b64decode(one) for one in re.findall(r"base64,([^']+)'", page))
+        assert panel_html.NON_FINITE_COLOR.encode() in strange
+        assert fine.count(b"l6 6m0 -6l-6 6") == 0
+        assert strange.count(b"l6 6m0 -6l-6 6") == 1
+        assert strange.count(b"h6l-3 6z") == 1
+
+
+def test_marks_over_a_bar_are_in_its_key(session: Session, plan: Any) -> None:
+    page = panel_html.render_page(*full(session, plan))
+    for mark in ("in use", "peak", "other processes", "free memory of a device"):
+        assert f"</span> {mark}</span>" in page
+
+
+def test_the_text_says_the_same(session: Session) -> None:
+    session.state = "ready"
+    session.events.add(TrainingEvent(3, "switch", "ddp -> zero3"))
+    session.logs[0].append("epoch 1\n")
+    words_of = panel_text.render_page(drawn(session), {"loss": (array("d", [7.0]),) * 3})
+    for part in (
+        "ddp",
+        "2 CPU ranks",
+        "epoch 1",
+        "loss",
+        "at step 7",
+        "ddp \N{RIGHTWARDS ARROW} zero3",
+    ):
+        assert part in words_of
+
+
+@pytest.fixture
+def on_nodes(session: Session, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A session on two nodes, of which the second does not answer."""
+    bare = Machine((), None, 8, 64 * GIB)
+    session._workers.nodes = [SessionNode("alpha", (0,), bare), SessionNode("b&ta", (1,), bare)]
+    told = {"alpha": UsageSnapshot(40 * GIB, {0: GpuReading(used_bytes=3 * GIB)})}
+    monkeypatch.setattr(session._workers, "node_usage", lambda _within_s: told)
+    session.state = "ready"
+    return session
+
+
+@pytest.mark.parametrize(
+    "face", [panel_html.render_page, panel_text.render_page], ids=["html", "text"]
+)
+def test_devices_and_ranks_stand_below_their_nodes(face: Any, on_nodes: Session) -> None:
+    view = PanelData(on_nodes)
+    view.devices.sample_once()
+    picture_now = view.snapshot()
+    assert [one["host_used_bytes"] for one in picture_now["nodes"]] == [24 * GIB, None]
+    assert [one["node"] for one in picture_now["ranks"]] == ["alpha", "b&ta"]
+    page = html_module.unescape(re.sub(r"</?[a-z][^>]*>", " ", face(picture_now, {})))
+    order = [
+        "alpha", "host memory 24.0 GiB of 64.0 GiB", "CPU rank 0", "3.0 GiB",
+        "b&ta", "host memory - of 64.0 GiB", "CPU rank 1",
+    ]  # fmt: skip
+    places = [page.index(one) for one in order]
+    assert places == sorted(places)
+    assert page.rindex("alpha") < page.rindex("b&ta")  # those of the ranks
+
+
+def test_the_last_sample_of_nodes_is_not_shown_when_the_ranks_are_dead(on_nodes: Session) -> None:
+    view = PanelData(on_nodes)
+    view.devices.sample_once()
+    on_nodes.state = "dead"
+    assert [one["host_used_bytes"] for one in view.snapshot()["nodes"]] == [None, None]
+
+
+def test_colours_are_those_of_the_front_end_and_stand_on_light_and_dark() -> None:
+    script = (ROOT / "widgets" / "src" / "parts.ts").read_text()
+    assert dict(re.findall(r"(\w+): \"(#[0-9a-f]{6})\"", script)) == panel_html.COLORS
+    assert tuple(panel_html.COLORS) == MEMORY_PARTS
+    for colour in panel_html.COLORS.values():
+        assert contrast(colour, "#ffffff") >= 3
+        assert contrast(colour, "#111111") >= 3
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 has it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        lit = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * lit[0] + 0.7152 * lit[1] + 0.0722 * lit[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (panel_units.format_bytes(None), "-"),
+        (panel_units.format_bytes(312 << 20), "312 MiB"),
+        (panel_units.format_bytes(31.2 * GIB), "31.2 GiB"),
+        (panel_units.format_clock(42), "00:42"),
+        (panel_units.format_clock(3723), "1:02:03"),
+        (panel_units.format_tokens_per_s(12_345), "12.3k"),
+        (panel_units.format_tokens_per_s(840), "840"),
+        (panel_units.format_age(130), "2 min"),
+    ],
+)
+def test_figures_in_words(given: str, said: str) -> None:
+    assert given == said
+
+
+# ---------------------------------------------------------------------------- choosing a face
+
+
+def test_outside_of_a_notebook_it_is_text(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert panel.choose_output_format("auto") == "text"
+    session.panel()
+    assert "2 CPU ranks" in capsys.readouterr().out
+    with pytest.raises(OptionError, match="this is not a notebook"):
+        session.panel("widget")
+    with pytest.raises(OptionError, match="Unknown panel format 'video'"):
+        session.panel("video")
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A kernel is here, and a bundle."""
+    monkeypatch.setattr(panel, "get_kernel", object)
+    script = tmp_path / "panel.js"
+    script.touch()
+    script.with_suffix(".css").touch()
+    monkeypatch.setattr(assets, "SCRIPT", script)
+    monkeypatch.setattr(assets, "STYLE", script.with_suffix(".css"))
+    return script
+
+
+@pytest.mark.usefixtures("notebook")
+def test_in_a_notebook_it_is_live() -> None:
+    assert panel.choose_output_format("auto") == "widget"
+    assert panel.choose_output_format("html") == "html"
+
+
+@pytest.mark.usefixtures("notebook")
+def test_on_kaggle_it_is_html(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    assert panel.choose_output_format("auto") == "html"
+
+
+def test_without_a_bundle_it_is_html(notebook: Path) -> None:
+    notebook.unlink()
+    assert panel.choose_output_format("auto") == "html"
+    with pytest.raises(OptionError, match=r"panel\.js was not built"):
+        panel.choose_output_format("widget")
+
+
+def test_a_session_shows_itself_without_a_widget(session: Session) -> None:
+    bundle = session._repr_mimebundle_()
+    assert set(bundle) == {"text/html", "text/plain"}
+    assert panel._view(session).panel is None
+
+
+def test_showing_a_session_imports_no_widgets() -> None:
+    code = (
+        "import sys, nbdist; nbdist.Session(nproc=1)._repr_mimebundle_();"
+        "print(sorted({'anywidget', 'ipywidgets', 'torch'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"

@@ -1,0 +1,453 @@
+"""The search and what it says; figures themselves are tested with their engines."""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from IPython.core.magic_arguments import parse_argstring
+
+import nbdist
+from nbdist import strategies
+from nbdist.display.plan import render_html
+from nbdist.errors import OptionError, PlanError
+from nbdist.magics import magics
+from nbdist.planner import search, suggestions
+from nbdist.planner.plan_request import PlanRequest
+
+if TYPE_CHECKING:
+    from nbdist.planner.result import Plan
+
+GIB = 1 << 30
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+SMALL = LLAMA_8B | {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 8000,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Plan with the defaults, whatever was learned on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def eight() -> Plan:
+    return nbdist.plan(LLAMA_8B, devices="8xA100-80GB,nvlink", seq_len=4096)
+
+
+# ---- the choice
+
+
+def test_the_best_row_is_the_fastest_that_fits_or_a_simpler_one_within_3_percent(
+    eight: Plan,
+) -> None:
+    assert eight.best is not None
+    top = max(row.tokens_per_s for row in eight.rows if row.fits)
+    assert eight.best.tokens_per_s >= top * (1 - search.SIMPLER_PLAN_TOLERANCE)
+    assert eight.best.options.offload == "none"
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, SMALL])
+@pytest.mark.parametrize("devices", ["8xA100-80GB,nvlink", "2xA100-80GB,nvlink", "2x96GB,pcie"])
+def test_the_fastest_is_called_so_and_a_simpler_one_is_not(model: Any, devices: str) -> None:
+    plan = nbdist.plan(model, devices=devices, batch_size=1, seq_len=512)
+    assert plan.best is not None
+    top = max(row.tokens_per_s for row in plan.rows if row.fits)
+    fastest = plan.best.tokens_per_s == top
+    words = "the fastest that fits" if fastest else "simplest within 3% of the fastest that fits"
+    assert plan.best.why.startswith(f"{words}; ")
+
+
+def test_a_small_model_that_fits_everywhere_gets_the_simplest_backend() -> None:
+    plan = nbdist.plan(SMALL, devices="2xA100-80GB,nvlink", batch_size=4, seq_len=512)
+    assert all(row.fits for row in plan.rows)
+    assert plan.best is not None
+    assert not plan.best.options.activation_checkpointing
+    assert plan.best.options.offload == "none"
+
+
+def test_offload_is_taken_only_where_nothing_else_fits() -> None:
+    plan = nbdist.plan(LLAMA_8B, devices="2x24GB,pcie", seq_len=2048)
+    assert not any(row.fits for row in plan.rows if row.options.offload == "none")
+    assert plan.best is not None
+    assert plan.best.options.offload != "none"
+
+
+@pytest.mark.parametrize("devices", ["8x80GB,nvlink", "4x96GB,pcie"])
+def test_70b_in_full_fits_neither_eight_of_80_nor_four_of_96_gb(devices: str) -> None:
+    plan = nbdist.plan("70b", devices=devices, seq_len=2048, offload="none")
+    assert plan.best is None
+    assert not any(row.fits for row in plan.rows)
+    least = min(row.device_bytes for row in plan.rows)
+    assert least > 16 * 68e9 / int(devices[0])
+    assert any("LoRA" in sentence for sentence in plan.advice)
+
+
+def test_every_row_says_why(eight: Plan) -> None:
+    for row in eight.rows:
+        if row.fits:
+            assert row.why.startswith(("the fastest", "simplest", "fits, ")), row.why
+        else:
+            free = eight.question.cluster.smallest_device.free_bytes / GIB
+            assert f"of {free:.1f} GiB" in row.why
+            assert f"{row.device_bytes / GIB:.1f}" in row.why
+
+
+def test_a_row_that_needs_the_margin_does_not_fit(eight: Plan) -> None:
+    free = eight.question.cluster.smallest_device.free_bytes
+    for row in eight.rows:
+        assert row.fits == (row.device_bytes * (1 + search.FREE_MEMORY_MARGIN) <= free)
+
+
+def test_parts_sum_up_to_the_device(eight: Plan) -> None:
+    for row in eight.rows:
+        assert sum(row.memory.values()) == row.device_bytes
+        parts = {
+            name: size for name, size in row.memory.items() if name not in {"context", "margin"}
+        }
+        assert sum(parts.values()) == row.allocated_bytes
+
+
+# ---- what is fixed and what is searched
+
+
+def test_fixed_options_are_kept_in_every_row() -> None:
+    plan = nbdist.plan(
+        SMALL, devices="2x24GB,pcie", offload="cpu", activation_checkpointing=True, accumulate=4
+    )
+    for row in plan.rows:
+        options = row.options
+        assert (options.offload, options.activation_checkpointing, options.accumulate) == (
+            "cpu",
+            True,
+            4,
+        )
+
+
+def test_a_fixed_offload_that_a_backend_lacks_is_refused_in_its_row() -> None:
+    plan = nbdist.plan(SMALL, devices="2x24GB,pcie", offload="nvme:/scratch")
+    refused = [row for row in plan.rows if row.cost is None]
+    assert {row.backend for row in refused} == {"ddp", "fsdp1", "fsdp2", "zero1", "zero2"}
+    assert all("Use zero3, or offload none" in row.why for row in refused)
+    assert plan.best is not None
+    assert plan.best.backend == "zero3"
+
+
+def test_a_fixed_backend_is_the_only_one() -> None:
+    plan = nbdist.plan(SMALL, devices="2x24GB,pcie", backend="fsdp")
+    assert {row.backend for row in plan.rows} == {"fsdp2"}
+
+
+def test_fsdp2_may_keep_parameters_gathered(eight: Plan) -> None:
+    kept, plain = (
+        eight.row("fsdp2", activation_checkpointing=True, reshard_after_forward=reshard)
+        for reshard in (False, True)
+    )
+    assert kept.variant == "fsdp2, activation checkpointing, no reshard"
+    assert plain == eight.row("fsdp2", activation_checkpointing=True)
+    assert kept.memory["gathered"] > 2 * plain.memory["gathered"]
+    assert kept.cost is not None
+    assert plain.cost is not None
+    assert kept.cost.communication_s < plain.cost.communication_s
+    variants = [row.variant for row in eight.rows if "no reshard" in row.variant]
+    assert variants == ["fsdp2, no reshard", "fsdp2, activation checkpointing, no reshard"]
+    alone = nbdist.plan(SMALL, devices="A100-80GB", seq_len=512)
+    assert not any("no reshard" in row.variant for row in alone.rows)
+
+
+def test_keeping_parameters_gathered_is_as_simple_as_not_to() -> None:
+    # 3 % faster it is taken; as fast as the plain one, that is.
+    fast, slow = (nbdist.plan("7b", devices="8xA100-80GB,nvlink", seq_len=n) for n in (1024, 8192))
+    assert fast.best is not None
+    assert slow.best is not None
+    assert not fast.best.options.reshard_after_forward
+    assert slow.best.options.reshard_after_forward
+
+
+def test_the_line_to_paste_has_the_config_that_its_row_needs(eight: Plan) -> None:
+    row = eight.row("fsdp2", reshard_after_forward=False)
+    line = row.command.removeprefix("%%distribute ")
+    asked = parse_argstring(magics.NbDist.distribute, line)
+    options = strategies.Options.from_fields(magics.session_options(asked))
+    settled = options.validate(strategies.Hardware(kind="cuda", bf16=True))
+    assert settled == row.options
+    assert settled.strategy.fsdp_kwargs(settled)["reshard_after_forward"] is False
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Plan:
+    return nbdist.plan("7b", devices="2x(8xH100-80GB,nvlink),400Gb/s", seq_len=2048)
+
+
+def test_several_machines_have_rows_with_replicas(nodes: Plan, eight: Plan) -> None:
+    hybrid, whole = nodes.row("fsdp", replicate_across="nodes"), nodes.row("fsdp2")
+    assert hybrid.memory["optimizer"] == 2 * whole.memory["optimizer"]
+    assert hybrid.tokens_per_s > whole.tokens_per_s
+    assert {row.backend for row in nodes.rows if "replicate" in row.variant} == {"fsdp2"}
+    assert not [row for row in eight.rows if row.options.replicate_across != "none"]
+    with pytest.raises(PlanError, match=r"replicate_across='nodes'\. It has fsdp2"):
+        eight.row("fsdp2", replicate_across="nodes")
+
+
+def test_replicas_are_in_the_line_to_paste_and_in_what_is_shown(nodes: Plan) -> None:
+    row = nodes.row("fsdp2", replicate_across="nodes", offload="cpu")
+    line = row.command.removeprefix("%%distribute ")
+    asked = parse_argstring(magics.NbDist.distribute, line)
+    options = strategies.Options.from_fields(magics.session_options(asked))
+    hardware = strategies.Hardware(kind="cuda", bf16=True, world_size=16, nodes=2)
+    assert options.validate(hardware) == row.options
+    for shown in (str(nodes), render_html(nodes)):
+        assert "fsdp2, replicate across nodes" in shown
+        assert "2 x (8 x H100-80GB, nvlink), 400 Gb/s" in shown
+    assert nodes.best is not None
+    assert nodes.best.options.replicate_across == "nodes"
+    assert "%%distribute --backend fsdp2 --replicate-across nodes" in str(nodes)
+    assert "over the network between nodes" in nodes.row("zero1").why
+    assert row.to_dict()["replicate_across"] == "nodes"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"devices": "8xH100"}, "needs ranks on several machines, but all ranks are on one"),
+        ({"devices": "4x(H100),400Gb/s"}, "4 ranks on 4 nodes are one rank on each"),
+        ({"devices": "2x(4xH100)", "world_size": 7}, "are not the same number on each"),
+        ({"devices": "2x(4xH100)", "backend": "zero3"}, "zero3 cannot replicate across nodes"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        nbdist.plan(SMALL, replicate_across="nodes", **given)
+
+
+def test_fixed_replicas_are_searched_alone() -> None:
+    fixed = {"devices": "2x(4xA100-80GB),100Gb/s", "replicate_across": "nodes"}
+    plan = nbdist.plan(SMALL, seq_len=512, **fixed)
+    assert {row.options.replicate_across for row in plan.rows} == {"nodes"}
+    assert {row.backend for row in plan.rows} == {"fsdp2"}
+    assert all(row.cost is not None for row in plan.rows)
+    apart = nbdist.plan(SMALL, seq_len=512, devices="4x(A100-80GB),100Gb/s")
+    assert {row.options.replicate_across for row in apart.rows} == {"none"}
+
+
+def test_a_fixed_fsdp_config_is_kept_and_is_for_fsdp_alone() -> None:
+    config = {"fsdp_reshard_after_forward": False, "fsdp_activation_checkpointing": True}
+    plan = nbdist.plan(SMALL, devices="2x24GB,pcie", seq_len=512, fsdp_config=config)
+    assert {row.backend for row in plan.rows} == {"fsdp2", "fsdp1"}
+    assert not plan.row("fsdp2").options.reshard_after_forward
+    assert plan.row("fsdp2").options.activation_checkpointing
+    assert "of fsdp1 must be FULL_SHARD" in plan.rows[-1].why
+
+
+def test_several_batch_sizes_are_several_rows(eight: Plan) -> None:
+    both = nbdist.plan(LLAMA_8B, devices="8xA100-80GB,nvlink", batch_size=[1, 4], seq_len=4096)
+    assert len(both.rows) == 2 * len(eight.rows)
+    one, four = (both.row("zero3", batch_size=size) for size in (1, 4))
+    assert four.allocated_bytes > one.allocated_bytes
+
+
+def test_devices_that_lack_the_precision_are_named() -> None:
+    text = str(nbdist.plan(SMALL, devices="2xV100-32GB", precision="bf16"))
+    assert "V100-32GB does not support bf16" in text
+    assert "It supports fp16" in text
+
+
+def test_host_memory_that_nobody_stated_is_said_to_be_assumed() -> None:
+    silent = nbdist.plan(LLAMA_8B, devices="2x24GB,pcie", seq_len=2048).best
+    stated = nbdist.plan(LLAMA_8B, devices="2x24GB,pcie,512GB host", seq_len=2048).best
+    assert silent is not None
+    assert stated is not None
+    assert "assumed to be available" in silent.why
+    assert "assumed to be available" not in stated.why
+
+
+# ---- rows by name
+
+
+def test_a_row_is_found_by_backend_and_options(eight: Plan) -> None:
+    row = eight.row("fsdp", activation_checkpointing=True, offload="none")
+    assert (row.backend, row.options.activation_checkpointing) == ("fsdp2", True)
+    assert eight.row("zero3", offload="nvme").options.offload == "nvme:PATH"
+
+
+def test_a_row_that_is_not_there_says_which_are(eight: Plan) -> None:
+    with pytest.raises(PlanError, match=r"no row ddp .*offload='cpu'\. It has ddp"):
+        eight.row("ddp", offload="cpu")
+
+
+def test_rows_are_sorted_by_a_field(eight: Plan) -> None:
+    sizes = [row.device_bytes for row in eight.sorted_by("device_bytes").rows]
+    assert sizes == sorted(sizes)
+    speeds = [row.tokens_per_s for row in eight.sorted_by("tokens_per_s").rows]
+    assert speeds == sorted(speeds, reverse=True)
+    with pytest.raises(PlanError, match=r"Unknown field 'price'\. Use one of backend"):
+        eight.sorted_by("price")
+
+
+def test_a_data_frame_has_a_line_for_each_row(eight: Plan) -> None:
+    frame = eight.to_pandas()
+    assert len(frame) == len(eight.rows)
+    assert frame.filter(like="memory.").notna().all(axis=None)
+
+
+# ---- what it shows
+
+
+def test_text_has_a_line_for_each_backend_and_the_command_to_paste(eight: Plan) -> None:
+    text = str(eight)
+    assert eight.best is not None
+    assert f"\n{eight.best.command}\n" in text
+    assert all(name in text for name in ("ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3"))
+    assert "T* =" in text
+
+
+def test_an_explanation_has_at_most_eight_lines(eight: Plan) -> None:
+    nothing = nbdist.plan("70b", devices="8x80GB,nvlink", offload="none")
+    for plan in (eight, nothing):
+        assert 2 <= len(plan.explanation()) <= 8
+    assert nothing.explanation()[0].startswith("nothing fits")
+
+
+def test_html_marks_the_best_row_and_escapes_what_users_wrote(eight: Plan) -> None:
+    shown = render_html(eight)
+    assert shown.count("class='best'") == 2, "in the short and in the long table"
+    named = nbdist.plan(SMALL | {"model_type": "llama"}, devices="2x24GB", offload="nvme:<b>")
+    assert "<b>" not in named._repr_html_().replace("<div><b>", "").replace("</b></div>", "")
+
+
+# ---- where nothing fits
+
+
+def question(**changes: Any) -> PlanRequest:
+    plan = nbdist.plan("70b", devices="8x80GB,nvlink", batch_size=8, offload="none")
+    fields = {
+        name: getattr(plan.question, name) for name in PlanRequest.__dataclass_fields__
+    } | changes
+    return PlanRequest(**fields)
+
+
+def test_each_advice_was_computed_and_does_fit() -> None:
+    asked = question()
+    for sentence in suggestions.suggest_changes(asked, search.fastest_row):
+        assert "fits with" in sentence
+    bigger = search.fastest_row(
+        question(cluster=asked.cluster.with_num_ranks(64), batch_sizes=asked.batch_sizes)
+    )
+    assert bigger is None or bigger.fits
+
+
+def test_the_smallest_number_of_devices_that_fits_is_named() -> None:
+    asked = question(batch_sizes=(1,))
+    advice = " ".join(suggestions.suggest_changes(asked, search.fastest_row))
+    ranks = next(
+        ranks
+        for ranks in (16, 32, 64, 128)
+        if search.fastest_row(
+            question(batch_sizes=(1,), cluster=asked.cluster.with_num_ranks(ranks))
+        )
+    )
+    assert f"{ranks} of these devices instead of 8" in advice
+
+
+def test_where_nothing_helps_it_says_so() -> None:
+    assert list(suggestions.suggest_changes(question(), lambda _: None)) == [
+        suggestions.NO_CHANGE_FITS
+    ]
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"batch_size": 0}, "batch_size must be an integer from 1 to .*, got 0"),
+        ({"batch_size": [1, -2]}, "batch_size .*, got -2"),
+        ({"batch_size": []}, r"batch_size .*, got \[\]"),
+        ({"batch_size": True}, "batch_size .*, got True"),
+        ({"seq_len": math.nan}, "seq_len .*, got nan"),
+        ({"seq_len": 2.5}, "seq_len .*, got 2.5"),
+        ({"world_size": 1e30}, "world_size .*, got 1e.30"),
+        ({"world_size": "8"}, "world_size .*, got '8'"),
+        ({"optimizer": "adamx"}, "adamx"),
+        ({"precision": "int3"}, "int3"),
+        ({"devices": "8xPotato"}, "Potato"),
+        ({"offload": "tape"}, "tape"),
+        ({"accumulate": 0}, "accumulate"),
+        ({"colour": "red"}, "colour"),
+        ({"backend": "horovod"}, "horovod"),
+    ],
+)
+@pytest.mark.fault("F6")
+def test_bad_arguments_are_one_sentence(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((PlanError, OptionError), match=words) as caught:
+        nbdist.plan(SMALL, **{"devices": "2x24GB", **arguments})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (42, "Cannot plan an object of class int"),
+        ("no/such/folder", "nbdist does not download models"),
+        ({"model_type": "llama"}, "hidden_size"),
+        (SMALL | {"hidden_size": 0}, "hidden_size"),
+        (SMALL | {"vocab_size": -1}, "vocab_size"),
+        (SMALL | {"num_hidden_layers": math.nan}, "num_hidden_layers"),
+        (SMALL | {"dtype": "int1"}, "int1"),
+        (SMALL | {"num_hidden_layers": 10**12}, "from 1 to 1,000, got 1000000000000"),
+        (SMALL | {"vocab_size": 10**30}, "from 1 to 10,000,000, got 1000"),
+    ],
+)
+@pytest.mark.fault("F6")
+def test_a_model_that_cannot_be_read_is_one_sentence(model: object, words: str) -> None:
+    with pytest.raises(PlanError, match=words) as caught:
+        nbdist.plan(model, devices="2x24GB")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_torn_config_file_is_one_sentence(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"')
+    with pytest.raises(PlanError, match=r"Cannot read .* as a config"):
+        nbdist.plan(tmp_path, devices="2x24GB")
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(PlanError, match="expected a JSON object, got list"):
+        nbdist.plan(str(tmp_path), devices="2x24GB")
+
+
+def test_no_torch_is_imported_for_a_config() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import nbdist, sys; nbdist.plan('7b', devices='8xA100-80GB');"
+        "print(sorted({'torch', 'transformers', 'numpy', 'accelerate'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_functions_keep_their_names_beside_packages_of_the_same_name() -> None:
+    import_module("nbdist.session.session")
+    import_module("nbdist.doctor.report")
+
+    assert nbdist.session() is None
+    assert callable(nbdist.doctor)

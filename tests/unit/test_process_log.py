@@ -1,0 +1,73 @@
+"""What launcher and ranks write outside of cells: always read, and never more than a limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nbdist.cluster.process_log import ProcessLog
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def log(limit: int = 1000) -> Iterator[ProcessLog]:
+    """A log that this process writes to."""
+    made = ProcessLog(limit=limit)
+    yield made
+    made.close_write_end()
+    made.close()
+
+
+def test_what_was_written_is_there_at_once() -> None:
+    with log() as one:
+        os.write(one.write_fd, b"torch said something\n")
+        assert one.tail() == "torch said something\n"
+        assert one.tail(10) == "something\n"
+
+
+@pytest.mark.fault("B15")
+@pytest.mark.fault("S20")
+def test_a_flood_stops_nobody_and_leaves_its_end() -> None:
+    with log() as one:
+        code = "import os\nfor _ in range(256): os.write(2, b'x' * 2**20)\nos.write(2, b'the end')"
+        subprocess.run([sys.executable, "-c", code], stderr=one.write_fd, check=True, timeout=60)
+        eventually(lambda: one.tail().endswith("the end"), within_s=5)
+        assert len(one.tail()) == 1000
+        assert len(one._kept) <= 2000
+
+
+def test_broken_text_is_shown_and_not_raised() -> None:
+    with log() as one:
+        os.write(one.write_fd, b"\xff\xfe\x00 torch")
+        assert one.tail().endswith(" torch")
+
+
+def test_it_ends_although_somebody_may_still_write() -> None:
+    one = ProcessLog()
+    other = os.dup(one.write_fd)
+    os.write(other, b"last words")
+    one.close_write_end()
+    one.close()
+    one.close()
+    assert not one._thread.is_alive()
+    assert one.tail() == "last words"
+    with pytest.raises(BrokenPipeError):
+        os.write(other, b"to nobody")
+    os.close(other)
+
+
+def test_it_ends_with_its_last_writer_and_keeps_what_that_said() -> None:
+    one = ProcessLog()
+    os.write(one.write_fd, b"last words")
+    one.close_write_end()
+    eventually(lambda: not one._thread.is_alive(), within_s=5)
+    assert one.tail() == "last words"
+    one.close()

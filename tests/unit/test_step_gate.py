@@ -1,0 +1,116 @@
+"""Stop between optimizer steps."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from nbdist.worker.interrupt.step_gate import OptimizerStepGate
+
+
+class Optimizer:
+    """As prepare() returns it."""
+
+    def __init__(self, *, accumulates: bool = False) -> None:
+        self.gradient_state = SimpleNamespace(sync_gradients=not accumulates)
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def zero_grad(self) -> None:
+        """Nothing to forget."""
+
+
+def gated() -> tuple[OptimizerStepGate, type[Optimizer]]:
+    gate = OptimizerStepGate()
+
+    class Gated(Optimizer):
+        step = gate.wrap_step(Optimizer.step)
+
+    return gate, Gated
+
+
+def test_without_stop_steps_go_on_and_are_counted() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    for _ in range(3):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert gate.pause_steps()[0] == optimizer.steps == 3
+
+
+def test_a_rank_that_lags_makes_the_last_step_and_ends_its_iteration() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    assert gate.pause_steps()[0] == 1
+    gate.interrupt_after(2)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(KeyboardInterrupt):
+        gate.end_iteration()  # the next forward
+    assert optimizer.steps == 2
+
+
+def test_no_step_begins_after_the_last() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    gate._last = 1  # as stop(1) leaves it, without its signal
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert optimizer.steps == 1
+
+
+def test_a_held_rank_waits_for_the_word() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    gate.pause_steps()
+    begun = threading.Event()
+
+    def go_on() -> None:
+        begun.wait()
+        gate.interrupt_after(5)
+
+    other = threading.Thread(target=go_on)
+    other.start()
+    begun.set()
+    optimizer.step()
+    other.join()
+    assert optimizer.steps == 2
+
+
+def test_a_loop_without_a_further_forward_is_stopped_soon_after_the_step() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    gate.pause_steps()
+    gate.interrupt_after(2)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - where it comes is not known
+        optimizer.step()
+        threading.Event().wait(10)
+
+
+def test_where_there_is_no_training_stop_comes_at_once() -> None:
+    gate, _ = gated()
+    assert gate.pause_steps()[0] == 0
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        gate.interrupt_after(0)
+        threading.Event().wait(10)
+
+
+def test_micro_batches_between_steps_are_not_counted() -> None:
+    gate, cls = gated()
+    cls(accumulates=True).step()
+    assert gate.pause_steps()[0] == 0
+
+
+def test_a_new_cell_begins_to_count_anew() -> None:
+    gate, cls = gated()
+    cls().step()
+    gate.begin_cell()
+    assert gate.pause_steps()[0] == 0

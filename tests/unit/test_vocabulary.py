@@ -1,0 +1,237 @@
+"""Names and sentences use the words of PyTorch and Jupyter; see docs/decisions/0014-names.md."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "nbdist").rglob("*.py"))
+# docs/faults.md is made from the names of tests.
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "faults.md"),
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
+]
+
+MODULE_NAMES = frozenset(
+    [
+        "advice",
+        "agreement",
+        "answers",
+        "arrival",
+        "asked",
+        "beside",
+        "blackbox",
+        "board",
+        "boxes",
+        "bulk",
+        "carry",
+        "cast",
+        "causes",
+        "checked",
+        "described",
+        "figures",
+        "fleet",
+        "foreign",
+        "gang",
+        "gate",
+        "given",
+        "gut",
+        "handover",
+        "here",
+        "holdings",
+        "joint",
+        "judging",
+        "kept",
+        "known",
+        "ladder",
+        "learning",
+        "leftovers",
+        "link",
+        "living",
+        "marks",
+        "meet",
+        "meeting",
+        "merge",
+        "mould",
+        "moving",
+        "named",
+        "now",
+        "one",
+        "opened",
+        "parcel",
+        "peeking",
+        "picture",
+        "place",
+        "positions",
+        "pulse",
+        "readings",
+        "recorded",
+        "rehearsal",
+        "release",
+        "remark",
+        "room",
+        "saving",
+        "settling",
+        "several",
+        "show",
+        "slots",
+        "solo",
+        "source",
+        "standing",
+        "standstill",
+        "stops",
+        "story",
+        "strict",
+        "taken",
+        "there",
+        "together",
+        "told",
+        "turns",
+        "unstopped",
+        "verdict",
+        "walk",
+        "watch",
+        "where",
+        "whereabouts",
+        "wires",
+        "words",
+    ]
+)
+"""Names that do not tell what a module holds."""
+
+WORDS = frozenset(
+    [
+        "anew",
+        "asked",
+        "beginning",
+        "blamed",
+        "brought",
+        "gang",
+        "gut",
+        "joint",
+        "ladder",
+        "leftovers",
+        "mould",
+        "parcel",
+        "rung",
+        "said",
+        "standstill",
+        "told",
+        "unstopped",
+        "whereabouts",
+        "wish",
+    ]
+)
+"""Words that no identifier contains."""
+
+PHRASES = (
+    r"(?<![Tt]here )\b(?:is|are) no (?!longer|more|faster|such)",
+    r"\bof (?:before|now)\b",
+    r"\banew\b",
+    r"\b(?:is|are|was|were) told\b",
+    r"\bwhoever\b",
+    r"\botherwise than\b",
+    r"\blets? go\b",
+    r"\bnobody\b",
+    r"\bfor ever\b",
+)
+"""Phrases that documentation in English does not use."""
+
+OPENINGS = r"(?:Of|Whether|What|How far|Say|Let|Who|That)\b"
+"""First words of a docstring that is not a sentence."""
+
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("nbdist/profiler/advice.py", "advice"): "holds `Advice`, the elements of `Profile.advice`",
+    ("nbdist/profiler/profile_data.py", "told"): "`Profile.told` is public",
+    ("nbdist/session/session.py", "standstill"): "`Session.standstill` is public",
+}
+"""(file, word or phrase) -> why it stays."""
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Names that a module defines: classes, functions, parameters, variables, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Comments, docstrings and messages of a module; the text of a document."""
+    content = path.read_text()
+    if path.suffix == ".md":
+        yield content
+    elif path.suffix == ".ipynb":
+        yield from ("".join(cell["source"]) for cell in json.loads(content)["cells"])
+    else:
+        for node in ast.walk(ast.parse(content)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+        for token in tokenize.generate_tokens(io.StringIO(content).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.string
+
+
+def excepted(path: Path, found: str) -> bool:
+    return (str(path.relative_to(ROOT)), found) in EXCEPTIONS
+
+
+def test_modules_are_named_after_what_they_hold() -> None:
+    names = [path for path in MODULES if path.stem in MODULE_NAMES]
+    assert [path for path in names if not excepted(path, path.stem)] == []
+
+
+def test_identifiers_are_words_of_the_field() -> None:
+    found = []
+    for path in MODULES:
+        for line, name in identifiers(ast.parse(path.read_text())):
+            parts = set(re.findall(r"[A-Z]?[a-z]+", name.replace("_", " ")))
+            words = {part.lower() for part in parts} & WORDS | {name} & {"one", "_one"}
+            found += [(path, line, name) for word in words if not excepted(path, word)]
+    assert found == []
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_texts_are_plain_english(phrase: str) -> None:
+    found = []
+    for path in [*MODULES, *DOCUMENTS]:
+        for text in texts(path):
+            plain = " ".join(text.split())
+            found += [
+                (path, match[0]) for match in re.finditer(f".{{0,40}}{phrase}.{{0,40}}", plain)
+            ]
+    assert [one for one in found if not excepted(one[0], phrase)] == []
+
+
+def test_docstrings_begin_as_sentences() -> None:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [
+        (path, getattr(node, "lineno", 1), text.splitlines()[0])
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
+        if re.match(OPENINGS, text)
+    ]
+    assert found == []
+
+
+def test_there_are_few_exceptions() -> None:
+    assert len(EXCEPTIONS) <= 15
+    assert all(EXCEPTIONS.values()), "each has a reason"
