@@ -21,7 +21,7 @@ session.panel()"""
 BUSY = """import itertools, time
 end = time.monotonic() + 2
 for step in itertools.takewhile(lambda _: time.monotonic() < end, itertools.count()):
-    session.metrics.add(0, [{"step": step, "time": time.time(), "loss": 1.0}])
+    session.metrics.add_rows(0, [{"step": step, "time": time.time(), "loss": 1.0}])
     time.sleep(0.001)"""
 STOP = "session.stop()"
 WIDGET = "application/vnd.jupyter.widget-view+json"

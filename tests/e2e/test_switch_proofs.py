@@ -92,11 +92,12 @@ FLIP = textwrap.dedent(
             return
         inside.before_phase.clear()
         found = layout()
-        counts = found.counts()  # a collective under FSDP1, as states() is
-        states = found.states(owned=True).values()
+        counts = found.scalar_state()  # a collective under FSDP1, as optimizer_state() is
+        states = found.optimizer_state(owned=True).values()
         shards = [tensors[which] for tensors in states if which in tensors]
         if which == "step":
-            found.settle({{name: {{"step": one["step"] + 1}} for name, one in counts.items()}})
+            steps = {{name: {{"step": one["step"] + 1}} for name, one in counts.items()}}
+            found.finalize_state(steps)
         elif rank == 1:
             shards = shards or found.weights(owned=True).values()
             next(one for shard in shards for one in shard.pieces).view.view(torch.int32)[-1] ^= 1
