@@ -12,7 +12,7 @@ CUDA_INDEX ?= https://pypi.org/simple
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test long check faults nodes chaos notebooks browser pictures gpu-rehearsal bench wheel clean
+.PHONY: help env demo check test wide nightly faults nodes pictures gpu-rehearsal bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,37 +32,34 @@ $(READY): pyproject.toml constraints.txt hatch_build.py
 demo: env ## run notebooks/01_first_cell.ipynb and print its output
 	@$(BIN)/python notebooks/run.py notebooks/01_first_cell.ipynb
 
-test: env ## run the tests: unit, real ranks, notebooks, browser
-	@echo "==> tests: unit, real ranks, notebooks, browser (half an hour on two cores)"
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not chaos and not alone and not long"
-	@$(BIN)/python -m pytest -m "alone and not long"
-
-long: env ## run the tests that `make test` skips, such as all engines instead of two (half an hour)
-	@$(BIN)/python -m pytest -m long
-
-check: env ## run lint, formatting, types and unit tests; do this before each commit
+check: env ## run lint, formatting, types and unit tests, and print the package's size; do this before each commit
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q tests/unit
+	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/unit
+	@$(BIN)/python tests/unit/test_size.py
+
+test: env ## run the tests: unit, real ranks, a notebook, a browser; CI runs this
+	@echo "==> tests: unit, real ranks, a notebook, a browser (about ten minutes on two cores)"
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+wide: env ## run the tests that `make test` skips: all engines, faults and notebooks, fuzzing, JupyterLab
+	@$(BIN)/python -m pytest -m "nightly and not alone and not nodes" --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest -m "alone and not nodes"
+
+nightly: env ## run everything that runs without a GPU (hours), and print what failed
+	@failed=; for part in check test wide nodes bench; do \
+	  $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 faults: env ## run the tests of every fault in tests/faults/rows.py and print one table
-	@$(BIN)/python -m pytest -m "fault and not chaos" --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest -m "fault and not nodes" --numprocesses 2 --dist loadfile
 
 nodes: env ## test Ray in network namespaces and a local Slurm, as root (apt: slurm-wlm, munge)
 	@$(BIN)/python -c 'import ray' 2>/dev/null || \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt 'ray[client]'
 	@$(BIN)/python -m pytest -m nodes tests/nodes
-
-chaos: env ## test random faults, a thousand cells, 10,000 inputs per parser (NBDIST_CHAOS_SEED, _FAULTS)
-	@$(BIN)/python -m pytest -m chaos tests/faults tests/hostile
-
-notebooks: env ## run the tests that execute the notebooks
-	@$(BIN)/python -m pytest tests/notebooks
-
-browser: env ## test only the panel, in JupyterLab and Notebook 7 with chromium
-	@$(BIN)/python -m pytest -s tests/browser
 
 pictures: env ## run the browser tests that take the screenshots in docs/images
 	@NBDIST_PICTURES=docs/images $(BIN)/python -m pytest -s tests/browser/test_panel_in_lab.py \

@@ -1,4 +1,4 @@
-"""Engines as parameters of a test: those that are much like another one are left to `make long`."""
+"""Engines as parameters of a test: those that are much like another one are left to `make nightly`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ LIKE_OTHERS = frozenset({"fsdp1", "zero1", "zero2"})
 def each() -> list[Any]:
     """All engines, as `pytest.mark.parametrize` and fixtures take them."""
     return [
-        pytest.param(name, marks=pytest.mark.long) if name in LIKE_OTHERS else name
+        pytest.param(name, marks=pytest.mark.nightly) if name in LIKE_OTHERS else name
         for name in STRATEGIES
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist import RankDied, checkpoint
-from tests.e2e.test_switch import MODEL, START
+from tests.e2e.training import MODEL, START
 
 if TYPE_CHECKING:
     from pathlib import Path

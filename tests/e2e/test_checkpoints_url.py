@@ -21,7 +21,7 @@ from nbdist import CellInterrupted, CheckpointError, RankDied, Session, checkpoi
 from nbdist.checkpoint import Url, UrlStorage
 from tests.conftest import eventually
 from tests.e2e.test_checkpoints import ANY_RANKS, STATE, WAITING
-from tests.e2e.test_switch import MODEL, START, apart, one
+from tests.e2e.training import MODEL, START, apart, one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,34 +9,20 @@ import pytest
 
 from nbdist import CellError, Session
 from nbdist.strategies import STRATEGIES
+from tests.e2e.training import WRAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STEPS = 30
 TRAINER_STEPS = 10
-WRAPPED = {
-    "ddp": "DistributedDataParallel",
-    "fsdp2": "FSDPGPT2LMHeadModel",
-    "fsdp1": "FullyShardedDataParallel",
-    "zero1": "DeepSpeedEngine",
-    "zero2": "DeepSpeedEngine",
-    "zero3": "DeepSpeedEngine",
-}
-"""What `prepare()` must return: Accelerate 1.15 falls back to DDP without a word."""
-
 MODEL = textwrap.dedent(
     """
-    import math
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from tests.models import gpt2
 
     def build():
         torch.manual_seed(0)
-        config = GPT2Config(
-            vocab_size=211, n_embd=45, n_head=3, n_layer=2, n_positions=24, bos_token_id=0,
-            eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        )
-        return GPT2LMHeadModel(config)
+        return gpt2()
 
     tokens = torch.randint(0, 211, (64, 24), generator=torch.Generator().manual_seed(5))
     tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % 211

@@ -25,25 +25,15 @@ BACKENDS = list(STRATEGIES)
 MODELS = textwrap.dedent(
     """
     import copy
+    from tests.models import bert, gpt2, llama, t5
     from torch import nn
     from transformers import (
-        BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM, GPT2Config,
-        GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM,
-        PreTrainedTokenizerFast, ResNetConfig, ResNetForImageClassification, T5Config,
-        T5ForConditionalGeneration,
+        BartConfig, BartForConditionalGeneration, MixtralConfig, MixtralForCausalLM,
+        PreTrainedTokenizerFast, ResNetConfig, ResNetForImageClassification,
     )
 
-    # Odd sizes, so that every engine pads.
     SIZES = dict(vocab_size=211, bos_token_id=0, eos_token_id=0)
     NARROW = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=36, intermediate_size=70)
-
-    def gpt2():
-        return GPT2LMHeadModel(GPT2Config(n_embd=45, n_head=3, n_layer=2, n_positions=24, **SIZES))
-
-    def llama(tied=True):
-        return LlamaForCausalLM(LlamaConfig(
-            num_key_value_heads=1, tie_word_embeddings=tied, max_position_embeddings=24, **SIZES,
-            **NARROW))
 
     def untied():
         return llama(tied=False)
@@ -52,13 +42,6 @@ MODELS = textwrap.dedent(
         return MixtralForCausalLM(MixtralConfig(
             num_key_value_heads=1, num_local_experts=4, max_position_embeddings=24, **SIZES,
             **NARROW))
-
-    def bert():
-        return BertForMaskedLM(BertConfig(vocab_size=211, max_position_embeddings=24, **NARROW))
-
-    def t5():
-        return T5ForConditionalGeneration(T5Config(
-            d_model=36, d_ff=70, d_kv=18, num_layers=2, num_heads=2, vocab_size=211))
 
     def resnet():
         return ResNetForImageClassification(ResNetConfig(

@@ -17,7 +17,7 @@ from nbdist.panel import plan_view
 from nbdist.session import placement as session_placement
 from nbdist.session import planner
 from tests.e2e.test_engines import TRAINER
-from tests.e2e.test_switch import MODEL, START, apart, one
+from tests.e2e.training import MODEL, START, apart, one
 from tests.faults.test_stop import stopped_with
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def written(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "manifest.json").read_text())["keys"])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
@@ -192,7 +192,7 @@ def test_options_go_with_it(two_nodes: Session, options: dict[str, Any]) -> None
     two_nodes.switch("fsdp", **usual)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_trainer_trains_under_it(two_nodes: Session) -> None:
     code = "def build():\n    torch.manual_seed(0)\n    return gpt2()\n" + TRAINER.format(steps=4)
     found = {}
@@ -205,7 +205,7 @@ def test_a_trainer_trains_under_it(two_nodes: Session) -> None:
     assert apart(found["nodes"], found["none"]) <= 2e-4
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_it_trains_on_after_ranks_were_freed(two_nodes: Session) -> None:
     two_nodes.switch("fsdp", replicate_across="nodes")
     two_nodes.run(MODEL + LOOK + START.format(""))

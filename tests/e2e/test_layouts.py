@@ -28,7 +28,7 @@ PRELUDE = textwrap.dedent(
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper,
     )
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from tests.models import gpt2
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
     from nbdist.errors import SwitchError
     from nbdist.worker.engines import accelerator as accelerators
@@ -66,12 +66,6 @@ PRELUDE = textwrap.dedent(
 
         def forward(self, input_ids, labels):
             return self.base(input_ids=input_ids, labels=labels).loss
-
-    def gpt2():
-        return GPT2LMHeadModel(GPT2Config(
-            vocab_size=211, n_embd=45, n_head=3, n_layer=2, n_positions=24, bos_token_id=0,
-            eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        ))
 
     def build(kind):
         if kind == "checkpointed":
@@ -253,7 +247,7 @@ def matrix(ranks: Session, kind: str, **options: Any) -> list[Any]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.long
+@pytest.mark.nightly
 def test_all_state_moves_between_all_engines(ranks: Session) -> None:
     problems, worst, sent, apart = matrix(ranks, "adapters")
     assert problems == []
@@ -273,7 +267,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.long) if way == "Adagrad" else way for way in WAYS]
+    "way", [pytest.param(way, marks=pytest.mark.nightly) if way == "Adagrad" else way for way in WAYS]
 )
 def test_all_state_moves_whatever_is_trained(ranks: Session, way: str) -> None:
     problems, worst, *_ = matrix(ranks, **WAYS[way])
@@ -282,7 +276,7 @@ def test_all_state_moves_whatever_is_trained(ranks: Session, way: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.long
+@pytest.mark.nightly
 def test_masters_of_bfloat16_are_carried_in_full(ranks: Session) -> None:
     # The engines' sums differ in the last bits of bfloat16, so their losses do.
     problems, worst, *_ = matrix(ranks, "adapters", precision="bf16", targets=["fsdp2", *SOME])

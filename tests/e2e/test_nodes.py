@@ -594,7 +594,7 @@ def test_a_killed_agent_ends_the_cell_and_the_other_node(session: Session, clust
     eventually(lambda: gone(everything), within_s=CUT_S)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.fault("N3")
 def test_a_node_that_is_silent_is_cut_off(session: Session, cluster: Here) -> None:
     everything = [one.pid for name in cluster.names for one in cluster.processes(name)]

@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 MODEL = textwrap.dedent(
     """
     import gc, tempfile, weakref, nbdist
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    from tests.models import gpt2
+    from transformers import Trainer, TrainingArguments
 
     def build():
         torch.manual_seed(0)
-        config = GPT2Config(
-            vocab_size=211, n_embd=45, n_head=3, n_layer=2, n_positions=24, bos_token_id=0,
-            eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        )
-        return GPT2LMHeadModel(config)
+        return gpt2()
 
     def adam(model):
         return torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -80,22 +77,15 @@ TRAINER = textwrap.dedent(
 )
 SHARED = textwrap.dedent(
     """
-    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+    from tests import models
 
     def bert():
         torch.manual_seed(0)
-        return BertForMaskedLM(BertConfig(
-            vocab_size=211, hidden_size=45, num_attention_heads=3, num_hidden_layers=2,
-            intermediate_size=90, max_position_embeddings=24, hidden_dropout_prob=0,
-            attention_probs_dropout_prob=0,
-        ))
+        return models.bert()
 
     def t5():
         torch.manual_seed(0)
-        return T5ForConditionalGeneration(T5Config(
-            vocab_size=211, d_model=45, d_kv=15, d_ff=90, num_heads=3, num_layers=2,
-            dropout_rate=0, decoder_start_token_id=0, pad_token_id=0,
-        ))
+        return models.t5()
 
     def without_engine(model, optimizer, steps=4):
         model.train()

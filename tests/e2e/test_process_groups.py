@@ -38,7 +38,7 @@ def loss_of(step):
 ANEW = "model = optimizer = None\nmodel, optimizer = prepare()"
 EACH_ENGINE = [
     *("ddp", "fsdp2", "zero3"),
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp1", "zero1", "zero2")),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp1", "zero1", "zero2")),
 ]
 
 
@@ -311,7 +311,7 @@ training_function()
 
 
 @pytest.mark.fault("C16")
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_an_example_of_accelerate_ends_two_hundred_times() -> None:
     with nbdist.Session(nproc=2) as session:

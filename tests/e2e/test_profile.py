@@ -43,7 +43,7 @@ def test_a_loop_without_a_bottleneck_is_bound_by_computing(session: Session) -> 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "one",
-    [planted.DDP[0], *(pytest.param(one, marks=pytest.mark.long) for one in planted.DDP[1:])],
+    [planted.DDP[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in planted.DDP[1:])],
     ids=lambda one: one.name,
 )
 def test_a_planted_bottleneck_is_blamed_and_nothing_else(session: Session, one: Planted) -> None:
@@ -51,7 +51,7 @@ def test_a_planted_bottleneck_is_blamed_and_nothing_else(session: Session, one: 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("one", [planted.ONE_UNIT, planted.OFFLOADED], ids=lambda one: one.name)
 def test_a_bottleneck_of_the_engine_is_blamed(one: Planted) -> None:
     with nbdist.Session(nproc=2, precision="no", **one.options) as session:

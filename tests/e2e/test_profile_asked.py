@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_be_written_is_refused(session: Session, trace: str
     assert session.profiling is None
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_wish_outlives_a_switch_and_a_restart() -> None:
     with nbdist.Session(nproc=2, precision="no") as session:
         session.profile(steps=2)

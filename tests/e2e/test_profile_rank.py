@@ -124,7 +124,7 @@ class Profiler:
 
 
 @pytest.fixture(
-    scope="module", params=["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.long)]
+    scope="module", params=["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.nightly)]
 )
 def profiler(request: pytest.FixtureRequest) -> Iterator[Profiler]:
     """Two ranks with a model, under three engines."""

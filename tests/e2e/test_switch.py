@@ -8,72 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist import CellError, OptionError, Session, SwitchError
-from nbdist.strategies import STRATEGIES
-from tests.e2e.test_engines import WRAPPED
+from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one, straight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(600)
-
-BACKENDS = list(STRATEGIES)
-MODEL = textwrap.dedent(
-    """
-    import random
-    import numpy as np
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-    # Odd sizes, so that every engine pads; tied embeddings.
-    SIZES = dict(vocab_size=211, bos_token_id=0, eos_token_id=0)
-
-    def gpt2(dropout=0.0):
-        return GPT2LMHeadModel(GPT2Config(
-            n_embd=45, n_head=3, n_layer=2, n_positions=24, resid_pdrop=dropout,
-            embd_pdrop=dropout, attn_pdrop=dropout, **SIZES))
-
-    def llama(tied=True):
-        return LlamaForCausalLM(LlamaConfig(
-            hidden_size=36, intermediate_size=70, num_attention_heads=2, num_key_value_heads=1,
-            num_hidden_layers=2, tie_word_embeddings=tied, max_position_embeddings=24, **SIZES))
-
-    def groups(model):
-        parameters = list(model.parameters())
-        return [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-
-    tokens = torch.randint(0, 211, (256, 24), generator=torch.Generator().manual_seed(5))
-
-    def build(model=gpt2, make=torch.optim.AdamW, seed=0, **options):
-        accelerator.step = 0
-        torch.manual_seed(seed); random.seed(rank); np.random.seed(rank)
-        bare = model()
-        optimizer = make(groups(bare), **({"lr": 3e-3} | options))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n / 40))
-        loader = torch.utils.data.DataLoader(tokens, batch_size=2, shuffle=True)
-        prepared = accelerator.prepare(bare, optimizer, schedule, loader)
-        torch.manual_seed(100 + rank)
-        return bare, *prepared
-
-    def train(steps):
-        global batches
-        losses = []
-        while len(losses) < steps:
-            for batch in batches:
-                with accelerator.accumulate(model):
-                    loss = model(input_ids=batch, labels=batch).loss
-                    accelerator.backward(loss)
-                    optimizer.step(); schedule.step(); optimizer.zero_grad()
-                losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
-                if len(losses) == steps:
-                    return losses
-            batches = iter(loader)
-        return losses
-    """
-)
-START = "bare, model, optimizer, schedule, loader = build({}); batches = iter(loader); train(4)"
 
 
 def all_pairs(names: list[str]) -> Iterator[str]:
@@ -95,24 +36,6 @@ def trained() -> Iterator[Session]:
     with Session(nproc=2) as session:
         session.run(MODEL)
         yield session
-
-
-def one(session: Session, code: str) -> Any:
-    """The value of a cell on rank 0."""
-    return session.run(code).values[0]
-
-
-def straight(session: Session, build: str, steps: int, **options: Any) -> list[float]:
-    """Losses of the same training without a switch."""
-    session.switch("ddp", **{"precision": "no", "clip": None, "accumulate": 1, **options})
-    session.run(START.format(build))
-    return list(one(session, f"train({steps})"))
-
-
-def apart(found: list[float], expected: list[float]) -> float:
-    """Largest difference of two loss curves."""
-    assert len(found) == len(expected)
-    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
 
 
 def test_all_pairs_in_one_training(trained: Session) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist import CellError, Session, SwitchError
-from tests.e2e.test_switch import one
+from tests.e2e.training import one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import torch
 
 from nbdist import Session
 from nbdist.errors import NbdistError
-from tests.e2e.test_switch import apart, one
+from tests.e2e.training import apart, one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist import Session, SwitchError
-from tests.e2e.test_engines import WRAPPED
-from tests.e2e.test_switch import BACKENDS, MODEL, START, apart, one
+from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,7 +170,7 @@ def test_activation_checkpointing_comes_and_goes(trained: Session, build: str) -
     assert goes_on(trained, build, options, seen="recomputes()") == [on for _, on in walk]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_compiling_comes_and_goes(trained: Session) -> None:
     trained.run(TORCHS_OWN.replace("dropout=0.1", "dropout=0.0"))
     walk = [("ddp", True), ("zero2", True), ("fsdp2", True), ("fsdp2", False)]
@@ -185,6 +184,7 @@ MODELS = textwrap.dedent(
     import peft
     from lion_pytorch import Lion
     from torch import nn
+    from transformers import GPT2LMHeadModel
 
     def lora():
         config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
@@ -226,11 +226,11 @@ KINDS = {
     "nadam": "gpt2, torch.optim.NAdam",
 }
 MORE = {"groups", "nadam"}
-"""These are `make long`."""
+"""These are `make nightly`."""
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind in MORE else kind for kind in KINDS]
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly) if kind in MORE else kind for kind in KINDS]
 )
 def test_models_and_optimizers_go_through_all_engines(trained: Session, kind: str) -> None:
     trained.run(MODELS)

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from nbdist import Session, SwitchError
-from tests.e2e.test_engines import WRAPPED
-from tests.e2e.test_switch import BACKENDS, MODEL, START, apart, one, straight
+from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one, straight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,9 +138,7 @@ LARGE = textwrap.dedent(
 
     def large():
         "2.3 million parameters: 27 MB with the state of AdamW."
-        return GPT2LMHeadModel(GPT2Config(
-            n_embd=192, n_head=3, n_layer=5, n_positions=24, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, **SIZES))
+        return gpt2(n_embd=192, n_layer=5)
 
     def level():
         "Bytes of all tensors that Python knows; bytes, threads and open files of the process."
@@ -165,7 +162,7 @@ def left_in_folders(temporary: Path) -> set[str]:
     return ours | {str(one) for one in temporary.rglob("*")}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_twenty_switches_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,7 @@ import pytest
 from nbdist import Session, SwitchError
 from nbdist.errors import RankDied, StartError
 from nbdist.state import shard_io
-from tests.e2e.test_engines import WRAPPED
-from tests.e2e.test_switch import MODEL, apart, one
+from tests.e2e.training import MODEL, WRAPPED, apart, one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -215,7 +214,7 @@ BOMB = textwrap.dedent(
 )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) -> None:
     build(trained)
     expected = one(trained, "train(6)")

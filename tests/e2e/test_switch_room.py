@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist import Session, SwitchError
-from tests.e2e.test_switch import MODEL, START
+from tests.e2e.training import MODEL, START
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Random faults on a training that goes on and on: nothing is left, half or wrong; `make chaos`.
+"""Random faults on a training that goes on and on: nothing is left, half or wrong; `make nightly`.
 
 NBDIST_CHAOS_SEED (0) and NBDIST_CHAOS_FAULTS (200) choose the run; a failure prints both, and
 the faults up to it.
@@ -377,7 +377,7 @@ def test_a_stopped_save_or_load_leaves_nothing_half(tmp_path: Path) -> None:
             hurt(chaos, kind)
 
 
-@pytest.mark.chaos
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_random_faults_lose_and_leave_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -234,7 +234,6 @@ with Session(nproc=2) as session:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.fault("F1")
 def test_the_real_oom_killer_is_named_with_the_limit(small_cgroup: Path) -> None:
     script = [sys.executable, "-c", FULL, str(small_cgroup)]

@@ -95,11 +95,11 @@ def running() -> Iterator[Running]:
     [
         ("kernel", "launcher", "ranks"),
         ("ranks", "launcher", "kernel"),
-        # the others take a minute: `make chaos`
-        pytest.param(("kernel", "ranks", "launcher"), marks=pytest.mark.chaos),
-        pytest.param(("launcher", "kernel", "ranks"), marks=pytest.mark.chaos),
-        pytest.param(("launcher", "ranks", "kernel"), marks=pytest.mark.chaos),
-        pytest.param(("ranks", "kernel", "launcher"), marks=pytest.mark.chaos),
+        # the others take a minute: `make nightly`
+        pytest.param(("kernel", "ranks", "launcher"), marks=pytest.mark.nightly),
+        pytest.param(("launcher", "kernel", "ranks"), marks=pytest.mark.nightly),
+        pytest.param(("launcher", "ranks", "kernel"), marks=pytest.mark.nightly),
+        pytest.param(("ranks", "kernel", "launcher"), marks=pytest.mark.nightly),
     ],
     ids=" ".join,
 )

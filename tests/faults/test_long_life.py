@@ -164,7 +164,7 @@ def test_what_a_session_holds_does_not_grow() -> None:
     check(cells=60, restarts=5, switches=6, warm=False)
 
 
-@pytest.mark.chaos
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_a_thousand_cells_fifty_restarts_fifty_switches() -> None:
     check(cells=1_000, restarts=50, switches=50, warm=True)

@@ -78,7 +78,7 @@ torn = Torn()
 """
 
 
-@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def session(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Session]:

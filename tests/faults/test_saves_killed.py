@@ -1,4 +1,4 @@
-"""kill -9 of a rank at twenty random moments of saves; `make chaos`."""
+"""kill -9 of a rank at twenty random moments of saves; `make nightly`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e import saves_killed
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 KILLS = 20
 

@@ -148,7 +148,7 @@ def press() -> None:
 @pytest.mark.parametrize(
     ("work", "trap"),
     [
-        pytest.param(*pair, marks=() if pair in SHOWN else pytest.mark.long)
+        pytest.param(*pair, marks=() if pair in SHOWN else pytest.mark.nightly)
         for pair in itertools.product(WORKS, TRAPS)
     ],
 )

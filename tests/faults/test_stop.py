@@ -53,7 +53,7 @@ else:
 
 
 @pytest.fixture(
-    scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.long), "zero3"]
+    scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly), "zero3"]
 )
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     """Two CPU ranks with a model in training."""

@@ -21,7 +21,7 @@ MAX_BYTES = 300_000_000
 """More than before, hypothesis' own included."""
 
 often = pytest.mark.parametrize(
-    "examples", [FEW, pytest.param(MANY, marks=[pytest.mark.chaos, pytest.mark.timeout(1800)])]
+    "examples", [FEW, pytest.param(MANY, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])]
 )
 
 

@@ -85,7 +85,6 @@ next(loader)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.fault("S1")
 @pytest.mark.fault("S9")

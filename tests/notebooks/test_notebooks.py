@@ -65,7 +65,6 @@ def carries(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_first_cell() -> None:
     notebook = executed("01_first_cell.ipynb")
@@ -80,9 +79,8 @@ def test_first_cell() -> None:
     assert "known here: False" in text(notebook, "after")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_backend() -> None:
     notebook = executed("02_every_backend.ipynb")
     assert "DistributedDataParallel" in text(notebook, "train")
@@ -96,9 +94,8 @@ def test_every_backend() -> None:
     assert all(f"`{backend}`" in table for backend in BACKENDS)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.long
+@pytest.mark.nightly
 def test_trainer() -> None:
     notebook = executed("03_trainer.ipynb")
     assert "FSDP" in text(notebook, "train")
@@ -107,7 +104,6 @@ def test_trainer() -> None:
     assert 1 < bits < 5
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # plan with the defaults
@@ -124,9 +120,8 @@ def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "L4" in text(notebook, "there")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.long
+@pytest.mark.nightly
 def test_switch() -> None:
     notebook = executed("05_switch.ipynb")
     assert "ddp -> fsdp2 in" in text(notebook, "to-fsdp")
@@ -143,7 +138,6 @@ def test_switch() -> None:
     assert "largest difference of 100 losses" in text(notebook, "difference")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa: ARG001
     notebook = executed("08_panel.ipynb")
@@ -158,7 +152,6 @@ def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa:
     assert "switch: ddp \N{RIGHTWARDS ARROW} fsdp2" in text(notebook, "text")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.alone
 def test_make_it_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -203,7 +196,6 @@ def alpha(tmp_path: Path) -> Iterator[list[str]]:
         hosts.__exit__()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_more_machines(alpha: list[str], tmp_path: Path) -> None:
     more_machines.passes(tmp_path, within=alpha)

@@ -1,14 +1,19 @@
-"""The direction of imports, and what must never be imported where."""
+"""The direction of imports, what must never be imported where, and the size of the package."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROOT = Path(__file__).parents[2] / "nbdist"
 PURE = {"_version", "errors", "hardware", "paths", "protocol", "rank_sets", "redaction", "signals"}
@@ -57,13 +62,13 @@ UNPICKLES = {
     # What ranks tell one another: plain values alone come out, see its find_class.
     "state/collectives.py": {"pickle"},
 }
-_IMPORTS = (ast.Import, ast.ImportFrom)
 HEAVY = {"torch", "accelerate", "deepspeed", "transformers"}
 
 
-def modules() -> list[Path]:
-    """All modules of the package."""
-    return sorted(ROOT.rglob("*.py"))
+@functools.cache
+def modules() -> dict[Path, ast.Module]:
+    """Syntax trees of all modules of the package."""
+    return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def room(path: Path) -> str:
@@ -74,8 +79,18 @@ def room(path: Path) -> str:
 
 def imported(path: Path) -> set[str]:
     """Full names of everything a module imports, anywhere in it."""
+    return imported_names(ast.walk(modules()[path]))
+
+
+def imported_at_import(path: Path) -> set[str]:
+    """Full names of what a module imports when it is imported itself."""
+    return imported_names(modules()[path].body)
+
+
+def imported_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """Full names that import statements among these nodes import."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -90,11 +105,13 @@ def rooms_of(names: set[str]) -> set[str]:
     return {parts[1] if len(parts) > 1 and parts[1] in known else "" for parts in own}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_arrows_point_downwards(path: Path) -> None:
-    own = room(path)
-    allowed = MAY_IMPORT[own] | {own}
-    assert rooms_of(imported(path)) <= allowed
+def test_arrows_point_downwards() -> None:
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules()
+        for name in rooms_of(imported(path)) - MAY_IMPORT[room(path)] - {room(path)}
+    }
+    assert not wrong
 
 
 def dotted(path: Path) -> str:
@@ -117,19 +134,11 @@ def test_imports_have_no_circle() -> None:
         pytest.fail(f"circle of imports: {' -> '.join(reversed(error.args[1]))}")
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_heavy_libraries_stay_on_the_ranks(path: Path) -> None:
-    if room(path) in {"worker", "launcher", "state"} or "tracing" in path.parts:
-        return
-    top = ast.parse(path.read_text()).body
-    names = {
-        alias.name.split(".")[0]
-        for node in top
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    names |= {str(node.module).split(".")[0] for node in top if isinstance(node, ast.ImportFrom)}
-    assert not names & HEAVY
+def test_heavy_libraries_stay_on_the_ranks() -> None:
+    for path in modules():
+        if room(path) not in {"worker", "launcher", "state"} and "tracing" not in path.parts:
+            names = {name.split(".")[0] for name in imported_at_import(path)}
+            assert not names & HEAVY, path
 
 
 def test_a_rank_measures_and_does_not_judge() -> None:
@@ -151,16 +160,7 @@ def test_loading_brings_no_torch() -> None:
 def test_the_kernel_shows_a_panel_only_when_asked() -> None:
     for path in modules():
         if room(path) == "session":
-            top = ast.Module(
-                [n for n in ast.parse(path.read_text()).body if isinstance(n, _IMPORTS)], []
-            )
-            names = {
-                alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
-                for node in top.body
-                if isinstance(node, _IMPORTS)
-                for alias in node.names
-            }
-            assert "panel" not in rooms_of(names), path
+            assert "panel" not in rooms_of(imported_at_import(path)), path
 
 
 def test_loading_brings_no_widgets() -> None:
@@ -173,26 +173,27 @@ def test_loading_brings_no_widgets() -> None:
 
 
 @pytest.mark.fault("S6")
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    calls = {
-        node.func.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    assert not calls & {"eval", "exec"}
+def test_nothing_is_unpickled_or_evaluated() -> None:
     unpicklers = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-    found = {name.split(".")[0] for name in imported(path)} & unpicklers
-    assert found == UNPICKLES.get(str(path.relative_to(ROOT)), set())
+    found: dict[str, set[str]] = {}
+    for path, tree in modules().items():
+        called = {
+            node.func.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assert not called & {"eval", "exec"}, path
+        if libraries := {name.split(".")[0] for name in imported(path)} & unpicklers:
+            found[str(path.relative_to(ROOT))] = libraries
+    assert found == UNPICKLES
 
 
 def test_backends_are_told_apart_in_one_table() -> None:
     names = {"ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"}
-    for path in modules():
+    for path, tree in modules().items():
         if room(path) == "strategies":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Compare):
                 compared = {
                     c.value for c in [node.left, *node.comparators] if isinstance(c, ast.Constant)

@@ -44,7 +44,7 @@ def recorded(code: Any) -> kineto.TraceEvents:
     return recorder.read_events((begin, time.time_ns()), threading.get_native_id(), steps=1)
 
 
-@pytest.mark.long  # a minute to compile
+@pytest.mark.nightly  # a minute to compile
 def test_calls_of_a_process_group_have_bytes_and_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
