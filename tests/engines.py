@@ -1,4 +1,4 @@
-"""Engines as parameters of a test: those that are much like another one are left to `make nightly`."""
+"""Engines as parameters of a test: `make test` runs two of them, `make nightly` all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import pytest
 
 from nbdist.strategies import STRATEGIES
 
-LIKE_OTHERS = frozenset({"fsdp1", "zero1", "zero2"})
-"""One of a kind stays: DDP, FSDP2 and ZeRO-3."""
+CORE = ("ddp", "zero3")
+"""The two that differ most in where they keep the training state."""
 
 
-def each() -> list[Any]:
-    """All engines, as `pytest.mark.parametrize` and fixtures take them."""
+def each(*core: str) -> list[Any]:
+    """Return all engines, as `pytest.mark.parametrize` and fixtures take them.
+
+    Args:
+        core: engines that `make test` runs too; DDP and ZeRO-3 unless given.
+    """
     return [
-        pytest.param(name, marks=pytest.mark.nightly) if name in LIKE_OTHERS else name
+        name if name in (core or CORE) else pytest.param(name, marks=pytest.mark.nightly)
         for name in STRATEGIES
     ]

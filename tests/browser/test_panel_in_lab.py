@@ -129,6 +129,7 @@ def test_switch_from_a_row_of_the_plan(notebook: Notebook, panel: Panel) -> None
     panel.reaches(59)
 
 
+@pytest.mark.nightly
 def test_keyboard_alone_saves(notebook: Notebook, panel: Panel) -> None:
     keys = notebook.page.keyboard
     expect(panel.ranks()).to_have_count(2)  # a plan may still be made anew, and be sorted
@@ -159,6 +160,7 @@ def test_keyboard_alone_saves(notebook: Notebook, panel: Panel) -> None:
     expect(saved).to_contain_text("fsdp2")
 
 
+@pytest.mark.nightly
 def test_light_and_dark(notebook: Notebook, panel: Panel, pictures: Path) -> None:
     panel.tab("Strategies").click()
     notebook.page.mouse.move(0, 0)
@@ -188,6 +190,7 @@ def violations(notebook: Notebook) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not in widgets/node_modules")
 def test_axe_finds_nothing(notebook: Notebook, panel: Panel) -> None:
     found = []
@@ -215,6 +218,7 @@ def test_a_reload_finds_the_history_and_a_second_view(notebook: Notebook, panel:
         one.reaches(109)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("G3")
 def test_an_untrusted_copy_shows_the_static_page(notebook: Notebook, trained: Panel) -> None:
     last = trained.step()
@@ -230,6 +234,7 @@ def test_an_untrusted_copy_shows_the_static_page(notebook: Notebook, trained: Pa
     trained.reaches(last)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("G1")
 def test_a_log_follows_its_rank_and_markup_is_text(notebook: Notebook, trained: Panel) -> None:
     trained.ranks()
@@ -244,12 +249,14 @@ def test_a_log_follows_its_rank_and_markup_is_text(notebook: Notebook, trained: 
     trained.button("Close").click()
 
 
+@pytest.mark.nightly
 def test_what_is_no_number_is_told(notebook: Notebook, panel: Panel) -> None:
     notebook.run("%%distribute\nreport(loss=float('nan'))")
     expect(panel.chart("loss")).to_contain_text("NaN · step")
     expect(panel.chart("loss")).to_contain_text("\N{MULTIPLICATION SIGN} NaN")
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("G3")
 def test_a_restarted_kernel_leaves_a_panel_that_says_so(notebook: Notebook, trained: Panel) -> None:
     notebook.restart_kernel()

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
+pytestmark = pytest.mark.nightly
+
+
 @pytest.fixture(scope="module")
 def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
     """A notebook with a panel and two ranks."""

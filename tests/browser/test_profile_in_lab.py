@@ -47,6 +47,9 @@ loader = accelerator.prepare(torch.utils.data.DataLoader(Slow(), batch_size=8))"
 LOOP = "%%distribute\nloop(30)"
 
 
+pytestmark = pytest.mark.nightly
+
+
 @pytest.fixture(scope="module")
 def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
     """A notebook with a panel, whose two ranks wait for their loader most of the time.

@@ -71,6 +71,7 @@ def hidden(root: Path) -> list[str]:
     return [path.name for path in root.iterdir() if path.name.startswith((".tmp", ".old"))]
 
 
+@pytest.mark.nightly
 def test_every_backend_loads_what_every_backend_wrote(trained: Session) -> None:
     expected = {}
     for writer in BACKENDS:
@@ -100,7 +101,7 @@ def test_every_backend_loads_what_every_backend_wrote(trained: Session) -> None:
     [
         ((2, "fsdp2"), (1, "ddp")),
         pytest.param((1, "ddp"), (2, "zero3"), marks=pytest.mark.nightly),
-        ((2, "ddp"), (4, "fsdp2")),
+        pytest.param((2, "ddp"), (4, "fsdp2"), marks=pytest.mark.nightly),
     ],
 )
 def test_another_number_of_ranks(
@@ -371,6 +372,7 @@ def test_a_failure_in_a_cells_save_is_seen(trained: Session, capsys: Any) -> Non
     eventually(lambda: "on purpose" in "".join(capsys.readouterr()), within_s=20)
 
 
+@pytest.mark.nightly
 def test_killed_at_any_moment_of_a_save(living: Session, folder: Path) -> None:
     found = saves_killed.kill(living, folder / "killed", kills=3, seed=1)
     assert len(found) == 3

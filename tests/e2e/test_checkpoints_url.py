@@ -117,6 +117,7 @@ def test_the_very_same_training_goes_on(trained: Session, url: str) -> None:
     assert all(bool(tensor.isfinite().all()) for tensor in state.values())
 
 
+@pytest.mark.nightly
 def test_another_number_of_ranks_and_another_engine(living: Session) -> None:
     living.restart(nproc=2, backend="ddp")
     living.run(ANY_RANKS)
@@ -146,8 +147,16 @@ def test_save_in_a_cell_keeps_the_last_ones(trained: Session, url: str) -> None:
 
 
 @pytest.mark.fault("E1")
-@pytest.mark.parametrize("step", ["write", "commit"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("step", "victim"),
+    [
+        ("commit", 0),
+        *(
+            pytest.param(step, victim, marks=pytest.mark.nightly)
+            for step, victim in [("write", 0), ("write", 1), ("commit", 1)]
+        ),
+    ],
+)
 def test_a_save_that_is_killed_half_way_is_never_listed(
     trained: Session, url: str, step: str, victim: int
 ) -> None:
@@ -239,6 +248,7 @@ def test_a_store_that_does_not_let_us_in(trained: Session, bucket: str, capsys: 
     assert bucket not in str(told.value)
 
 
+@pytest.mark.nightly
 def test_a_url_of_the_session_is_tried_at_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,6 +282,7 @@ def test_the_magics_take_a_url(notebook: LiveKernel, tmp_path: Path) -> None:
     assert not Path(os.fspath(tmp_path / "checkpoints")).exists()
 
 
+@pytest.mark.nightly
 def test_a_living_session_goes_to_another_place(notebook: LiveKernel, tmp_path: Path) -> None:
     first, second = tmp_path / "first", f"file://{tmp_path}/second"
     notebook.run(f"%config NbDist.checkpoints = {str(first)!r}")

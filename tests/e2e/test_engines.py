@@ -9,6 +9,7 @@ import pytest
 
 from nbdist import CellError, Session
 from nbdist.strategies import STRATEGIES
+from tests import engines
 from tests.e2e.training import WRAPPED
 
 if TYPE_CHECKING:
@@ -110,13 +111,14 @@ def assert_same(found: dict[str, list[float]], expected: dict[str, list[float]])
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", [name for name in STRATEGIES if name != "ddp"])
+@pytest.mark.parametrize("backend", engines.each("fsdp2", "zero3"))
 def test_losses_lie_on_those_of_ddp(backend: str, under_ddp: dict[str, list[float]]) -> None:
     assert_same(losses(backend), under_ddp)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", [name for name in STRATEGIES if name != "ddp"])
+@pytest.mark.parametrize("backend", STRATEGIES)
 def test_clip_and_accumulate_mean_the_same(
     backend: str, under_ddp_with_options: dict[str, list[float]]
 ) -> None:

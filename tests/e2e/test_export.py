@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from nbdist import CheckpointError, OptionError, PayloadError, Session
 from nbdist.strategies import STRATEGIES
+from tests import engines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +109,7 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", engines.each("fsdp2", "zero3"))
 def test_every_engine_exports_what_save_pretrained_would(
     trained: Session, backend: str, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_every_engine_exports_what_save_pretrained_would(
     assert set(trained.run(code).values.values()) == {(0.0, True)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", ["mixtral", "bert", "t5", "resnet"])
 @pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
 def test_names_and_shapes_in_files_are_those_of_the_class(
@@ -246,7 +248,7 @@ def test_a_folder_appears_whole_or_not_at_all(trained: Session, tmp_path: Path) 
         trained.export(tmp_path / "none", model="step")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", engines.each("fsdp2", "zero3"))
 def test_every_engine_gives_a_state_dict(trained: Session, backend: str) -> None:
     trained.switch(backend)
     trained.run(BUILD.format("gpt2"))
@@ -271,6 +273,7 @@ def test_every_engine_gives_a_state_dict(trained: Session, backend: str) -> None
         trained.pull("gpt2")
 
 
+@pytest.mark.nightly
 def test_one_rank_exports_too(tmp_path: Path) -> None:
     with Session(nproc=1, backend="zero3") as session:
         session.run(MODELS)

@@ -267,7 +267,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.nightly) if way == "Adagrad" else way for way in WAYS]
+    "way",
+    [
+        way if way == "before the first step" else pytest.param(way, marks=pytest.mark.nightly)
+        for way in WAYS
+    ],
 )
 def test_all_state_moves_whatever_is_trained(ranks: Session, way: str) -> None:
     problems, worst, *_ = matrix(ranks, **WAYS[way])
@@ -284,6 +288,7 @@ def test_masters_of_bfloat16_are_carried_in_full(ranks: Session) -> None:
     assert worst <= 5e-3
 
 
+@pytest.mark.nightly
 def test_deepspeeds_other_optimizer_for_bfloat16(ranks: Session) -> None:
     cell = """
     config = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -313,6 +318,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("engine", "zero"), CONFIGS)
 def test_deepspeeds_own_options(ranks: Session, engine: str, zero: dict[str, Any]) -> None:
     cell = f"""
@@ -348,6 +354,7 @@ def test_one_flat_tensor_has_one_count(ranks: Session) -> None:
     assert "was stepped 1 times and others of its parameter group 0 times" in found
 
 
+@pytest.mark.nightly
 def test_a_model_under_zero3_without_an_optimizer(ranks: Session) -> None:
     cell = """
     hardware = accelerators.current_config().hardware
@@ -406,6 +413,7 @@ def test_names_are_those_of_the_bare_model(ranks: Session, engine: str) -> None:
     assert ranks.run(textwrap.dedent(cell)).values[0] == (True, True, True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sharding", ["NO_SHARD", "SHARD_GRAD_OP"])
 def test_other_cuts_of_fsdp1(ranks: Session, sharding: str) -> None:
     cell = f"""
@@ -424,6 +432,7 @@ def test_other_cuts_of_fsdp1(ranks: Session, sharding: str) -> None:
     assert ranks.run(textwrap.dedent(cell)).values[0] == [True, [], 0.0, [], 0.0]
 
 
+@pytest.mark.nightly
 def test_another_memory_order_is_kept_or_refused(ranks: Session) -> None:
     cell = """
     class Picture(nn.Sequential):
@@ -486,6 +495,7 @@ FREED = textwrap.dedent(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", engines.each())
 def test_a_freed_engine_holds_nothing_though_it_is_held(ranks: Session, engine: str) -> None:
     levels, freed = ranks.run(FREED.format(engine=engine)).values[0]

@@ -462,6 +462,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
         yield running
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("N7")
 def test_a_folder_that_is_not_shared_is_told_early_and_at_save(
     apart: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -659,6 +660,7 @@ def test_a_host_that_is_cut_off_ends_itself() -> None:
     assert seen["ended_s"] < LEASE_S + 20
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make network namespaces")
 @pytest.mark.timeout(300)
 def test_a_link_that_is_slow_and_loses_packets_is_no_death() -> None:

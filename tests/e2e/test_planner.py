@@ -149,6 +149,7 @@ def test_training_is_the_same_with_and_without_the_measured_step(ranks: Session)
     assert measured == unmeasured
 
 
+@pytest.mark.nightly
 def test_a_mode_of_the_user_around_the_training_stays_alone(ranks: Session) -> None:
     flops = "from torch.utils.flop_counter import FlopCounterMode as Mode\n"
     ranks.run(PREPARE + flops + "with Mode(display=False): train(model, optimizer, 4)")
@@ -180,6 +181,7 @@ def test_models_of_the_ranks_are_planned_by_name(ranks: Session) -> None:
             planner.plan_model(ranks, name)
 
 
+@pytest.mark.nightly
 def test_accumulation_is_measured_over_all_micro_batches() -> None:
     with Session(nproc=2, backend="fsdp", accumulate=2) as session:
         session.run(MODEL + PREPARE + "train(model, optimizer, 3)")
@@ -223,6 +225,7 @@ def test_auto_decides_the_same_on_all_ranks_and_explains_once() -> None:
         assert planner.compare_with_measured(session).relative_error == pytest.approx(0, abs=BAR)
 
 
+@pytest.mark.nightly
 def test_auto_searches_within_what_is_given() -> None:
     with Session(nproc=2, auto=True, offload="cpu", activation_checkpointing=True) as session:
         session.run(MODEL + PREPARE_ALL)

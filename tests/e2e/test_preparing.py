@@ -146,6 +146,7 @@ def test_preparing_what_is_prepared_changes_nothing(ranks: Session) -> None:
     ranks.run("del model, optimizer, again, same, loader")
 
 
+@pytest.mark.nightly
 def test_an_optimizer_that_was_in_use_during_prepare_goes_afterwards(ranks: Session) -> None:
     watch = "models.append(weakref.ref(accelerator.unwrap_model(model)))\n"
     for _ in range(2):
@@ -264,6 +265,7 @@ DEEPSPEED_FILE = {
 }
 
 
+@pytest.mark.nightly
 def test_an_fsdp_config_file_cuts_where_it_says() -> None:
     with Session(nproc=2, backend="fsdp", fsdp_config=FSDP_FILE) as session:
         session.run(MODEL)
@@ -274,6 +276,7 @@ def test_an_fsdp_config_file_cuts_where_it_says() -> None:
         assert found[0] < 5.4
 
 
+@pytest.mark.nightly
 def test_a_deepspeed_config_file_with_auto_values_trains() -> None:
     with Session(nproc=2, backend="zero3", deepspeed_config=DEEPSPEED_FILE) as session:
         session.run(MODEL)

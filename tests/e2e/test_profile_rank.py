@@ -443,6 +443,7 @@ def test_a_profiler_of_the_cell_wins(profiler: Profiler) -> None:
     assert values(profiler.session.run("other_rows"))[0] > 0
 
 
+@pytest.mark.nightly
 def test_a_profiler_that_starts_within_the_window_ends_it(profiler: Profiler) -> None:
     profiler.session.run(OWN)
     before = values(profiler.session.run("patched()"))
@@ -473,6 +474,7 @@ other_rows = rows(other)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wait", [5, 12])  # in the window, and after it
 def test_a_profiler_with_a_schedule_gets_its_steps(profiler: Profiler, wait: int) -> None:
     profiler.session.run(OWN)
@@ -481,6 +483,7 @@ def test_a_profiler_with_a_schedule_gets_its_steps(profiler: Profiler, wait: int
     assert values(profiler.session.run("other_rows"))[0] > 0
 
 
+@pytest.mark.nightly
 def test_a_profiler_that_is_prepared_by_a_schedule_wins(profiler: Profiler) -> None:
     profiler.session.run(OWN)
     told = profiler.fail(SCHEDULED.format(wait=0, warmup=12), steps=6)

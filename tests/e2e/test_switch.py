@@ -38,6 +38,7 @@ def trained() -> Iterator[Session]:
         yield session
 
 
+@pytest.mark.nightly
 def test_all_pairs_in_one_training(trained: Session) -> None:
     walk = list(all_pairs(BACKENDS))
     assert len({*zip([BACKENDS[0], *walk], walk, strict=False)}) == 30
@@ -54,23 +55,27 @@ def test_all_pairs_in_one_training(trained: Session) -> None:
     assert apart(found, expected) <= 1e-6
 
 
+VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dropout": ("lambda: gpt2(0.1)", {}),
+    "llama": ("llama", {}),
+    "untied": ("lambda: llama(tied=False)", {}),
+    "clip": ("", {"clip": 0.5}),
+    "accumulate": ("", {"accumulate": 2}),
+    "sgd": ("make=torch.optim.SGD, momentum=0.9", {}),
+    "rmsprop": ("make=torch.optim.RMSprop, lr=1e-4", {}),
+    "adagrad": ("make=torch.optim.Adagrad", {}),
+}
+
+
 @pytest.mark.parametrize(
-    ("build", "options"),
+    "name",
     [
-        ("lambda: gpt2(0.1)", {}),
-        ("llama", {}),
-        ("lambda: llama(tied=False)", {}),
-        ("", {"clip": 0.5}),
-        ("", {"accumulate": 2}),
-        ("make=torch.optim.SGD, momentum=0.9", {}),
-        ("make=torch.optim.RMSprop, lr=1e-4", {}),
-        ("make=torch.optim.Adagrad", {}),
+        name if name in {"dropout", "clip"} else pytest.param(name, marks=pytest.mark.nightly)
+        for name in VARIATIONS
     ],
-    ids=["dropout", "llama", "untied", "clip", "accumulate", "sgd", "rmsprop", "adagrad"],
 )
-def test_variations_go_on_as_without_a_switch(
-    trained: Session, build: str, options: dict[str, Any]
-) -> None:
+def test_variations_go_on_as_without_a_switch(trained: Session, name: str) -> None:
+    build, options = VARIATIONS[name]
     walk = ["fsdp2", "zero3", "zero1", "fsdp1", "zero2", "ddp"]
     expected = straight(trained, build, 2 * len(walk), **options)
     trained.switch("ddp", **options)

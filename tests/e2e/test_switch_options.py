@@ -225,12 +225,11 @@ KINDS = {
     "lion": "gpt2, Lion, lr=1e-4",
     "nadam": "gpt2, torch.optim.NAdam",
 }
-MORE = {"groups", "nadam"}
-"""These are `make nightly`."""
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.nightly) if kind in MORE else kind for kind in KINDS]
+    "kind",
+    [kind if kind == "lora" else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS],
 )
 def test_models_and_optimizers_go_through_all_engines(trained: Session, kind: str) -> None:
     trained.run(MODELS)

@@ -56,6 +56,7 @@ def rest(capsys: pytest.CaptureFixture[str]) -> str:
 # -- D1, D2: a lot
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("D1")
 @pytest.mark.timeout(120)
 def test_twenty_thousand_displays_end_with_their_cell(
@@ -231,6 +232,7 @@ def test_status_and_log_answer_while_a_cell_runs(session: Session) -> None:
         result.wait(30)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("D11")
 def test_a_notebook_without_a_front_end_runs_to_its_end(tmp_path: Path) -> None:
     cells = [

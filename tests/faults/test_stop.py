@@ -52,9 +52,10 @@ else:
 """
 
 
-@pytest.fixture(
-    scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly), "zero3"]
-)
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp2", "zero3")]
+
+
+@pytest.fixture(scope="module", params=["ddp", *NIGHTLY])
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     """Two CPU ranks with a model in training."""
     with nbdist.Session(nproc=2, backend=request.param) as running:
@@ -233,6 +234,7 @@ def test_stop_in_an_evaluation_leaves_models_usable(session: Session) -> None:
         assert trains_on(session)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("C11")
 def test_what_was_prepared_before_says_so(session: Session) -> None:
     session.run("kept_apart = [model]\nsame = model")
@@ -411,6 +413,7 @@ def test_a_background_cell_is_stopped_in_the_same_way(plain: Session) -> None:
     assert can_add(plain)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("C14")
 def test_a_kernel_that_was_suspended_declares_nobody_dead(tmp_path: Path) -> None:
     with LiveKernel(tmp_path) as kernel:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-FEW, MANY = 300, 10_000
+FEW, MANY = 50, 10_000
 EACH = dt.timedelta(seconds=10)
 """For one input; all take milliseconds, on a machine that does nothing else."""
 MAX_BYTES = 300_000_000

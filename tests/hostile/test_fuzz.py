@@ -1,6 +1,6 @@
 """Thousands of inputs that nobody would type: each is taken, or refused in a sentence.
 
-300 inputs each with every test run, 10,000 with `make nightly`.
+50 inputs each with every test run, 10,000 with `make nightly`.
 """
 
 from __future__ import annotations

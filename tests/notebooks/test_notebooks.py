@@ -104,6 +104,7 @@ def test_trainer() -> None:
     assert 1 < bits < 5
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # plan with the defaults
@@ -196,6 +197,7 @@ def alpha(tmp_path: Path) -> Iterator[list[str]]:
         hosts.__exit__()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_more_machines(alpha: list[str], tmp_path: Path) -> None:
     more_machines.passes(tmp_path, within=alpha)
