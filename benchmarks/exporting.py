@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from results import Row, middle
+from results import Row, middle, paired_ratio
 from switching import PEAK, RESET, values
 
 import nbdist
@@ -102,7 +102,7 @@ def rows(backend: str, folder: Path, other: subprocess.Popen[str]) -> Iterator[R
                 theirs.append(taken)
     yield Row(
         name=f"export under {backend}, against save_pretrained from one process",
-        value=middle([a / b for a, b in zip(theirs, ours, strict=True)]),
+        **paired_ratio(theirs, ours),
         unit="x",
         limit=0.8,
         sense=">=",

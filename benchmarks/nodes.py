@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernels import Kernel
-from results import Row, middle, ms
+from results import Row, middle, ms, paired_ratio
 from training import ROUNDS, SCRIPT, SETUP, STEPS, Script, our_seconds, pipes
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +104,7 @@ def training(hosts: Hosts, over: Kernel, build: Path) -> Row:
                 theirs.append(lap[1])
     return Row(
         name=TRAINING,
-        value=middle([b / a for a, b in zip(ours, theirs, strict=True)]),
+        **paired_ratio(theirs, ours),
         unit="x",
         limit=0.97,
         sense=">=",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import statistics
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,6 +26,8 @@ class Row:
     """"x" for a ratio of two things measured in the same run."""
     limit: float
     sense: Literal["<=", ">="] = "<="
+    noise: float = 0.0
+    """Half the width of the value's 95 % confidence interval; a miss is larger than that."""
     detail: str = ""
     """What the value was made of, for the table."""
     skipped: str = ""
@@ -40,7 +43,9 @@ class Row:
         """Whether the value is on the right side of its bar, or nothing was measured."""
         if self.skipped:
             return True
-        return self.value <= self.limit if self.sense == "<=" else self.value >= self.limit
+        if self.sense == "<=":
+            return self.value - self.noise <= self.limit
+        return self.value + self.noise >= self.limit
 
     def to_json(self) -> dict[str, object]:
         """The row as build/bench.json has it."""
@@ -48,6 +53,7 @@ class Row:
             "name": self.name,
             "value": None if self.skipped else round(self.value, 4),
             "unit": self.unit,
+            "noise": round(self.noise, 4),
             "bar": self.bar,
             "holds": self.holds,
             "detail": self.detail,
@@ -74,7 +80,8 @@ def table(rows: Iterable[Row]) -> str:
     lines = [f"{'':5}{'what':58}{'value':>12} {'bar':>10}   made of"]
     for row in rows:
         mark = "skip" if row.skipped else "ok" if row.holds else "MISS"
-        value = "" if row.skipped else f"{row.value:.3g} {row.unit}"
+        noise = f" ±{row.noise:.2g}" if row.noise else ""
+        value = "" if row.skipped else f"{row.value:.3g}{noise} {row.unit}"
         made_of = row.skipped or row.detail
         lines.append(f"{mark:5}{row.name:58}{value:>12} {row.bar:>10}   {made_of}")
     return "\n".join(lines)
@@ -89,6 +96,26 @@ def write(rows: Iterable[Row], path: Path) -> None:
 def middle(values: Sequence[float]) -> float:
     """Median."""
     return statistics.median(values)
+
+
+class Ratio(TypedDict):
+    """Value and noise of a row."""
+
+    value: float
+    noise: float
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """Return the median of the ratios of pairs that were measured in turns, and its noise.
+
+    The noise comes from a bootstrap of the pairs, so that a bar holds on a machine that is busy
+    with other things, and a real loss still misses it.
+    """
+    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    dice = random.Random(0)  # noqa: S311 - resampling
+    medians = [middle(dice.choices(ratios, k=len(ratios))) for _ in range(2000)]
+    low, *_, high = statistics.quantiles(medians, n=40)
+    return {"value": middle(ratios), "noise": (high - low) / 2}
 
 
 def ms(seconds: float) -> str:

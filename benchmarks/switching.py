@@ -13,7 +13,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from results import Row, middle
+from results import Row, middle, paired_ratio
 from starts import launch_command
 
 import nbdist
@@ -136,7 +136,7 @@ def measure(build: Path) -> Iterator[Row]:
     )
     yield Row(
         name="the same, against copying the state once",
-        value=middle([a / b for a, b in zip(taken, floors, strict=True)]),
+        **paired_ratio(taken, floors),
         unit="x",
         limit=4,
         detail=f"{middle(taken):.2f} / {middle(floors):.2f} s",
