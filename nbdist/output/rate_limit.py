@@ -218,9 +218,10 @@ class OutputLimiter:
         for omitted, same_ranks in ranks_by_omitted.items():
             yield same_ranks, OutputItem(omitted, item.arrived_at, key=omitted)
         if len(self._ranks) > 1:
-            places = {(rank, stream) for rank in ranks for stream in ("stdout", "stderr")}
+            streams: tuple[ItemStream, ...] = ("stdout", "stderr")
             if isinstance(item.content, str):
-                places = {(rank, item.stream) for rank in ranks}
+                streams = (item.stream,)
+            places = {(rank, stream) for rank in ranks for stream in streams}
             if isinstance(item.content, str) and not item.content.endswith("\n"):
                 self._mid_line |= places
             else:
