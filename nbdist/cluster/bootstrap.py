@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from nbdist._version import __version__
-from nbdist.cluster.process_log import ProcessLog
+from nbdist.cluster.launcher_process import ProcessLog
 from nbdist.errors import StartError
 from nbdist.hardware import discovery
 from nbdist.paths import PACKAGE_DIR
@@ -141,7 +141,7 @@ class AgentProcess:
         log = ProcessLog()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "nbdist.cluster.agent.child"],  # -P: no "" in sys.path
+                [sys.executable, "-P", "-m", "nbdist.cluster.agent"],  # -P: no "" in sys.path
                 stdin=subprocess.PIPE,
                 stdout=log.write_fd,
                 stderr=log.write_fd,

@@ -19,10 +19,11 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from nbdist.cluster import message_batch, protocol
+from nbdist.cluster import protocol
 from nbdist.cluster.agent_server import CLOSE_S, AgentServer
+from nbdist.cluster.allocation import AllocationRequest
 from nbdist.cluster.interfaces import EXITED, CrashArtifacts, ProcessStatus
 from nbdist.cluster.kv_store import KeyValueStore
 from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME, foreign_file_message
@@ -43,7 +44,7 @@ from nbdist.protocol import messages
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from nbdist.cluster.allocation import AllocatedNode, AllocationRequest, Cluster, DeviceType
+    from nbdist.cluster.allocation import AllocatedNode, Cluster, DeviceType
     from nbdist.cluster.interfaces import RankProcessInfo, TransferCallback
     from nbdist.cluster.rank_channels import Channel, MessageListener
 
@@ -72,17 +73,18 @@ class NodeChannels(RankChannels):
         """Start the reader thread."""
         super().__init__(key, reader)
         self._nodes = nodes
-        self._inbox: SimpleQueue[tuple[int, list[bytes]] | None] = SimpleQueue()
-        self._key = key
-        self._read: dict[int, int] = {}
-        """Number of the last batch, by node."""
+        self._inbox: SimpleQueue[tuple[int, protocol.RankMessages, list[bytes]] | None] = (
+            SimpleQueue()
+        )
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
 
-    def add_batch(self, index: int, frames: list[bytes]) -> None:
-        """Queue a batch of a node, on the agent server's thread."""
-        self._inbox.put((index, frames))
+    def add_messages(
+        self, index: int, messages: protocol.RankMessages, frames: list[bytes]
+    ) -> None:
+        """Queue messages of a node's ranks, on the agent server's thread."""
+        self._inbox.put((index, messages, frames))
 
     def wake(self) -> None:
         """Send queued messages and wake the reader thread to call the reader's `on_idle`."""
@@ -113,26 +115,16 @@ class NodeChannels(RankChannels):
                 timeout_s = (BUSY_POLL_MS if self._idle() else QUIET_POLL_MS) / 1000
                 due = time.monotonic() + timeout_s
 
-    def _open(self, index: int, frames: list[bytes]) -> None:
-        """Read a batch of a node; log invalid messages and continue."""
-        try:
-            number, batch = message_batch.decode_batch(frames, self._key, self._read.get(index, 0))
-        except (ValueError, LookupError, TypeError) as error:
-            log.warning("node %d: dropped %s", index, error)
-            return
-        self._read[index] = number
-        theirs = self._nodes.ranks_of(index)
-        for ranks, channel, parts in batch:
-            if not ranks or not theirs.issuperset(ranks):
-                log.warning("node %d: dropped a message of other nodes' ranks", index)
+    def _open(self, node: int, messages: protocol.RankMessages, frames: list[bytes]) -> None:
+        """Verify and handle the messages of a node's ranks."""
+        remaining, own_ranks = iter(frames), self._nodes.ranks_of(node)
+        for ranks, channel, num_frames in messages.index:
+            signed = list(itertools.islice(remaining, num_frames))
+            if not ranks or not own_ranks.issuperset(ranks):
+                log.warning("node %d: dropped a message of other nodes' ranks", node)
                 continue
-            try:
-                message = message_batch.decode_message(parts) if parts else None
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                log.exception("rank %d, %s: cannot decode a message", ranks[0], channel)
-                continue
-            self._take(ranks, channel, message)
-        self._nodes.acknowledge_batch(index)
+            message = self._signer.verify_message(signed) if signed else None
+            self._take(ranks, cast("Channel", channel), message)
 
 
 class NodeGroup:
@@ -632,16 +624,12 @@ class NodeGroup:
         for rank in ranks:
             by_node.setdefault(self._node_of[rank], []).append(rank)
         for index, theirs in by_node.items():
-            message = protocol.RankRequestFrames(tuple(theirs), channel, self._generation)
+            message = protocol.RankRequestFrames(theirs, channel, self._generation)
             self.agent_server.queue_message(index, message, *frames)
 
     def ranks_of(self, index: int) -> frozenset[int]:
         """Return the ranks of a node."""
         return frozenset(rank for place, ranks in self._shares if place == index for rank in ranks)
-
-    def acknowledge_batch(self, index: int) -> None:
-        """Acknowledge a batch of a node's ranks."""
-        self.agent_server.send(index, protocol.MessageBatchAck(self._generation))
 
     def detach_channels(self, relay: NodeChannels) -> None:
         """Detach the channels and let the agents close the ranks' sockets."""
@@ -655,10 +643,10 @@ class NodeGroup:
 
     def _take(self, index: int, message: protocol.Message, frames: list[bytes]) -> None:
         match message:
-            case protocol.MessageBatch(generation=self._generation):
+            case protocol.RankMessages(generation=self._generation):
                 relay = self._relay
                 if relay is not None:
-                    relay.add_batch(index, frames)
+                    relay.add_messages(index, message, frames)
             case protocol.LauncherLine(text=text):
                 line = messages.decode_line(text.encode())
                 self._events.put(lambda: self._on_launcher_message(index, line))
@@ -763,3 +751,55 @@ class NodeGroup:
 
     def _connected_indices(self) -> Iterable[int]:
         return [index for index in self._hellos if index not in self._lost]
+
+
+class ClusterLauncherProvider:
+    """Provides launchers on the nodes of a cluster.
+
+    Args:
+        cluster: Ray or Slurm.
+        nodes: number of nodes. Default: the cluster decides.
+        gpus_per_node: GPUs on each node, one per rank.
+    """
+
+    memory_events_file: Path | None = None
+    """None: this machine's OOM counter does not cover the nodes."""
+
+    def __init__(
+        self, cluster: Cluster, *, nodes: int | None = None, gpus_per_node: int | None = None
+    ) -> None:
+        self.cluster = cluster
+        self._nodes, self._gpus_per_node = nodes, gpus_per_node
+
+    def check_limits(self, world_size: int) -> None:
+        """Do nothing: each agent checks its own machine."""
+
+    def warm_up(self, kind: DeviceType) -> None:
+        """Do nothing: no nodes are reserved in advance."""
+
+    def acquire_launchers(
+        self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
+    ) -> NodeGroup:
+        """Reserve nodes and start an agent on each; the caller closes them.
+
+        Raises:
+            StartError: no nodes available; nothing stays reserved.
+        """
+        group = NodeGroup(self.cluster, kind)
+        try:
+            group.start(
+                AllocationRequest(
+                    kind=kind,
+                    nproc=world_size,
+                    nodes=self._nodes,
+                    gpus_per_node=self._gpus_per_node,
+                ),
+                progress,
+            )
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    def close(self) -> None:
+        """Do nothing: there are no unused launchers."""

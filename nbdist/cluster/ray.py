@@ -18,9 +18,14 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbdist.cluster import bootstrap, version_check
-from nbdist.cluster.allocation import AllocatedNode, AllocationRequest
-from nbdist.cluster.rank_distribution import RankDistribution, fit_to_nodes
+from nbdist.cluster import bootstrap
+from nbdist.cluster.allocation import (
+    AllocatedNode,
+    AllocationRequest,
+    RankDistribution,
+    check_versions,
+    fit_to_nodes,
+)
 from nbdist.errors import StartError
 from nbdist.paths import PACKAGE_DIR
 
@@ -285,7 +290,7 @@ class RayCluster:
                 self._places = self._number(spread, progress)
                 if self._nodes_without_folder and not self._copied:
                     self._bring_folder(spread, progress)
-                version_check.check_versions(bootstrap.software_versions(), self._places)
+                check_versions(bootstrap.software_versions(), self._places)
             except BaseException:
                 self.close()
                 raise

@@ -120,7 +120,7 @@ class OutputMerger(Generic[T]):
         seen: set[Hashable] = set()
         for rank in sorted(heads, key=order):
             item = heads[rank]
-            due = final or now - item.arrived_at >= item.merge_delay_s
+            due = final or now >= item.arrived_at + item.merge_delay_s
             if not due and (item.key in seen or len(self._owners[item.key]) < len(self._queues)):
                 continue  # some rank does not have the item
             seen.add(item.key)

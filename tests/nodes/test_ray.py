@@ -131,7 +131,7 @@ def test_weights_are_sharded_in_a_host_and_replicated_across(notebook: LiveKerne
     assert {tuple(lines_of(shown, rank, 2)) for rank in range(2)} == sharded
 
 
-@pytest.mark.parametrize("how", ["ray::Node", "nbdist.cluster.agent.child"])
+@pytest.mark.parametrize("how", ["ray::Node", "nbdist.cluster.agent"])
 def test_a_killed_process_of_a_node_is_a_death_and_new_ranks_start(
     notebook: LiveKernel, hosts: Hosts, how: str
 ) -> None:
