@@ -17,9 +17,9 @@ import re
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -114,32 +114,19 @@ class SessionNode:
 
 
 def nodes_to_json(nodes: Iterable[SessionNode]) -> list[dict[str, Any]]:
-    """Return nodes as JSON values, run-length encoded: consecutive equal nodes give one entry.
-
-    Node names, GPU UUIDs and warnings are left out because they differ between equal nodes.
-    """
-    nameless = ((_without_names(node.machine), len(node.ranks)) for node in nodes)
-    return [
-        {"nodes": len(list(alike)), "ranks": ranks, "machine": machine.to_json()}
-        for (machine, ranks), alike in groupby(nameless)
-    ]
-
-
-def _without_names(machine: Machine) -> Machine:
-    gpus = tuple(replace(gpu, uuid="") for gpu in machine.gpus)
-    return replace(machine, gpus=gpus, warnings=())
+    """Return nodes as JSON values, without their names."""
+    return [{"ranks": len(node.ranks), "machine": node.machine.to_json()} for node in nodes]
 
 
 def nodes_from_json(descriptions: Iterable[Mapping[str, Any]]) -> list[SessionNode]:
     """Rebuild the list from ``nodes_to_json``; the nodes are named by their numbers."""
     nodes: list[SessionNode] = []
     first = 0
-    for run in descriptions:
-        machine = Machine.from_json(run["machine"])
-        for _ in range(run["nodes"]):
-            ranks = tuple(range(first, first + run["ranks"]))
-            nodes.append(SessionNode(f"node {len(nodes)}", ranks, machine))
-            first += len(ranks)
+    for description in descriptions:
+        ranks = tuple(range(first, first + description["ranks"]))
+        machine = Machine.from_json(description["machine"])
+        nodes.append(SessionNode(f"node {len(nodes)}", ranks, machine))
+        first += len(ranks)
     return nodes
 
 
