@@ -7,7 +7,7 @@ cells, output and files use the agents' own connections to the kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from nbdist.errors import OptionError, StartError
 
@@ -68,6 +68,23 @@ class RankDistribution:
         """Return a short summary: "2 nodes x 4 GPUs", "1 node x 2 CPU ranks"."""
         unit = "GPU" if self.kind == "cuda" else "CPU rank"
         return f"{format_count(self.num_nodes, 'node')} x {format_count(self.ranks_per_node, unit)}"
+
+
+def allocated_nodes(
+    descriptions: Sequence[Mapping[str, Any]], names: Sequence[str], distribution: RankDistribution
+) -> list[AllocatedNode]:
+    """Return nodes from their descriptions by ``bootstrap.describe_node``."""
+    each = distribution.ranks_per_node
+    return [
+        AllocatedNode(
+            name=name,
+            address=node["address"],
+            ranks=each,
+            gpus=tuple(node["gpus"][:each]) if distribution.kind == "cuda" else (),
+            versions=node["versions"],
+        )
+        for name, node in zip(names, descriptions, strict=True)
+    ]
 
 
 def format_count(number: int, what: str) -> str:

@@ -26,6 +26,7 @@ from nbdist.cluster.allocation import (
     AllocatedNode,
     AllocationRequest,
     RankDistribution,
+    allocated_nodes,
     check_versions,
     format_count,
     requested_counts,
@@ -242,16 +243,8 @@ class SlurmCluster:
         self._tasks = sorted(
             found, key=lambda task: (found[task]["address"] != self.kernel_address, task)
         )
-        return [
-            AllocatedNode(
-                name=node["host"],
-                address=node["address"],
-                ranks=spread.ranks_per_node,
-                gpus=tuple(node["gpus"][: spread.ranks_per_node]) if spread.kind == "cuda" else (),
-                versions=node["versions"],
-            )
-            for node in (found[task] for task in self._tasks)
-        ]
+        nodes = [found[task] for task in self._tasks]
+        return allocated_nodes(nodes, [node["host"] for node in nodes], spread)
 
     def _collect_answers(
         self, srun: SrunProcess, what: str, count: int, progress: Callable[[str], None]
