@@ -146,18 +146,21 @@ class Launcher:
         self, launch: messages.LaunchRanks, key: str, reader: MessageListener
     ) -> RankChannels:
         """Start ranks and open the channels to them; raises StartError."""
-        self._folder = self.run_dir.make_start_folder(launch.generation)
-        connections = write_connections(
-            self._folder, world_size=launch.world_size, key=key.encode()
-        )
+        folder = self.make_start_folder(launch.generation)
+        connections = write_connections(folder, world_size=launch.world_size, key=key.encode())
         channels = LocalRankChannels(connections, reader)
         try:
-            run_dir, bulk = str(self._folder), str(self.run_dir.payload_dir)
+            run_dir, bulk = str(folder), str(self.run_dir.payload_dir)
             self.send(replace(launch, run_dir=run_dir, bulk_dir=bulk))
         except BaseException:
             channels.close()
             raise
         return channels
+
+    def make_start_folder(self, generation: int) -> Path:
+        """Create the folder of a new start of the ranks, and remove that of the last one."""
+        self._folder = self.run_dir.make_start_folder(generation)
+        return self._folder
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the launcher as JSON values."""

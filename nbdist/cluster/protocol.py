@@ -33,6 +33,8 @@ CHUNK_BYTES = 1 << 20
 """Size of a chunk in a file transfer."""
 MAX_MESSAGES_PER_POLL = 256
 """Messages read from one socket in a row: a flooding rank must not block the others."""
+MIN_FREE_BYTES = 64 << 20
+"""Space to leave free in shared memory."""
 MAX_UNREAD_CHUNKS = 16
 """Number of chunks of one file in flight."""
 SHARED_FOLDER_TIMEOUT_S = 5.0

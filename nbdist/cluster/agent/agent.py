@@ -86,7 +86,16 @@ class NodeAgent:
         self._watch = UsageMonitor(self._answer_late)
         self._awake, self._waker = socket.socketpair()
         self._context = zmq.Context()
-        self._hub = self._connected()
+        hub = self._hub = self._context.socket(zmq.DEALER)
+        hub.set_hwm(0)
+        hub.ipv6 = "[" in ticket.hub
+        hub.curve_serverkey = ticket.hub_key.encode()
+        hub.curve_publickey = ticket.public.encode()
+        hub.curve_secretkey = ticket.secret.encode()
+        # ZMQ's own threads send the heartbeats, also while a notebook computes
+        hub.heartbeat_ivl = int(HEARTBEAT_S * 1000)
+        hub.heartbeat_timeout = int(ticket.lease_s * 1000)
+        hub.reconnect_ivl = -1  # a reconnect would lose messages
         monitored = zmq.EVENT_HANDSHAKE_SUCCEEDED | _DISCONNECT_EVENTS | _REJECT_EVENTS
         self._monitor = self._hub.get_monitor_socket(monitored)
         self._hub.connect(ticket.hub)
@@ -108,19 +117,6 @@ class NodeAgent:
         self._due = self._next_process_check = 0.0
         self._launcher: Launcher | None = None
         self._folder, self._generation = Path(), 0
-
-    def _connected(self) -> zmq.Socket[bytes]:
-        hub = self._context.socket(zmq.DEALER)
-        hub.set_hwm(0)
-        hub.ipv6 = "[" in self._ticket.hub
-        hub.curve_serverkey = self._ticket.hub_key.encode()
-        hub.curve_publickey = self._ticket.public.encode()
-        hub.curve_secretkey = self._ticket.secret.encode()
-        # ZMQ's own threads send the heartbeats, also while a notebook computes
-        hub.heartbeat_ivl = int(HEARTBEAT_S * 1000)
-        hub.heartbeat_timeout = int(self._ticket.lease_s * 1000)
-        hub.reconnect_ivl = -1  # a reconnect would lose messages
-        return hub
 
     # -- life
 
@@ -183,7 +179,11 @@ class NodeAgent:
     def _poll_once(self) -> None:
         ready = dict(self._poller.poll(self._poll_timeout_ms()))
         if self._monitor in ready:
-            self._read_connection_event()
+            event = recv_monitor_message(self._monitor)["event"]
+            self._is_connected = self._is_connected or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if event & (_DISCONNECT_EVENTS | _REJECT_EVENTS):
+                self._is_disconnected = True
+                raise SessionEnded
         if self._awake.fileno() in ready:
             self._awake.recv(4096)
         self._forward_launcher_messages()
@@ -210,14 +210,6 @@ class NodeAgent:
         dues = [relay.next_due_at for relay in self._relays.values()]
         left_s = min((due for due in dues if due is not None), default=math.inf) - time.monotonic()
         return math.ceil(max(0.0, min(HEARTBEAT_S / 2, left_s)) * 1000)
-
-    def _read_connection_event(self) -> None:
-        """Handle an event of the connection; end if it was closed or rejected."""
-        event = recv_monitor_message(self._monitor)["event"]
-        self._is_connected = self._is_connected or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if event & (_DISCONNECT_EVENTS | _REJECT_EVENTS):
-            self._is_disconnected = True
-            raise SessionEnded
 
     def _send(self, message: protocol.Message, *frames: bytes) -> None:
         self._hub.send_multipart(protocol.pack_message(message, *frames))
@@ -289,7 +281,7 @@ class NodeAgent:
         self._states = {}
         self._send(protocol.ProcessStates({}))  # discard states of the previous ranks
         self._generation = launch.generation
-        self._folder = self._started.run_dir.make_start_folder(launch.generation)
+        self._folder = self._started.make_start_folder(launch.generation)
         connections = write_connections(
             self._folder, world_size=launch.local_world_size, key=key.encode(), first=launch.first
         )
@@ -410,7 +402,7 @@ class NodeAgent:
             "remove": lambda: files.remove_file(given["path"]),
             "size": lambda: files.file_size_bytes(given["path"]),
             "sees": lambda: files.shared_folder_error(given["path"], given["text"]),
-            "left": lambda: asdict(launcher_process.read_crash_artifacts(self._folder)),
+            "left": lambda: asdict(self._started.crash_artifacts()),
             "log": self._started.log_tail,
         }
         return known[what]()
@@ -418,15 +410,8 @@ class NodeAgent:
     def _stacks(self, ask: protocol.AgentQuery) -> None:
         """Collect stacks, on a separate thread."""
         pids = {int(rank): pid for rank, pid in ask.given["pids"].items()}
-        own = self._started.process.pid
-        stacks: dict[str, str] = {}
-        if ask.given["launchers"]:
-            stacks = launcher_process.dump_stacks(
-                self._started.run_dir.path, {"launcher": own}, launcher=own
-            )
-        names = {f"rank{rank}": pid for rank, pid in sorted(pids.items())}
-        stacks |= launcher_process.dump_stacks(self._folder, names, launcher=own)
-        self._answer_late(ask.id, stacks)
+        launchers = ask.given["launchers"]
+        self._answer_late(ask.id, self._started.dump_stacks(pids, launchers=launchers))
 
     def _answer_late(self, number: int, value: Any) -> None:
         """Send a reply from any thread."""
