@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from nbdist.output import tracebacks
-from nbdist.output.ansi import rank_label, replace_invalid_chars
+from nbdist.output.ansi import replace_invalid_chars
 from nbdist.output.dedup import (
     MERGE_DELAY_S,
     ClearOutput,
@@ -37,6 +37,7 @@ from nbdist.output.terminal_line import (
     truncate_lines,
     truncate_open_line,
 )
+from nbdist.rank_sets import describe_ranks, format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -183,11 +184,10 @@ class OutputRenderer:
     ) -> None:
         """Show the errors of a cell, whose other ranks may still run."""
         groups = tracebacks.group_errors(errors)
-        label = rank_label(tuple(waiting))
         several = len(waiting) > 1
         lines = [*tracebacks.format_tracebacks(groups), *advice]
         if waiting:
-            running = f"rank{'s'[:several]} {label} still run{'s'[several:]}"
+            running = f"{describe_ranks(waiting)} still run{'' if several else 's'}"
             lines.append(
                 f"{running}. Interrupt the cell to stop {'them' if several else 'it'};"
                 " a rank that waits for others is interrupted soon."
@@ -364,7 +364,7 @@ class CellWriter:
         self._is_mid_line, self._has_output = not text.endswith("\n"), True
 
 
-_label = functools.lru_cache(maxsize=64)(rank_label)
+_label = functools.lru_cache(maxsize=64)(format_ranks)
 """Cached, because the same ranks write line after line."""
 
 

@@ -25,10 +25,10 @@ from nbdist.output.ansi import (
     add_style,
     close_colours,
     format_bytes,
-    rank_label,
     replace_invalid_chars,
 )
 from nbdist.output.dedup import ClearOutput, DisplayOutput, OutputItem
+from nbdist.rank_sets import format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -366,7 +366,7 @@ class LiveDisplay:
             for line in filter(str.strip, lines.lines()):
                 seen[rank, line] += 1
                 ranks_by_row.setdefault((line, seen[rank, line]), []).append(rank)
-        rows = [f"[{rank_label(tuple(r))}] {line}" for (line, _), r in ranks_by_row.items()]
+        rows = [f"[{format_ranks(r)}] {line}" for (line, _), r in ranks_by_row.items()]
         if len(rows) > _MAX_DISPLAY_ROWS:
             rows[_MAX_DISPLAY_ROWS:] = [f"... {len(rows) - _MAX_DISPLAY_ROWS} more rows"]
         text = "\n".join(rows)
