@@ -383,33 +383,22 @@ def _in_mig_mode(nvml: Any, handle: Any) -> bool:
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
+    uuid = nvml.nvmlDeviceGetUUID(handle)
     try:
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(_whole(nvml, handle))
+        whole = handle
+        if uuid.startswith("MIG-"):
+            whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole)
     except nvml.NVMLError:
         major, minor = 0, 0
-    return Gpu(
-        uuid=nvml.nvmlDeviceGetUUID(handle),
-        name=nvml.nvmlDeviceGetName(handle),
-        memory_bytes=_memory_bytes(nvml, handle),
-        capability=(major, minor),
-    )
-
-
-def _memory_bytes(nvml: Any, handle: Any) -> int:
-    """Memory of a GPU. NVML reports none of a GPU that shares the host's memory."""
     try:
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+        memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     except nvml.NVMLError as error:
-        if getattr(error, "value", None) == nvml.NVML_ERROR_NOT_SUPPORTED:
-            return host_memory_bytes()
-        raise
-
-
-def _whole(nvml: Any, handle: Any) -> Any:
-    """Return the GPU that contains a MIG instance, or the GPU itself."""
-    if not nvml.nvmlDeviceGetUUID(handle).startswith("MIG-"):
-        return handle
-    return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        # NVML reports no memory of a GPU that shares the host's
+        if getattr(error, "value", None) != nvml.NVML_ERROR_NOT_SUPPORTED:
+            raise
+        memory_bytes = host_memory_bytes()
+    return Gpu(uuid, nvml.nvmlDeviceGetName(handle), memory_bytes, (major, minor))
 
 
 def _link(nvml: Any, handles: Sequence[Any]) -> Literal["NVLink", "PCIe"] | None:
