@@ -123,15 +123,18 @@ class NodeChannels(RankChannels):
                 due = time.monotonic() + timeout_s
 
     def _open(self, node: int, messages: protocol.RankMessages, frames: list[bytes]) -> None:
-        """Verify and handle the messages of a node's ranks."""
+        """Verify and handle the messages of a node's ranks; log invalid ones and continue."""
         remaining, own_ranks = iter(frames), self._nodes.ranks_of(node)
-        for ranks, channel, num_frames in messages.index:
-            signed = list(itertools.islice(remaining, num_frames))
-            if not ranks or not own_ranks.issuperset(ranks):
-                log.warning("node %d: dropped a message of other nodes' ranks", node)
-                continue
-            message = self._signer.verify_message(signed) if signed else None
-            self._take(ranks, cast("Channel", channel), message)
+        try:
+            for ranks, channel, num_frames in messages.index:
+                signed = list(itertools.islice(remaining, num_frames))
+                if not ranks or not own_ranks.issuperset(ranks):
+                    log.warning("node %d: dropped a message of other nodes' ranks", node)
+                    continue
+                message = self._signer.verify_message(signed) if signed else None
+                self._take(tuple(ranks), cast("Channel", channel), message)
+        except (ValueError, TypeError):
+            log.exception("node %d: dropped malformed messages", node)
 
 
 class NodeGroup:

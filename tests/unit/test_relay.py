@@ -212,5 +212,8 @@ def test_the_kernel_takes_what_is_a_nodes_own() -> None:
         joined = [frame for _, frames in sent for frame in frames]
         channels.add_messages(node, RankMessages(1, index), joined)
     eventually(lambda: kernel.received[-1:] == [((0,), "c")], within_s=10)
+    channels.add_messages(0, RankMessages(1, [([[]], "iopub", 1)]), [b"x"])  # type: ignore[list-item]
+    channels.add_messages(0, RankMessages(1, [((0,), "iopub", 6)]), printed("d"))
+    eventually(lambda: kernel.received[-1:] == [((0,), "d")], within_s=10)
     channels.close()
-    assert kernel.received == [((0,), "a"), ((1,), "b"), ((0,), "c")]
+    assert kernel.received == [((0,), "a"), ((1,), "b"), ((0,), "c"), ((0,), "d")]
