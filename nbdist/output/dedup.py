@@ -9,7 +9,7 @@ The kernel merges the lines of a cell, the agent of a node the messages of its r
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -66,13 +66,13 @@ class OutputMerger(Generic[T]):
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._queues: dict[int, deque[OutputItem[T]]] = {rank: deque() for rank in sorted(ranks)}
-        self._owners: dict[Hashable, Counter[int]] = {}
+        self._owners: defaultdict[Hashable, Counter[int]] = defaultdict(Counter)
         """For each key the ranks that have such items, with their number."""
 
     def add_items(self, ranks: Collection[int], items: Sequence[OutputItem[T]]) -> None:
         """Append items to the queue of each of these ranks."""
         for item in items:
-            owners = self._owners.setdefault(item.key, Counter())
+            owners = self._owners[item.key]
             for rank in ranks:
                 self._queues[rank].append(item)
                 owners[rank] += 1
