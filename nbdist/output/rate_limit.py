@@ -354,7 +354,10 @@ class OmittedBuffer:
     num_lines: int = 0
     num_displays: int = 0
     num_chars: int = 0
-    _tail: deque[tuple[ItemStream, str, int]] = field(default_factory=deque)
+    _tail: deque[tuple[ItemStream, str]] = field(
+        default_factory=lambda: deque(maxlen=TAIL_LINES + 1)
+    )
+    """The last complete lines, and an unfinished one."""
 
     def __bool__(self) -> bool:
         """Return whether any output was omitted."""
@@ -364,14 +367,13 @@ class OmittedBuffer:
         """Count text of a stream and keep its end."""
         self.num_lines += lines
         self.num_chars += len(text)
-        if len(text) > _TAIL_CHARS:
-            text = text[-_TAIL_CHARS:]
-            lines = text.count("\n")
-        self._tail.append((name, text, lines))
-        while sum(kept for _, _, kept in self._tail) - self._tail[0][2] >= TAIL_LINES + 1:
-            self._tail.popleft()
-        while len(self._tail) > 10 * TAIL_LINES:
-            self._tail.popleft()
+        pieces = text[-_TAIL_CHARS:].rsplit("\n", TAIL_LINES + 1)
+        for number, piece in enumerate(pieces, 1):
+            line = piece if number == len(pieces) else piece + "\n"
+            if self._tail and self._tail[-1][0] == name and not self._tail[-1][1].endswith("\n"):
+                line = self._tail.pop()[1] + line
+            if line:
+                self._tail.append((name, line[-_TAIL_CHARS:]))
 
     def add_display(self, chars: int) -> None:
         """Count a display."""
@@ -380,45 +382,24 @@ class OmittedBuffer:
 
     def pop_with_tail(self) -> tuple[OmittedOutput, list[tuple[ItemStream, str]]]:
         """Return the omitted output and its last lines as (stream, text), and reset the buffer."""
-        tail: deque[tuple[ItemStream, str]] = deque()
-        missing = TAIL_LINES
-        for name, text, _ in reversed(self._tail):
-            piece = _last_lines(text, missing)
-            tail.appendleft((name, piece))
-            missing -= piece.count("\n")
-            if missing <= 0:
-                break
-        shown = "".join(text for _, text in tail)
-        gap = self._gap(shown.count("\n"), len(shown))
-        self.clear()
-        return gap, list(tail)
+        tail = list(self._tail)
+        while sum(text.endswith("\n") for _, text in tail) > TAIL_LINES:
+            del tail[0]
+        self.num_lines -= sum(text.endswith("\n") for _, text in tail)
+        self.num_chars -= sum(len(text) for _, text in tail)
+        return self.pop_counts(), tail
 
     def pop_counts(self) -> OmittedOutput:
         """Return the omitted output including its last lines, and reset the buffer."""
-        gap = self._gap(0, 0)
+        counts = OmittedOutput(self.num_lines, self.num_displays, self.num_chars)
         self.clear()
-        return gap
+        return counts
 
     def clear(self) -> None:
         """Reset the buffer."""
         self.num_lines = self.num_displays = self.num_chars = 0
         self._tail.clear()
 
-    def _gap(self, shown_lines: int, shown_chars: int) -> OmittedOutput:
-        return OmittedOutput(
-            self.num_lines - shown_lines, self.num_displays, self.num_chars - shown_chars
-        )
-
 
 def _quotient(amount: float, each: float) -> int:
     return int(amount // each) if each else int(amount)
-
-
-def _last_lines(text: str, count: int) -> str:
-    """At most `count` complete lines from the end, and an unfinished one."""
-    end = len(text)
-    for _ in range(count + 1):
-        end = text.rfind("\n", 0, end)
-        if end < 0:
-            return text
-    return text[end + 1 :]
