@@ -280,6 +280,7 @@ def test_other_versions_are_listed_before_anything_starts(hosts: Hosts, tmp_path
     fake = tmp_path / "fake" / "torch-9.9.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Name: torch\nVersion: 9.9\n")
+    hosts.there.kill(RAYLET)  # else the node may be one that was started without the fake
     hosts.start_ray(hosts.there, PYTHONPATH=f"{fake.parent}:{os.environ.get('PYTHONPATH', '')}")
     with LiveKernel(tmp_path, within=hosts.here.within, **hosts.environ) as kernel:
         kernel.run("%load_ext nbdist")
