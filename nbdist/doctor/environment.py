@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from nbdist.cluster.rank_environment import remove_launch_variables
+from nbdist.cluster.launcher_process import remove_launch_variables
 from nbdist.doctor.finding import is_secret_name, note, ok, redacted_variable, summarize_list
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import factory
-from nbdist.cluster.rank_distribution import RankDistribution
-from nbdist.cluster.remote import ClusterLauncherProvider
+from nbdist.cluster.allocation import RankDistribution
+from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.errors import OptionError, StartError
 from nbdist.session import placement as session_placement
 

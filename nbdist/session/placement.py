@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import strategies
-from nbdist.cluster.version_check import format_names
+from nbdist.cluster.allocation import format_names
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware.discovery import (
     DEFAULT_CPU_RANKS,
@@ -25,7 +25,7 @@ from nbdist.hardware.discovery import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from nbdist.cluster.rank_distribution import RankDistribution
+    from nbdist.cluster.allocation import RankDistribution
     from nbdist.hardware.discovery import Machine, SessionNode
 
 _INDEX = re.compile(r"[0-9]{1,4}")

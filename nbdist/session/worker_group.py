@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 
 from nbdist.cluster.interfaces import EXITED, CrashArtifacts
+from nbdist.cluster.launcher_process import STOPPED_STATUSES, remove_launch_variables
 from nbdist.cluster.local import LAUNCHER_GONE
-from nbdist.cluster.process_inspection import STOPPED_STATUSES
-from nbdist.cluster.rank_environment import remove_launch_variables
 from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.hardware import discovery
 from nbdist.protocol import messages

@@ -34,9 +34,10 @@ MAY_IMPORT = {
     "profiler": {"display", "errors", "planner", "rank_sets", "strategies", "protocol"},
     # texts and pages of what these packages compute
     "display": {"output", "panel", "planner", "profiler"},
-    "cluster": {"_version", "errors", "hardware", "paths", "protocol", "redaction"},
+    # of "output" the deduplication, which agents use for the messages of their ranks
+    "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "redaction"},
     # of "session" the settings of the notebook's own process
-    "output": {"protocol", "session"},
+    "output": {"protocol", "rank_sets", "session"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
     | {"profiler", "state"},

@@ -13,7 +13,7 @@ import pytest
 
 import nbdist
 from nbdist import checkpoint
-from nbdist.cluster import interfaces, process_inspection
+from nbdist.cluster import interfaces, launcher_process
 from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME
 from nbdist.protocol import messages
 from nbdist.session import failure_causes, stopped_processes
@@ -176,7 +176,7 @@ def test_a_stopped_process_is_told_once_and_when_it_goes_on(
     def looked() -> int:
         pids = {"rank 3": sleeper.pid, "rank 4": os.getpid()}
         found = {
-            name: interfaces.ProcessStatus(pid, process_inspection.process_status(pid))
+            name: interfaces.ProcessStatus(pid, launcher_process.process_status(pid))
             for name, pid in pids.items()
         }
         told.extend(seen.update(found))
