@@ -13,7 +13,7 @@ import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint.durable_io import sync_folder, write_all
+from nbdist.checkpoint.durable_io import sync_folder
 from nbdist.errors import CheckpointError, NotEmptyError
 from nbdist.hardware import process_identity
 from nbdist.hardware.process_identity import OWNER_FILE
@@ -73,7 +73,7 @@ def preallocate(path: Path, head: bytes, size_bytes: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         os.posix_fallocate(fd, 0, size_bytes)
-        write_all(fd, memoryview(head))
+        os.pwrite(fd, head, 0)
     finally:
         os.close(fd)
 

@@ -108,12 +108,11 @@ def plan_export(
         with _ProvenanceMode(watch):
             tensors = _renamed(model, dict(watch.state), adapter=adapter)
     except Exception as error:  # a model's own weight conversion may raise anything
-        message = (
+        raise CheckpointError(
             f"transformers failed to plan the save of {type(model).__name__}"
             f" ({type(error).__name__}: {error}). Pull its state dict with %nbdist pull and save"
             " that."
-        )
-        raise CheckpointError(message) from error
+        ) from error
     targets = tuple(_target(watch, name, tensor, dtype) for name, tensor in tensors.items())
     groups = tuple(_groups(watch, tensors, [target.name for target in targets if not target.key]))
     kind = ADAPTER_PREFIX if adapter else WEIGHTS_PREFIX
@@ -156,8 +155,9 @@ def assign_to_files(
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
-        message = f"Cannot parse max_shard_size {max_shard_size!r}. Examples: 5GB, 500MB."
-        raise CheckpointError(message) from error
+        raise CheckpointError(
+            f"Cannot parse max_shard_size {max_shard_size!r}. Examples: 5GB, 500MB."
+        ) from error
     return {
         file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()
     }
@@ -212,14 +212,14 @@ def _check(model: nn.Module) -> None:
     """Raise for models whose export needs more than the weights."""
     kind = type(model).__name__
     if getattr(model, "hf_quantizer", None) is not None:
-        message = f"{kind} is quantized and can only be saved by its own save_pretrained."
-        raise CheckpointError(message)
+        raise CheckpointError(
+            f"{kind} is quantized and can only be saved by its own save_pretrained."
+        )
     if getattr(model, "_hf_peft_config_loaded", False):
-        message = (
+        raise CheckpointError(
             f"{kind} has adapters inside (add_adapter). Wrap it with peft.get_peft_model, or pull"
             " its state dict with %nbdist pull."
         )
-        raise CheckpointError(message)
 
 
 def _state_dict(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -243,11 +243,10 @@ def _watch(
     canonical = {name: first.get(id(tensor), "") for name, tensor in state.items()}
     strange = [name for name, first_name in canonical.items() if first_name not in keys]
     if strange:
-        message = (
+        raise CheckpointError(
             f"{strange[0]} in the state dict of {type(model).__name__} is neither a parameter nor a"
             " buffer. Pull the tensors that it is made of with %nbdist pull and save those."
         )
-        raise CheckpointError(message)
     blanks: dict[str, torch.Tensor] = {}
     named: dict[str, str] = {}
     for name in _kept(model, state):
@@ -269,12 +268,11 @@ def _kept(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterable[str]:
     try:
         return list(remove_tied_weights_from_state_dict(saved, model))
     except RuntimeError as error:
-        message = (
+        raise CheckpointError(
             f"{type(model).__name__} shares weights that its class does not declare as tied, so"
             " from_pretrained would not share them. Untie them, or pull the state dict with"
             " %nbdist pull and save that."
-        )
-        raise CheckpointError(message) from error
+        ) from error
 
 
 def _first_of_tied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -390,11 +388,10 @@ def _groups(
     for name in computed:
         sources, names = set(watch.made_of.get(id(tensors[name]), ())), [name]
         if not sources:
-            message = (
+            raise CheckpointError(
                 f"transformers writes {name}, which depends on no weight of"
                 f" {type(watch.model).__name__}. Pull its state dict and save that."
             )
-            raise CheckpointError(message)
         for group in [group for group in merged if group[0] & sources]:
             merged.remove(group)
             sources |= group[0]

@@ -16,14 +16,15 @@ import torch
 
 from nbdist.errors import CheckpointError
 from nbdist.state.importers import dcp, deepspeed, safe_unpickler, safetensors
-from nbdist.state.importers.tensor_index import ForeignCheckpoint, RenamedTensors, TensorEntry
+from nbdist.state.importers.safetensors import RenamedTensors
 from nbdist.state.layouts.base import bare_name
+from nbdist.state.tensor_index import ForeignCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["ForeignCheckpoint", "RenamedTensors", "TensorEntry", "open_checkpoint"]
+__all__ = ["ForeignCheckpoint", "RenamedTensors", "open_checkpoint"]
 
 _WEIGHTS = "pytorch_model.bin"
 _OPTIMIZER = "optimizer.bin"
@@ -55,13 +56,13 @@ def open_checkpoint(
         CheckpointError: the format is unknown, the checkpoint is damaged or contains code.
     """
     if not path.exists():
-        message = f"{path} does not exist. Pass a folder or a file with a checkpoint."
-        raise CheckpointError(message)
+        raise CheckpointError(f"{path} does not exist. Pass a folder or a file with a checkpoint.")
     index = ForeignCheckpoint(kind="safetensors")
     _find(index, path, names or {}, groups, trust=trust)
     if not index.keys:
-        message = f"{path} contains no tensors. Pass a folder or a file with a checkpoint."
-        raise CheckpointError(message)
+        raise CheckpointError(
+            f"{path} contains no tensors. Pass a folder or a file with a checkpoint."
+        )
     index.check_complete()
     if path.is_dir():
         ignored = [label for name, label in _NOT_TAKEN.items() if (path / name).exists()]
@@ -110,8 +111,7 @@ def _add_file(found: ForeignCheckpoint, path: Path, names: RenamedTensors, *, tr
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict):
-        message = f"{path} must contain a state dict, got {type(state).__name__}."
-        raise CheckpointError(message)
+        raise CheckpointError(f"{path} must contain a state dict, got {type(state).__name__}.")
     for name, tensor in state.items():
         if isinstance(name, str) and isinstance(tensor, torch.Tensor):
             found.add_whole_tensor(f"model.{bare_name(name.removeprefix('module.'))}", tensor)
@@ -167,11 +167,10 @@ def _add_optimizer(
             found.notes.append(f"not loaded: {path.name}, as no optimizer is prepared")
             return
         if sizes != [len(group) for group in groups]:
-            message = (
+            raise CheckpointError(
                 f"{path} has an optimizer with groups of {sizes} parameters, but the prepared one"
                 f" has {[len(group) for group in groups]}. Prepare the optimizer that was saved."
             )
-            raise CheckpointError(message)
         for number, name in zip(numbers, names, strict=True):
             for state_name, value in states.get(number, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
@@ -179,5 +178,6 @@ def _add_optimizer(
                 elif value is not None:
                     found.scalar_state.setdefault(name, {})[state_name] = float(value)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        message = f"{path} is not an optimizer state dict. Load another checkpoint."
-        raise CheckpointError(message) from error
+        raise CheckpointError(
+            f"{path} is not an optimizer state dict. Load another checkpoint."
+        ) from error
