@@ -100,6 +100,27 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+def rename_over(folder: Path, target: Path, aside: Path) -> bool:
+    """Rename a folder to `target`; what exists there is renamed to `aside` first.
+
+    Returns:
+        Whether `target` existed.
+
+    Raises:
+        OSError: a folder cannot be renamed; what existed at `target` is there again.
+    """
+    existed = target.exists()
+    if existed:
+        target.rename(aside)
+    try:
+        folder.rename(target)
+    except OSError:
+        if existed:
+            aside.rename(target)
+        raise
+    return existed
+
+
 def open_regular(name: str, *, folder: int) -> int:
     """Open a regular file in an open folder. Links are not followed, pipes do not block.
 

@@ -318,10 +318,11 @@ class PendingFolderCheckpoint(PendingCheckpoint):
             self._seal(manifest)
             with durable_io.exclusive_lock(storage.root):
                 storage.check_name_free(name, overwrite=overwrite)
-                replaced = _take_name(draft, path)
+                aside = path.with_name(f".old-{secrets.token_hex(16)}-{path.name}")
+                replaced = durable_io.rename_over(draft, path, aside)
                 (path / OWNER_FILE).unlink(missing_ok=True)
                 durable_io.sync_folder(storage.root)
-                garbage = replaced and _retire(replaced)
+                garbage = _retire(aside) if replaced else None
         except OSError as error:
             raise CheckpointError(
                 f"Cannot write {path} ({error.strerror}). Free space, or use another folder."
@@ -348,21 +349,6 @@ class PendingFolderCheckpoint(PendingCheckpoint):
         """Remove the draft. Does nothing if it was already removed or committed."""
         if DRAFT_PATTERN.fullmatch(self.location.name):
             durable_io.remove_folder(self.location)
-
-
-def _take_name(draft: Path, path: Path) -> Path | None:
-    """Rename the draft to `path`. Return the new path of the replaced checkpoint, if any."""
-    aside = None
-    if path.exists():
-        aside = path.with_name(f".old-{secrets.token_hex(16)}-{path.name}")
-        path.rename(aside)
-    try:
-        draft.rename(path)
-    except OSError:
-        if aside is not None:
-            aside.rename(path)
-        raise
-    return aside
 
 
 def _retire(path: Path) -> Path | None:

@@ -66,18 +66,6 @@ SAFETENSORS_DTYPES: dict[str, tuple[str, int]] = {
 }
 """Name of a torch dtype -> its name in a file and bytes per element (safetensors 0.8)."""
 
-JsonValue = (
-    None
-    | bool
-    | int
-    | float
-    | str
-    | list["JsonValue"]
-    | tuple["JsonValue", ...]
-    | dict[str, "JsonValue"]
-)
-"""A JSON value that nbdist stores but does not interpret. Tuples are read back as lists."""
-
 
 def _check_text(text: str) -> str:
     if len(text) > MAX_TEXT_CHARS or not text.isprintable():
@@ -109,7 +97,7 @@ def _parse_hex(value: object, digits: int) -> int:
     return int(value, 16)
 
 
-def _decode(value: Any, depth: int = 0) -> JsonValue:
+def _decode(value: Any, depth: int = 0) -> Any:
     """Check a value that nbdist does not interpret, and decode inf and nan."""
     if depth > MAX_DEPTH:
         raise ValueError(f"must not be nested deeper than {MAX_DEPTH}")
@@ -123,11 +111,10 @@ def _decode(value: Any, depth: int = 0) -> JsonValue:
         return float(value[_FLOAT])
     if isinstance(value, int) and not -_MAX_INT < value < _MAX_INT:
         raise ValueError("is too large for an integer")
-    checked: JsonValue = value
-    return checked
+    return value
 
 
-def to_json_value(value: object, where: str, depth: int = 0) -> JsonValue:
+def to_json_value(value: Any, where: str, depth: int = 0) -> Any:
     """Encode a value for JSON, with inf and nan.
 
     Args:
@@ -154,7 +141,7 @@ def to_json_value(value: object, where: str, depth: int = 0) -> JsonValue:
     if type(value) is int and not -_MAX_INT < value < _MAX_INT:
         raise ValueError(f"{where} is too large for an integer")
     if value is None or type(value) in {bool, int, float, str}:
-        return value  # type: ignore[return-value] # the type is checked above
+        return value
     raise ValueError(
         f"{where} must be a number, string, boolean or null, got {type(value).__name__}"
     )
@@ -177,8 +164,8 @@ Digest = Annotated[
     BeforeValidator(lambda value: _parse_hex(value, 16)),
     PlainSerializer(lambda value: f"{value:016x}"),
 ]
-Uninterpreted = Annotated[Any, BeforeValidator(_decode)]
-"""A ``JsonValue``. pydantic does not accept recursive types without their own class."""
+JsonValue = Annotated[Any, BeforeValidator(_decode)]
+"""A JSON value that nbdist stores but does not interpret. Tuples are read back as lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +204,7 @@ class ParamGroup:
 
     __pydantic_config__ = _STRICT
 
-    options: Mapping[Text, Uninterpreted]
+    options: Mapping[Text, JsonValue]
     names: tuple[Text, ...]
     """Parameter names of the unwrapped model."""
 
@@ -232,7 +219,7 @@ class OptimizerMetadata:
     """Prefix of its keys, such as "optim"."""
     kind: Text
     """Qualified name of its class, such as "torch.optim.adamw.AdamW"."""
-    defaults: Mapping[Text, Uninterpreted]
+    defaults: Mapping[Text, JsonValue]
     groups: tuple[ParamGroup, ...]
     counts: Mapping[Text, Mapping[Text, Annotated[float, BeforeValidator(_decode)]]]
     """Scalar state: parameter name -> state name ("step") -> value."""
@@ -252,19 +239,19 @@ class Manifest:
     files: tuple[CheckpointFile, ...]
     samples: Count = 0
     """Samples processed by all ranks."""
-    options: Mapping[Text, Uninterpreted] = field(default_factory=dict)
+    options: Mapping[Text, JsonValue] = field(default_factory=dict)
     """Options of the backend."""
     versions: Mapping[Text, Text] = field(default_factory=dict)
     """Package -> version at the time of saving. Always includes "nbdist"."""
     aliases: Mapping[Text, Text] = field(default_factory=dict)
     """Additional key of a tied tensor -> key under which it is stored."""
     optimizers: tuple[OptimizerMetadata, ...] = ()
-    schedulers: tuple[Uninterpreted, ...] = ()
-    rng: tuple[Uninterpreted, ...] = ()
+    schedulers: tuple[JsonValue, ...] = ()
+    rng: tuple[JsonValue, ...] = ()
     """RNG states of Python and NumPy of each rank. Those of torch are in a file."""
-    positions: tuple[Uninterpreted, ...] = ()
+    positions: tuple[JsonValue, ...] = ()
     """Position of each data loader."""
-    extra: Mapping[Text, Uninterpreted] = field(default_factory=dict)
+    extra: Mapping[Text, JsonValue] = field(default_factory=dict)
     created: Time = field(default_factory=lambda: datetime.now(UTC))
     id: SaveId = field(default_factory=lambda: secrets.token_hex(16))
     """Unique ID of the save. Saving again under the same name creates another ID."""

@@ -85,11 +85,10 @@ def _find(
     if folder := deepspeed.find_folder(path):
         deepspeed.add_tensors(found, folder, trust=trust)
         return
-    folders = _dcp_folders(path)
-    for folder, named in folders:
+    if folders := dcp.find_folders(path):
         found.kind = "FSDP (torch.distributed.checkpoint)"
-        dcp.add_tensors(found, folder, named, trust=trust)
-    if folders:
+        for folder in folders:
+            dcp.add_tensors(found, folder, trust=trust)
         return
     files = safetensors.find_files(path)
     if files:
@@ -115,38 +114,6 @@ def _add_file(found: ForeignCheckpoint, path: Path, names: RenamedTensors, *, tr
     for name, tensor in state.items():
         if isinstance(name, str) and isinstance(tensor, torch.Tensor):
             found.add_whole_tensor(f"model.{bare_name(name.removeprefix('module.'))}", tensor)
-
-
-def _dcp_folders(path: Path) -> list[tuple[Path, Any]]:
-    """Return the folders of torch.distributed.checkpoint, each with a parser of its names."""
-    if (path / ".metadata").is_file():
-        return [(path, _of_any)]
-    kinds = {"pytorch_model_fsdp_0": _of_model, "optimizer_0": _of_optimizer}
-    return [
-        (path / name, named)
-        for name, named in kinds.items()
-        if (path / name / ".metadata").is_file()
-    ]
-
-
-def _of_model(name: str) -> tuple[str, str] | None:
-    return (name.removeprefix("model."), "") if name.startswith("model.") else None
-
-
-def _of_optimizer(name: str) -> tuple[str, str] | None:
-    inner = name.removeprefix("optimizer.")
-    if not inner.startswith("state."):
-        return None
-    parameter, _, state = inner.removeprefix("state.").rpartition(".")
-    return parameter, state
-
-
-def _of_any(name: str) -> tuple[str, str] | None:
-    for prefix in ("optimizer.state.", "optim.state."):
-        if name.startswith(prefix):
-            parameter, _, state = name.removeprefix(prefix).rpartition(".")
-            return parameter, state
-    return _of_model(name)
 
 
 def _add_optimizer(

@@ -24,24 +24,27 @@ if TYPE_CHECKING:
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
+_PREFIXES = ("model.", "optimizer.state.", "optim.state.")
+
 ByteRange = tuple[str, int, int]
 """File name, offset, number of bytes."""
 
 
-def add_tensors(
-    found: ForeignCheckpoint,
-    folder: Path,
-    parse_name: Callable[[str], tuple[str, str] | None],
-    *,
-    trust: bool,
-) -> None:
+def find_folders(path: Path) -> list[Path]:
+    """Return the folders of torch.distributed.checkpoint at or below a path."""
+    if (path / ".metadata").is_file():
+        return [path]
+    # The names are those of Accelerate's save_state.
+    folders = [path / "pytorch_model_fsdp_0", path / "optimizer_0"]
+    return [folder for folder in folders if (folder / ".metadata").is_file()]
+
+
+def add_tensors(found: ForeignCheckpoint, folder: Path, *, trust: bool) -> None:
     """Add the tensors of a folder to an index.
 
     Args:
         found: index to add to.
         folder: folder with a `.metadata` file.
-        parse_name: function of a name in the folder: returns the parameter and the name of its
-            optimizer state ("" for the parameter itself), or None to skip it.
         trust: allow code in the files to run.
 
     Raises:
@@ -50,10 +53,13 @@ def add_tensors(
     metadata = safe_unpickler.read_dcp_metadata(folder / ".metadata", trust=trust)
     try:
         for name, shape, dtype, chunks in _tensors(metadata):
-            parsed = parse_name(name)
-            if parsed is None:
+            prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
+            if prefix is None:
                 continue
-            parameter, state = bare_name(parsed[0]), parsed[1]
+            parameter, state = name.removeprefix(prefix), ""
+            if prefix != "model.":
+                parameter, _, state = parameter.rpartition(".")
+            parameter = bare_name(parameter)
             loaders = [_loader(folder, where, dtype, trust=trust) for _, where in chunks]
             if state == "step" or (state and not shape):
                 scalar = float(loaders[0]().reshape(()))
