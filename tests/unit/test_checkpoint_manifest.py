@@ -6,6 +6,7 @@ import json
 import os
 import random
 import string
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -117,6 +118,31 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     assert again.optimizers[0].groups[0].names == ("w",)
     assert again.size_bytes == 10
     assert b"Infinity" not in made.to_json()
+
+
+def test_a_manifest_of_version_0_1_is_read() -> None:
+    text = b"""{"format":1,"id":"33a872c6866b42c67be0affaf7005389",
+    "created":"2026-11-23T08:34:43.194497+00:00","versions":{"nbdist":"0.1.0","torch":"2.13.0"},
+    "backend":"zero3","world_size":3,"options":{"offload":null,"bucket":500000000.0},"step":7,
+    "samples":28,"keys":{"model.w":{"shape":[7,5],"dtype":"float32","digest":"00000000000000ff"}},
+    "files":[{"name":"model-00000-0.safetensors","bytes":1216,"crc32":"13bb1256"}],
+    "aliases":{"model.tied":"model.w"},"optimizers":[{"prefix":"optim",
+    "kind":"torch.optim.adamw.AdamW","defaults":{"lr":0.001,"betas":[0.9,0.999]},
+    "groups":[{"options":{"lr":0.001,"fused":null},"names":["w"]}],"counts":{"w":{"step":7.0}}}],
+    "schedulers":[{"best":{"$float":"inf"},"last_epoch":7}],"rng":[[3,[4294967295,5],null]],
+    "positions":[{"epoch":1,"batch":3}],"extra":{}}"""
+    manifest = Manifest.from_json(text)
+    assert manifest.created == datetime(2026, 11, 23, 8, 34, 43, 194497, tzinfo=UTC)
+    assert manifest.files == (
+        checkpoint.CheckpointFile(
+            name="model-00000-0.safetensors", size_bytes=1216, crc32=0x13BB1256
+        ),
+    )
+    assert manifest.keys["model.w"].shape == (7, 5)
+    assert manifest.keys["model.w"].digest == 255
+    assert manifest.optimizers[0].groups[0].options == {"lr": 0.001, "fused": None}
+    assert manifest.schedulers == ({"best": float("inf"), "last_epoch": 7},)
+    assert manifest.id == "33a872c6866b42c67be0affaf7005389"
 
 
 def test_tuples_come_back_as_lists() -> None:

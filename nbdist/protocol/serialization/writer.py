@@ -178,7 +178,7 @@ class _PayloadEncoder:
                 )
 
 
-_CONTAINER_TAGS = {
+_CONTAINER_TAGS: dict[type, str] = {
     list: "",
     tuple: "tuple",
     dict: "dict",
@@ -265,7 +265,8 @@ def reserve_payload(
         PayloadError: no folder has enough space.
     """
     numbers: dict[object, int] = {}
-    sizes, nodes = [], []
+    sizes: list[int] = []
+    nodes = []
     for tensor in tensors.values():
         number = numbers.setdefault(tensor.storage_key, len(numbers))
         if number == len(sizes):
