@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from nbdist.state.shards import ShardMap
 
+BLOCK_ELEMENTS = 16 << 20
+"""Elements that are read at a time."""
 FetchElements = Callable[[int, int], torch.Tensor]
 """Return elements [start, stop) of the flattened tensor as a 1-D tensor."""
 
@@ -90,17 +92,20 @@ class TensorIndex:
         done = 0
         for key, shard in target.items():
             for piece in shard.pieces:
-                for low, high, part in self.covering(key, piece.start, piece.stop):
-                    values = part.fetch(low, high)
-                    if values.numel() != high - low:
-                        raise CheckpointError(
-                            f"{printable(key)} has fewer elements than its shape. Load another"
-                            " checkpoint."
-                        )
-                    piece.view[low - piece.start : high - piece.start].copy_(values)
-                    done += values.nbytes
-                    if on_progress is not None:
-                        on_progress(done)
+                for start, stop, part in self.covering(key, piece.start, piece.stop):
+                    # In blocks: a copy to a GPU or to another dtype allocates as much memory.
+                    for low in range(start, stop, BLOCK_ELEMENTS):
+                        high = min(low + BLOCK_ELEMENTS, stop)
+                        values = part.fetch(low, high)
+                        if values.numel() != high - low:
+                            raise CheckpointError(
+                                f"{printable(key)} has fewer elements than its shape. Load another"
+                                " checkpoint."
+                            )
+                        piece.view[low - piece.start : high - piece.start].copy_(values)
+                        done += values.nbytes
+                        if on_progress is not None:
+                            on_progress(done)
         return done
 
     def covering(self, key: str, start: int, stop: int) -> Iterator[tuple[int, int, TensorPart]]:

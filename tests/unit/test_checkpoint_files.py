@@ -23,7 +23,7 @@ from nbdist import checkpoint
 from nbdist.checkpoint import FolderStorage, PendingFolderCheckpoint
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.errors import CheckpointError
-from nbdist.state import shard_io
+from nbdist.state import shard_io, tensor_index
 from nbdist.state.shards import Piece, Shard
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def test_numbers_are_converted(tmp_path: Path) -> None:
 def test_large_tensors_are_converted_in_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_io, "SLICE_BYTES", 64)
+    monkeypatch.setattr(tensor_index, "BLOCK_ELEMENTS", 16)
     full = {"model.w": torch.randn(50, 7)}
     path = save(tmp_path, full)
     target = {"model.w": shard(torch.zeros(50, 7, dtype=torch.float64), [(0, 350)])}
