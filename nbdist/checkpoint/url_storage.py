@@ -27,6 +27,7 @@ from nbdist.checkpoint.names import (
     check_name,
     is_checkpoint_name,
     is_rank_report_name,
+    rank_report_name,
 )
 from nbdist.checkpoint.safetensors_file import SafetensorsWriter
 from nbdist.checkpoint.storage import CheckpointSummary, PendingCheckpoint, Storage, check_sizes
@@ -37,6 +38,7 @@ from nbdist.hardware.process_identity import ABANDONED_AFTER_S, OWNER_FILE, Proc
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from nbdist.checkpoint.manifest import RankReport
     from nbdist.checkpoint.safetensors_file import StoredTensor
 
 _SAVED_FILE = re.compile(r"(?P<name>[^/]+)/(?P<number>[0-9a-f]{32})/(?P<file>[^/]+)")
@@ -267,14 +269,14 @@ class PendingUrlCheckpoint(PendingCheckpoint):
             system.pipe_file(path, content)
 
     def read_small_file(self, name: str) -> bytes | None:
-        """Read a small file, or return None if it does not exist yet."""
-        system, path = (self.location / name).open_filesystem()
-        with translate_errors(f"Cannot read {self.location / name}"):
-            try:
-                content: bytes = system.cat_file(path)
-            except FileNotFoundError:
-                return None
-        return content
+        """Read a small file."""
+        return read_file(self.location / name)
+
+    def read_reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
+        """Return the reports written so far by these ranks."""
+        # File systems raise different errors for a file that does not exist: list them first.
+        files = _list_files(self.location)
+        return super().read_reports(rank for rank in ranks if rank_report_name(rank) in files)
 
     def write_failure(self, rank: int, why: str) -> None:
         """Report that a rank has failed. Errors are ignored."""
