@@ -277,7 +277,7 @@ class Checkpoints(Sequence[Checkpoint]):
         except OSError:
             return []
         if stamp != self._seen:
-            entries = checkpoint.list_checkpoints(self.root)
+            entries = checkpoint.storage_for(self.root).list_checkpoints()
             self._entries = [
                 Checkpoint.of(entry, self._seconds.get(entry.path)) for entry in entries
             ]
@@ -463,7 +463,7 @@ class BackgroundSaves:
             if isinstance(save.root, Url):
                 save.discard()
             elif save.root.is_dir():
-                checkpoint.remove_abandoned(save.root)
+                checkpoint.storage_for(save.root).remove_abandoned()
 
 
 def show_when_done(save: Save) -> None:

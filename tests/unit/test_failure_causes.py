@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
-from nbdist import checkpoint
+from nbdist.checkpoint import FolderStorage
 from nbdist.cluster import interfaces, launcher_process
 from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME
 from nbdist.protocol import messages
@@ -200,11 +200,11 @@ def test_a_death_is_told_though_the_folder_of_checkpoints_hangs(
     """As of a file server that is gone; this is the thread that reads the ranks' messages."""
     over = threading.Event()
 
-    def hangs(_: Path) -> list[CheckpointSummary]:
+    def hangs(_: FolderStorage) -> list[CheckpointSummary]:
         over.wait(60)
         return []
 
-    monkeypatch.setattr(checkpoint, "list_checkpoints", hangs)
+    monkeypatch.setattr(FolderStorage, "list_checkpoints", hangs)
     session = nbdist.Session(nproc=2, checkpoints=tmp_path)
     began = time.monotonic()
     died = session._die(WorkerFailure("rank 1", "ended with exit code 3"))

@@ -293,14 +293,16 @@ class ResizeSave:
         """Write the pickles, and the shards of all ranks as a checkpoint."""
         keys = reshard.gather_keys(self._share)
         digests = digest.global_digests(self._share)
+        storage = checkpoint.FolderStorage(folder)
         begun = parts = None
         with self._phase("opening files"):
             if keys and self._rank == 0:
-                begun = checkpoint.create_draft(folder, CHECKPOINT_NAME)
-        draft = collectives.all_gather_values(begun)[0]
+                begun = storage.begin(CHECKPOINT_NAME)
+        number = collectives.all_gather_values(begun and begun.id)[0]
         with self._phase("writing"):
             namespace_pickle.write_namespace(packed, plan, folder, self._rank)
-            if draft is not None:
+            if number is not None:
+                draft = storage.attach(CHECKPOINT_NAME, number)
                 parts = shard_io.write_shards(self._share, draft, self._rank, "model")
         everyones = collectives.all_gather_values(parts)
         with self._phase("closing files"):
@@ -314,7 +316,7 @@ class ResizeSave:
                     for name, entry in keys.items()
                 }
                 written = tuple(part for rank_parts in everyones for part in rank_parts)
-                checkpoint.commit_draft(begun, CHECKPOINT_NAME, _manifest(manifest_keys, written))
+                begun.commit(CHECKPOINT_NAME, _manifest(manifest_keys, written))
 
     # -- the report
 

@@ -242,9 +242,7 @@ class _BackgroundSave:
         parts: list[CheckpointFile] = []
         keys: dict[str, TensorMetadata] = {}
         for kind, tensors in self._snapshot.shards_by_file_kind.items():
-            parts += shard_io.write_shards(
-                tensors, self._draft.folder, self._rank, kind, self._draft.create_file
-            )
+            parts += shard_io.write_shards(tensors, self._draft, self._rank, kind)
             undigested = {
                 key: shard for key, shard in tensors.items() if key not in self._snapshot.digests
             }
