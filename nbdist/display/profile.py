@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nbdist.display.profile_tables import TextTable
     from nbdist.profiler.advice import Advice
     from nbdist.profiler.analysis import ProfileAnalysis
-    from nbdist.profiler.lint_finding import LintFinding
+    from nbdist.profiler.lint import LintFinding
     from nbdist.profiler.measurements import RankProfile, StepPart
 
 COLORS: Mapping[StepPart, str] = {

@@ -16,10 +16,10 @@ from nbdist.planner.cluster_spec import ClusterSpec
 from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.plan_request import PlanRequest
-from nbdist.profiler.speedup import Speedup, speedup_without
+from nbdist.profiler.advice import Speedup, speedup_without
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from nbdist.planner.measurements import Collective
     from nbdist.planner.optimizers import OptimizerSpec
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 _ABLE_TO_HIDE = 0.6
 """Share of the shorter of computation and communication that engines can overlap. DDP overlaps
 only with the backward; the first all-gather and the last reduction are always exposed."""
-_ENOUGH = 0.7
-"""Share of the speedup at eight times the batch size that is sufficient. A larger batch changes
-the training, so the smallest sufficient one is recommended."""
 _LAUNCH_BOUND = 0.05
 """Share of idle time in the step from which a GPU is limited by kernel launches."""
 
@@ -292,19 +289,6 @@ def model_flops(profile: ProfileData) -> float | None:
         return max(1, model.accumulate) * spec.flops(workload)
     except NbdistError:
         return None
-
-
-def doublings(start: int, times: int = 3) -> Iterator[int]:
-    """Yield 2, 4, 8, ... times `start`, `times` values in total."""
-    yield from (start * 2**power for power in range(1, times + 1))
-
-
-def smallest_sufficient_batch(
-    found: list[tuple[int, ChangedStep]],
-) -> tuple[int, ChangedStep] | None:
-    """Return the smallest of the predicted batch sizes that reaches most of the best speedup."""
-    best = max((prediction.gain.faster for _, prediction in found), default=0.0)
-    return next((item for item in found if item[1].gain.faster >= _ENOUGH * best > 0), None)
 
 
 def _cost(row: PlanRow) -> StepCost:
