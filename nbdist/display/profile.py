@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from nbdist.display.profile_tables import TextTable
     from nbdist.profiler.advice import Advice
     from nbdist.profiler.analysis import ProfileAnalysis
-    from nbdist.profiler.lint import LintFinding
     from nbdist.profiler.measurements import RankProfile, StepPart
 
 COLORS: Mapping[StepPart, str] = {
@@ -81,17 +80,8 @@ def lint_lines(profile: ProfileAnalysis) -> list[str]:
     return [
         f"{finding.cell}, line {finding.line} ({finding.sure}): {finding.reason.rstrip('.')}."
         f" Instead: {finding.change}"
-        for finding in profile.remarks
-        if not _is_covered(profile, finding)
+        for finding in profile.remarks_without_advice
     ]
-
-
-def _is_covered(profile: ProfileAnalysis, remark: LintFinding) -> bool:
-    """Return whether an advice covers the finding, by the same option or the same line."""
-    return any(
-        remark.kind in advice.change or advice.line.endswith(f": {remark.change}")
-        for advice in profile.advice
-    )
 
 
 def trace_file_lines(profile: ProfileAnalysis) -> Iterator[str]:

@@ -12,12 +12,12 @@ from nbdist.magics import arguments, magics
 from nbdist.planner.measurements import CommSpeed
 from nbdist.planner.models import parameter_count
 from nbdist.profiler.advice import MIN_GAIN, Advice
-from nbdist.profiler.dataloader_source import DataLoaderSource
 from nbdist.profiler.lint import LintFinding, read_training_cell
 from nbdist.profiler.measurements import LineProfile, PeakMemory, RankProfile
 from tests.unit.profiled import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
 
 if TYPE_CHECKING:
+    from nbdist.profiler.dataloader_source import DataLoaderSource
     from nbdist.profiler.report import Profile
 
 
