@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from nbdist.display import profile_tables
 from nbdist.display.profile_units import format_duration, format_percent
 from nbdist.display.units import format_count
+from nbdist.profiler.advice import remarks_without_advice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,7 +81,7 @@ def lint_lines(profile: ProfileAnalysis) -> list[str]:
     return [
         f"{finding.cell}, line {finding.line} ({finding.sure}): {finding.reason.rstrip('.')}."
         f" Instead: {finding.change}"
-        for finding in profile.remarks_without_advice
+        for finding in remarks_without_advice(profile.remarks, profile.advice)
     ]
 
 

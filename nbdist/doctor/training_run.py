@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.doctor.finding import Finding, note, ok, problem
 from nbdist.output import ansi
+from nbdist.profiler.advice import remarks_without_advice
 from nbdist.profiler.option_recommendations import (
     BUCKET,
     LIVE,
@@ -95,7 +96,7 @@ def profile_findings(profile: ProfileAnalysis) -> Iterator[Finding]:
     yield Finding("ok" if calm else "note", TOPIC, profile.verdict)
     for advice in profile.advice:
         yield note(advice.title, f"{advice.why.rstrip('.')}: {advice.gain_text}", advice.line)
-    for remark in profile.remarks_without_advice:
+    for remark in remarks_without_advice(profile.remarks, profile.advice):
         yield note(f"{remark.cell}, line {remark.line}", remark.reason, remark.change)
 
 

@@ -9,8 +9,9 @@ from nbdist.display.profile_units import format_percent, format_speedup
 from nbdist.display.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from nbdist.profiler.lint import LintFinding
     from nbdist.profiler.profile_data import ProfileData
 
 MIN_GAIN = 0.05
@@ -105,6 +106,20 @@ class Advice:
     def to_json(self) -> dict[str, Any]:
         """Return the fields and `text`."""
         return {**asdict(self), "text": self.text}
+
+
+def remarks_without_advice(
+    remarks: Iterable[LintFinding], given: Sequence[Advice]
+) -> list[LintFinding]:
+    """Return the remarks on the cell that no advice covers, by the same option or the same line."""
+    return [
+        remark
+        for remark in remarks
+        if not any(
+            remark.kind in advice.change or advice.line.endswith(f": {remark.change}")
+            for advice in given
+        )
+    ]
 
 
 def advice_outcome(advice: Iterable[Advice], before: ProfileData, now: ProfileData) -> str:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from nbdist.planner.plan_table import PlanRow
     from nbdist.profiler.advice import Advice
     from nbdist.profiler.bottleneck import Bottleneck
-    from nbdist.profiler.lint import LintFinding
     from nbdist.profiler.what_if import CalibratedPlanner
 
 
@@ -59,18 +58,6 @@ class ProfileAnalysis(ProfileData):
         return tuple(
             recommendations.best_recommendations(self, self.bottlenecks, self.calibrated_planner)
         )
-
-    @property
-    def remarks_without_advice(self) -> list[LintFinding]:
-        """Remarks on the cell that no advice covers, by the same option or the same line."""
-        return [
-            remark
-            for remark in self.remarks
-            if not any(
-                remark.kind in advice.change or advice.line.endswith(f": {remark.change}")
-                for advice in self.advice
-            )
-        ]
 
     @cached_property
     def advice_outcome(self) -> str:
