@@ -65,7 +65,7 @@ _TRUE_ON_A_RANK = frozenset(
 """Names in conditions that hold in every iteration on some rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LintFinding:
     """Something in the text of a cell that costs time or is wrong."""
 
@@ -359,15 +359,16 @@ def _check_loader(source: DataLoaderSource, ranks: Sequence[RankProfile]) -> Ite
     waiting = max(rank.parts.get("data", 0.0) for rank in ranks)
     without_workers = not loaders or any(not loader.num_workers for loader in loaders)
     if without_workers and _share(ranks, waiting) >= _MIN_LOADER_SHARE:
-        yield _finding(
-            place,
+        yield LintFinding(
             "num_workers",
+            *place,
             "num_workers=0: the main process loads each batch, and training waits meanwhile."
             f" Waiting for batches takes {_cost(ranks, waiting)}",
             "dataloader_num_workers=4 in TrainingArguments"
             if source.is_trainer
             else "num_workers=4, persistent_workers=True",
-            seconds=waiting,
+            "certain",
+            waiting,
         )
     if source.is_trainer:
         return  # a Trainer pins memory and shards
@@ -375,26 +376,27 @@ def _check_loader(source: DataLoaderSource, ranks: Sequence[RankProfile]) -> Ite
     on_gpus = all(rank.kind == "cuda" for rank in ranks)
     is_pinned = bool(loaders) and all(loader.pin_memory for loader in loaders)
     if on_gpus and not is_pinned and _share(ranks, copying) >= _MIN_LOADER_SHARE:
-        yield _finding(
-            place,
+        yield LintFinding(
             "pin_memory",
+            *place,
             "without pin_memory, copies to the GPU cannot overlap with computation."
             f" Copying batches takes {_cost(ranks, copying)}",
             "pin_memory=True",
-            sure="likely",
-            seconds=copying,
+            "likely",
+            copying,
         )
     is_sharded = all(loader.sharded for loader in loaders) or source.may_be_sharded
     if len(ranks) > 1 and not is_sharded:
         name = source.holder
-        yield _finding(
-            place,
+        yield LintFinding(
             "sharding",
+            *place,
             f"{name or 'the DataLoader of the loop'} is not prepared: it is not sharded, so every"
             " rank trains on the same samples",
             f"{name} = accelerator.prepare({name})"
             if name
             else "accelerator.prepare(DataLoader(...))",
+            "certain",
         )
 
 
@@ -406,22 +408,24 @@ def _check_model(
     if bf16 and any(model.precision == "fp16" for model in models):
         # Another cell may have started the session with fp16.
         named = [number for number, line in enumerate(cell.lines, 1) if "fp16" in line]
-        yield _finding(
-            cell.place(named[0] if named else cell.train_line),
+        yield LintFinding(
             "fp16",
+            *cell.place(named[0] if named else cell.train_line),
             "fp16 overflows above 65504 and needs loss scaling, which skips steps; bf16 has the"
             " range of fp32 at the same speed",
             "--precision bf16 in the %%distribute line",
+            "certain",
         )
     # A cell has called model.eval(), or transformers' from_pretrained, which returns a model in
     # evaluation mode.
     if models and not any(model.training for model in models):
-        yield _finding(
-            cell.place(cell.train_line),
+        yield LintFinding(
             "train_mode",
+            *cell.place(cell.train_line),
             "the model trains in evaluation mode: dropout is disabled and batch norm does not"
             " update its running statistics",
             "model.train() before the loop",
+            "certain",
         )
 
 
@@ -442,38 +446,16 @@ def _check_waits(cell: TrainingCell, ranks: Sequence[RankProfile]) -> Iterator[L
             measured = f"The device is idle for {_cost(ranks, idle)}"
         else:
             continue
-        yield _finding(
-            cell.place(number),
+        yield LintFinding(
             "sync",
+            *cell.place(number),
             f"{call} in every step: on a GPU it blocks until all queued kernels have finished, and"
             f" no new ones are launched meanwhile. {measured}",
             "report(loss=loss), which does not synchronize; or keep loss.detach() and read it after"
             " the loop or every 50 steps",
-            sure=sure,
-            seconds=seconds,
+            sure,
+            seconds,
         )
-
-
-def _finding(
-    place: Place,
-    kind: LintKind,
-    reason: str,
-    change: str,
-    *,
-    sure: Confidence = "certain",
-    seconds: float = 0.0,
-) -> LintFinding:
-    cell, line, source = place
-    return LintFinding(
-        kind=kind,
-        cell=cell,
-        line=line,
-        source=source,
-        reason=reason,
-        change=change,
-        sure=sure,
-        seconds=seconds,
-    )
 
 
 def _share(ranks: Sequence[RankProfile], seconds: float) -> float:
