@@ -229,8 +229,10 @@ def _smaller_gathers(run: RunErrors) -> dict[str, Any]:
     if not run.options.reshard_after_forward:
         # torch/distributed/fsdp/_fully_shard/_fully_shard.py: False keeps all units gathered until
         # backward. FSDP1 uses sharding_strategy instead, accelerate/accelerator.py.
-        reshards = {"sharding_strategy": "FULL_SHARD"} if level == 1 else {}
-        changed |= reshards or {"reshard_after_forward": True}
+        if level == 1:
+            changed["sharding_strategy"] = "FULL_SHARD"
+        else:
+            changed["reshard_after_forward"] = True
     return changed
 
 

@@ -122,7 +122,9 @@ class TrainingCell(ast.NodeVisitor):
 
     def visit_For(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         """Visit a loop. A training loop is the innermost with a backward and a step."""
-        if not _trains(node) or any(_trains(inner) for inner in ast.walk(node) if inner != node):
+        if not _trains(node) or any(
+            _trains(inner) for inner in ast.walk(node) if inner is not node
+        ):
             if not isinstance(node, ast.While):
                 self.other_iterables.append(node.iter)
             self.generic_visit(node)
