@@ -1,9 +1,8 @@
 """What a profile costs: steps inside its window, those after it, and how soon the verdict is there.
 
 Each round runs a cell without a profile, one with a profile, and one without again, on the same
-ranks; steps are timed by the cell itself. The steps after the window are compared with those at the
-same place of the two others, whose own difference is the noise of the machine: the bar of these
-steps is that noise above 1.01, so that a busy machine does not decide.
+ranks, so that a slow moment of the machine meets all; steps are timed by the cell itself. The steps
+after the window are compared with those at the same place of the other two cells.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from results import Row, middle
+from results import Row, middle, paired_ratio
 from training import SETUP
 
 import nbdist
@@ -43,7 +42,7 @@ moments
 
 def measure() -> Iterator[Row]:
     """Rows about the steps of a profiled loop, and about the verdict."""
-    inside, after, late, steps, repeated = [], [], [], [], []
+    inside, after, late, steps = [], [], [], []
     with nbdist.Session(nproc=2, precision="no") as session:
         session.run(SETUP)
         for number in range(-1, ROUNDS):
@@ -58,28 +57,24 @@ def measure() -> Iterator[Row]:
             if number < 0:  # the first round warms up
                 continue
             offs = [middle(gaps(ends)[-len(behind) :]) for ends in (first, second)]
-            off = statistics.fmean(offs)
-            steps.append(off)
-            inside.append(middle(in_it) / off)
-            after.append(middle(behind) / off)
-            repeated.append(offs[1] / offs[0])
+            steps.append(statistics.fmean(offs))
+            inside.append(middle(in_it))
+            after.append(middle(behind))
             late.append(verdict_s(session))
-    # Two standard errors of a median of as many rounds.
-    noise = 2 * 1.25 * statistics.stdev(repeated) / len(repeated) ** 0.5
     detail = f"a step takes {1000 * middle(steps):.1f} ms"
     yield Row(
         name="step inside a profile's window, against none",
-        value=middle(inside),
+        **paired_ratio(inside, steps),
         unit="x",
         limit=1.15,
         detail=detail,
     )
     yield Row(
         name="step of the same cell after the window, against none",
-        value=middle(after),
+        **paired_ratio(after, steps),
         unit="x",
-        limit=round(1.01 + noise, 3),
-        detail=f"{detail}; 1.01 and the noise of cells without a profile, {noise:.3f}",
+        limit=1.01,
+        detail=detail,
     )
     yield Row(
         name="from the end of a profile's window to its verdict",
