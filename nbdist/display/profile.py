@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from nbdist.display import profile_tables
 from nbdist.display.profile_units import format_duration, format_percent
 from nbdist.display.units import format_count
+from nbdist.profiler.advice import remarks_without_advice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from nbdist.display.profile_tables import TextTable
     from nbdist.profiler.advice import Advice
     from nbdist.profiler.analysis import ProfileAnalysis
-    from nbdist.profiler.lint_finding import LintFinding
     from nbdist.profiler.measurements import RankProfile, StepPart
 
 COLORS: Mapping[StepPart, str] = {
@@ -81,17 +81,8 @@ def lint_lines(profile: ProfileAnalysis) -> list[str]:
     return [
         f"{finding.cell}, line {finding.line} ({finding.sure}): {finding.reason.rstrip('.')}."
         f" Instead: {finding.change}"
-        for finding in profile.remarks
-        if not _is_covered(profile, finding)
+        for finding in remarks_without_advice(profile.remarks, profile.advice)
     ]
-
-
-def _is_covered(profile: ProfileAnalysis, remark: LintFinding) -> bool:
-    """Return whether an advice covers the finding, by the same option or the same line."""
-    return any(
-        remark.kind in advice.change or advice.line.endswith(f": {remark.change}")
-        for advice in profile.advice
-    )
 
 
 def trace_file_lines(profile: ProfileAnalysis) -> Iterator[str]:

@@ -34,13 +34,12 @@ def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -
     cluster, spec = planner.cluster_spec(session), _spec(session, workers, min(run.figures))
     setting = ProfiledConfig(options=session.options, cluster=cluster, model_spec=spec)
     figures = [run.figures[rank] for rank in sorted(run.figures)]
+    code = lint.read_training_cell(run.sources)
     profile = Profile.of(
         figures,
         setting,
-        remarks=lint.confirm_findings(
-            lint.lint_cells(run.sources), figures, bf16=session.hardware.bf16
-        ),
-        loader_text=lint.find_loader(run.sources),
+        remarks=lint.lint_cell(code, figures, bf16=session.hardware.bf16),
+        loader_text=code.loader if code else None,
         before=session.profiles[-1] if session.profiles else None,
         notes=_absent(run, session.world_size),
     )

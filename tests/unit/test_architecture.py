@@ -47,7 +47,7 @@ MAY_IMPORT = {
     # of "profiler" the measurements alone; test_a_rank_measures_and_does_not_judge
     "worker": {*PURE, "checkpoint", "cluster", "display", "launcher", "planner", "profiler"}
     | {"state"},
-    "doctor": {*PURE, "cluster", "output", "panel", "profiler", "session"},
+    "doctor": {*PURE, "cluster", "display", "output", "panel", "profiler", "session"},
     "magics": {*PURE, "cluster", "doctor", "operations", "output", "planner", "session"},
     "": {*PURE, "doctor", "magics", "operations", "panel", "planner", "profiler", "session"}
     | {"worker"},

@@ -19,7 +19,7 @@ from nbdist.panel.controller import PanelData
 from nbdist.panel.profile_view import EMPTY_PROFILE_VIEW, ProfileViewCache, view_from_profile
 from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
 from nbdist.planner import device_parser
-from nbdist.profiler.advice import Advice
+from nbdist.profiler.advice import Advice, Speedup
 from nbdist.profiler.measurements import (
     STEP_PARTS,
     CollectiveStats,
@@ -29,7 +29,6 @@ from nbdist.profiler.measurements import (
 )
 from nbdist.profiler.profile_data import ProfiledConfig
 from nbdist.profiler.report import Profile
-from nbdist.profiler.speedup import Speedup
 from nbdist.session.profiler import ProfileOptions, ProfileRun
 from nbdist.strategies import Options
 

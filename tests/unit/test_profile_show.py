@@ -13,7 +13,7 @@ import pytest
 
 from nbdist.display import profile_tables
 from nbdist.display.profile import COLORS
-from nbdist.profiler.lint_finding import LintFinding
+from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import STEP_PARTS, LineProfile, PeakMemory, RankProfile
 from nbdist.profiler.report import Profile
 from tests.unit.profiled import both, profile, rank, setting

@@ -1,27 +1,30 @@
-"""Checks of the versions of nbdist's dependencies, and of known bad versions and builds."""
+"""Checks of installed software: versions, wrong builds, compilers, and the panel's front end."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import re
+import sys
 from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from nbdist._version import __version__
-from nbdist.doctor.finding import ok, problem
-from nbdist.hardware import discovery
+from nbdist.doctor.finding import note, ok, problem, summarize_list
+from nbdist.hardware import deepspeed_requirements, discovery
+from nbdist.panel import assets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from nbdist.doctor.finding import Finding
 
 REPORTED_PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "ipykernel")
 OPTIONAL_PACKAGES = frozenset({"deepspeed"})
-TOPIC = "versions"
 
 KNOWN_BAD_VERSIONS: tuple[tuple[str, str, str, str], ...] = (
     (
@@ -62,12 +65,19 @@ def check_versions(
         driver_cuda: newest major CUDA version that the driver supports.
     """
     version_of = version_of or installed_version
-    required = _required() if required is None else required
+    if required is None:
+        try:
+            required = importlib.metadata.requires("nbdist") or []
+        except importlib.metadata.PackageNotFoundError:
+            required = []  # a source tree that is not installed
     gpus = len(discovery.discover_machine().gpus) if gpus is None else gpus
     driver_cuda = _driver_cuda() if driver_cuda is None else driver_cuda
     versions = {name: version_of(name) for name in REPORTED_PACKAGES}
     python = f"Python {platform.python_version()}, nbdist {__version__}"
-    yield ok(TOPIC, ", ".join([python, *(_words(*package) for package in versions.items())]))
+    packages = [
+        f"{name} {version}" if version else f"no {name}" for name, version in versions.items()
+    ]
+    yield ok("versions", ", ".join([python, *packages]))
     yield from _unfit(version_of, required)
     yield from _known_bad(versions)
     yield from _wrong_build(version_of, gpus, driver_cuda)
@@ -79,18 +89,6 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _required() -> list[str]:
-    """The requirements of nbdist; empty for a source tree that is not installed."""
-    try:
-        return importlib.metadata.requires("nbdist") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-
-
-def _words(name: str, version: str | None) -> str:
-    return f"{name} {version}" if version else f"no {name}"
 
 
 def _unfit(version_of: Callable[[str], str | None], required: Sequence[str]) -> Iterator[Finding]:
@@ -116,7 +114,7 @@ def _unfit(version_of: Callable[[str], str | None], required: Sequence[str]) -> 
                 else "; only the zero backends need it"
             )
             yield problem(
-                TOPIC,
+                "versions",
                 f"{state}, but nbdist requires {requirement.name}{requirement.specifier}{hint}",
                 f'pip install "{requirement.name}{requirement.specifier}"',
             )
@@ -131,7 +129,9 @@ def _known_bad(versions: Mapping[str, str | None]) -> Iterator[Finding]:
             bad = False
         if bad:
             yield problem(
-                TOPIC, f"{name} before {first_good} {defect}; version {version} is installed", do
+                "versions",
+                f"{name} before {first_good} {defect}; version {version} is installed",
+                do,
             )
 
 
@@ -145,13 +145,13 @@ def _wrong_build(
     choose = "install the torch for your driver: https://pytorch.org/get-started/locally"
     if torch.endswith("+cpu"):
         yield problem(
-            TOPIC, f"torch {torch} is built for CPUs, but this machine has {gpus} GPUs", choose
+            "versions", f"torch {torch} is built for CPUs, but this machine has {gpus} GPUs", choose
         )
         return
     cuda = _cuda_of(torch, version_of)
     if cuda is not None and driver_cuda is not None and driver_cuda < cuda:
         says = f"torch {torch} is built for CUDA {cuda}, but the driver supports CUDA {driver_cuda}"
-        yield problem(TOPIC, says, f"upgrade the driver, or {choose}")
+        yield problem("versions", says, f"upgrade the driver, or {choose}")
 
 
 def _cuda_of(torch: str, version_of: Callable[[str], str | None]) -> int | None:
@@ -173,3 +173,67 @@ def _driver_cuda() -> int | None:
             return int(nvml.nvmlSystemGetCudaDriverVersion_v2()) // 1000
     except nvml.NVMLError:
         return None
+
+
+def check_compilers(
+    *, missing: str | None = None, locks: Sequence[Path] | None = None, kind: str | None = None
+) -> Iterator[Finding]:
+    """Check for the compiler, ninja, libaio and the CUDA toolkit, which only offload needs.
+
+    Args:
+        missing: error of a build, for tests. "" means that nothing is missing.
+        locks: stale build locks, for tests.
+        kind: device type of the ranks. Default: that of a new session.
+    """
+    kind = kind or ("cuda" if discovery.discover_machine().gpus else "cpu")
+    missing = (
+        deepspeed_requirements.missing_requirements(
+            ["cpu_adam", deepspeed_requirements.NVME_OP], kind
+        )
+        if missing is None
+        else missing
+    )
+    tools = "compiler, ninja, libaio and nvcc" if kind == "cuda" else "compiler, ninja and libaio"
+    if missing:
+        yield note(
+            "compilers",
+            f"some offload ops of the zero backends cannot be compiled here: {missing}",
+            "no action needed, unless you use --offload",
+        )
+    else:
+        yield ok("compilers", f"{tools} are installed, for --offload")
+    locks = deepspeed_requirements.stale_build_locks() if locks is None else locks
+    if locks:
+        says = (
+            "left by killed builds; the next build of these ops waits forever:"
+            f" {summarize_list(locks)}"
+        )
+        yield note("build locks", says, f"rm {' '.join(map(str, locks))}")
+
+
+def check_notebook(
+    *, missing: list[str] | None = None, built: bool | None = None
+) -> Iterator[Finding]:
+    """Check what the live panel needs.
+
+    Args:
+        missing: missing packages of the widget, for tests.
+        built: whether the front end is built, for tests.
+    """
+    if missing is None:
+        missing = [
+            name for name in ("anywidget", "ipywidgets") if importlib.util.find_spec(name) is None
+        ]
+    built = assets.has_built_assets() if built is None else built
+    instead = "%nbdist panel shows a static page instead"
+    if missing:
+        says = f"{', '.join(missing)} not installed: {instead}"
+        yield note("panel", says, f"pip install {' '.join(missing)}, and restart the kernel")
+    elif not built:
+        do = "reinstall nbdist without NBDIST_SKIP_FRONTEND"
+        yield note("panel", f"the front end is not built: {instead}", do)
+    else:
+        says = "live in trusted notebooks (File > Trust Notebook); a static page elsewhere"
+        yield ok("panel", says)
+    if "ipykernel" not in sys.modules:
+        yield ok("kernel", "none: this is a script, not a notebook")
