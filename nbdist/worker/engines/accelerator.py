@@ -21,17 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
 from nbdist.errors import OptionError, SessionError
-from nbdist.worker import process_group_lifetime
+from nbdist.worker import process_group
 from nbdist.worker.engines import cpu, deepspeed, fsdp, wrap_policy
-from nbdist.worker.interrupt.step_gate import step_gate
+from nbdist.worker.library_patches import patch
 from nbdist.worker.memory import memory_probe
-from nbdist.worker.profiling import optimizer_hooks
 from nbdist.worker.training import dataloader_state, model_cleanup, prepared_models
 
 if TYPE_CHECKING:
@@ -147,27 +145,27 @@ def patch_accelerator(
     """
     global _current  # noqa: PLW0603 - a rank has one session in its life
     _current = EngineConfig(options, hardware, nodes, chooser)
-    process_group_lifetime.install()
+    process_group.protect_groups()
     if hardware.kind == "cpu":
         cpu.patch_accelerate()
     deepspeed.patch_accelerate()
     lazy = LazyAccelerator()
     _keep_shared_states()
-    memory_probe.count_optimizer_steps(lazy.device)
+    memory_probe.probe_state.device = lazy.device
     dataloader_state.patch_dataloaders()
-    Accelerator.__init__ = _init
-    Accelerator.prepare = _prepare
-    Accelerator.prepare_model = _prepare_model
-    Accelerator.clip_grad_norm_ = _clip_grad_norm
-    Accelerator.free_memory = Accelerator.clear = _free_memory
-    for name in ("backward", "save_state", "load_state"):
-        setattr(Accelerator, name, _release_before(getattr(Accelerator, name)))
-    Accelerator.backward = prepared_models.wrap_backward(Accelerator.backward)
-    for cls in (AcceleratedOptimizer, deepspeed.SteppingOptimizerWrapper):
-        for name in ("step", "zero_grad"):
-            setattr(cls, name, prepared_models.wrap_gradient_use(getattr(cls, name)))
-        step = optimizer_hooks.wrap_step(step_gate.wrap_step(cls.step))
-        setattr(cls, "step", step)  # noqa: B010 - no plain attribute to mypy
+    own = "accelerate.accelerator:Accelerator"
+    patch(f"{own}.__init__", lambda _: _init)
+    patch(f"{own}.prepare", lambda _: _prepare)
+    patch(f"{own}.prepare_model", lambda _: _prepare_model)
+    patch(f"{own}.clip_grad_norm_", lambda _: _clip_grad_norm)
+    patch(f"{own}.free_memory", lambda _: _free_memory)
+    patch(f"{own}.clear", lambda _: _free_memory)
+    patch(f"{own}.backward", lambda f: prepared_models.wrap_backward(_release_before(f)))
+    patch(f"{own}.save_state", _release_before)
+    patch(f"{own}.load_state", _release_before)
+    optimizer = "accelerate.optimizer:AcceleratedOptimizer"
+    patch(f"{optimizer}.step", prepared_models.wrap_step)
+    patch(f"{optimizer}.zero_grad", prepared_models.wrap_zero_grad)
     return lazy
 
 
@@ -227,7 +225,6 @@ class LazyAccelerator(Accelerator):  # type: ignore[misc]
             raise
 
 
-@functools.wraps(_original_init)
 def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     """Build an Accelerator with the session's engine, unless the arguments select one."""
     given = inspect.signature(_original_init).bind_partial(self, *args, **kwargs).arguments
@@ -242,7 +239,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     arguments = dict(named)
     if not own:
         named = _with_session(session, named)
-    with process_group_lifetime.owned_by_engines():
+    with process_group.owned_by_engines():
         _original_init(self, **named)
     _keep_shared_states()
     self._nbdist_arguments = arguments
@@ -369,7 +366,6 @@ def _zero_kwargs(options: Options, hardware: Hardware, _: str) -> dict[str, Any]
 _ENGINE_KWARGS = {"ddp": _ddp_kwargs, "fsdp": _fsdp_kwargs, "deepspeed": _zero_kwargs}
 
 
-@functools.wraps(_original_prepare)
 def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
     """Prepare under any engine, and record and measure the result."""
     models = [arg for arg in args if isinstance(arg, nn.Module)]
@@ -381,7 +377,7 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
     if new and wrap_policy.has_weights():  # a switch has already released the unused models
         model_cleanup.release_unused_models()
-    with process_group_lifetime.owned_by_engines():
+    with process_group.owned_by_engines():
         result = _prepared(self, args, new, device_placement)
     for record in call.record_result(result):
         prepared_models.hook_forward(record, gathers=_shards_parameters(self))
@@ -441,7 +437,6 @@ def _check_not_only_none(args: Sequence[object]) -> None:
 def _release_before(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method so that it first releases unused models."""
 
-    @functools.wraps(original)
     def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         model_cleanup.release_remaining()
         return original(self, *args, **kwargs)
@@ -449,7 +444,6 @@ def _release_before(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-@functools.wraps(_original_free_memory)
 def _free_memory(self: Accelerator, *objects: Any) -> Any:
     """Drop references to the prepared objects; those still in use elsewhere survive."""
     if "deepspeed_engine_wrapped" in vars(self):
@@ -459,7 +453,6 @@ def _free_memory(self: Accelerator, *objects: Any) -> Any:
     return _original_free_memory(self, *objects)
 
 
-@functools.wraps(_original_prepare_model)
 def _prepare_model(self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Prepare one model; register it if it is prepared for evaluation only."""
     prepared = _original_prepare_model(self, model, *args, **kwargs)
@@ -536,7 +529,6 @@ def _clip_step(
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
-@functools.wraps(_original_clip)
 def _clip_grad_norm(
     self: Accelerator,
     parameters: Any,

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.utils import fsdp_utils
 from torch import distributed, nn
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -32,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nbdist.errors import OptionError
 from nbdist.planner.tracing import wrap_units as module_units
 from nbdist.worker.engines import wrap_policy
+from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -263,18 +263,16 @@ def _patch_fsdp2_wrap_policy() -> None:
     accelerate 1.15 accepts only its two named policies, and the size-based one would wrap
     ModuleLists, which torch does not allow.
     """
-    original = fsdp_utils.fsdp2_prepare_auto_wrap_policy
-    if hasattr(original, "__wrapped__"):
-        return
 
-    def policy(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
-        ours = fsdp2_plugin.auto_wrap_policy
-        return (
-            ours if isinstance(ours, wrap_policy.UnitWrapPolicy) else original(fsdp2_plugin, model)
-        )
+    def accept_units(original: Callable[..., Any]) -> Callable[..., Any]:
+        def policy(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
+            ours = fsdp2_plugin.auto_wrap_policy
+            has_units = isinstance(ours, wrap_policy.UnitWrapPolicy)
+            return ours if has_units else original(fsdp2_plugin, model)
 
-    policy.__wrapped__ = original  # type: ignore[attr-defined]
-    fsdp_utils.fsdp2_prepare_auto_wrap_policy = policy
+        return policy
+
+    patch("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", accept_units)
 
 
 def _uncompiled_name(name: str) -> str:

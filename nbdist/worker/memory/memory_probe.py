@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -33,9 +33,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 from nbdist.hardware import discovery
 from nbdist.planner.memory_calibration import MemoryCalibration
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
-from nbdist.worker.engines import compile_detection, deepspeed
+from nbdist.worker.interrupt.step_gate import step_gate
 from nbdist.worker.memory import memory_accounting
-from nbdist.worker.profiling.optimizer_hooks import active_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -136,13 +135,6 @@ probe_state = ProbeState()
 def before_context(device: torch.device) -> None:
     """Record the used memory of a GPU; call it before NCCL or CUDA is initialized."""
     probe_state.device_before_bytes = _device_used(device)
-
-
-def count_optimizer_steps(device: torch.device) -> None:
-    """Patch prepared optimizers to count their steps; call it once per process."""
-    probe_state.device = device
-    for cls in (AcceleratedOptimizer, deepspeed.SteppingOptimizerWrapper):
-        setattr(cls, "step", _counting(cls.__dict__["step"]))  # noqa: B010 - mypy: a method
 
 
 def reset_for_prepare(
@@ -252,31 +244,33 @@ def _note_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     elif (
         probe.measurements is None
         and not probe.has_begun
-        and active_window.window is None
+        and step_gate.listener is None
         and probe.num_steps >= probe.first_step
     ):
         with _logged():
             _begin(probe, model)
 
 
-def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the step of a prepared optimizer."""
-
-    @functools.wraps(original)
-    def step(self: AcceleratedOptimizer, closure: Callable[[], object] | None = None) -> Any:
-        probe = probe_state.probe
-        if probe is None or not probe.is_waiting_for(self):
-            return original(self, closure)
+@contextlib.contextmanager
+def step(optimizer: AcceleratedOptimizer) -> Iterator[None]:
+    """Context of a step of a prepared optimizer, which counts and measures it."""
+    probe = probe_state.probe
+    if probe is None or not probe.is_waiting_for(optimizer):
+        yield
+        return
+    model = probe.prepared_model
+    if probe.memory_tracker is not None and model is not None:
+        with _logged():  # before the step frees them
+            probe.memory_tracker.track_tensors("gradients", memory_accounting.gradients(model))
+    yield
+    probe.num_steps += 1
+    if probe.has_begun:
         with _logged():
-            _before_step(probe)
-        result = original(self, closure)
-        probe.num_steps += 1
-        if probe.has_begun:
-            with _logged():
-                _end_of_step(probe)
-        return result
-
-    return step
+            if probe.num_steps > WARMUP_STEPS:
+                _end(probe)
+            elif probe.memory_tracker is not None:  # the measured step is the next one
+                probe.memory_tracker.reset_peak()
+                probe.has_seen_buckets = True
 
 
 # ---------------------------------------------------------------------------- measured step
@@ -285,7 +279,7 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
 def _begin(following: MemoryProbe, model: nn.Module) -> None:
     """Start tracking, unless something else already intercepts operations."""
     device = probe_state.device
-    following.is_compiled = following.is_compiled or compile_detection.is_compile_active()
+    following.is_compiled = following.is_compiled or is_compile_active()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif not following.is_compiled:
@@ -298,7 +292,7 @@ def _begin(following: MemoryProbe, model: nn.Module) -> None:
 
 def why_not_counted(following: MemoryProbe) -> str | None:
     """Return why the operations of the main thread cannot be tracked; None if they can."""
-    if following.is_compiled or compile_detection.is_compile_active():
+    if following.is_compiled or is_compile_active():
         return COMPILE_NOTE
     if _get_current_dispatch_mode() is not None or not _on_main_thread():
         return "No memory breakdown: the cell uses its own dispatch mode."
@@ -315,23 +309,6 @@ def _entered(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Memor
         tracker.track_tensors(part, tensors)
     tracker.reset_peak()
     return tracker.__enter__()
-
-
-def _before_step(following: MemoryProbe) -> None:
-    """Classify the gradients before the step frees them."""
-    if following.memory_tracker is not None and following.prepared_model is not None:
-        following.memory_tracker.track_tensors(
-            "gradients", memory_accounting.gradients(following.prepared_model)
-        )
-
-
-def _end_of_step(following: MemoryProbe) -> None:
-    """Reset the peak before the measured step, or end the measurement after it."""
-    if following.num_steps > WARMUP_STEPS:
-        _end(following)
-    elif following.memory_tracker is not None:
-        following.memory_tracker.reset_peak()
-        following.has_seen_buckets = True
 
 
 def _end(following: MemoryProbe) -> None:
@@ -360,7 +337,7 @@ def _end(following: MemoryProbe) -> None:
         following.measurements["device_name"] = torch.cuda.get_device_name(device)
         if following.options is not None and torch.distributed.get_rank() == 0:
             _record_calibration(following.options, following.measurements)
-    elif tracker is not None and not compile_detection.is_compile_active():
+    elif tracker is not None and not is_compile_active():
         buckets = memory_accounting.ddp_bucket_bytes(model)
         if following.has_seen_buckets:
             tracker.at_peak[OTHER_PART] -= buckets
@@ -547,3 +524,24 @@ def _logged() -> Iterator[None]:
         if probe_state.probe is not None:
             probe_state.probe.measurements = probe_state.probe.measurements or {}
             _stop(probe_state.probe)
+
+
+def is_compile_active() -> bool:
+    """Return whether compiled code is alive; dynamo (torch 2.13) keeps it in a weak map."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.orig_code_map.values)
+
+
+def on_compile(notify: Callable[[], object]) -> Callable[[], object]:
+    """Register a callback for the start of a compilation; return a function that removes it."""
+    dynamo: Any = sys.modules.get("torch._dynamo.callback")
+    if dynamo is None:  # nothing has been compiled yet
+        return lambda: None
+    handler = dynamo.callback_handler
+    callback = handler.register_start_callback(lambda _: notify())
+
+    def remove() -> None:
+        with contextlib.suppress(ValueError):  # torch.compiler.reset() has removed it
+            handler.remove_start_callback(callback)
+
+    return remove

@@ -25,7 +25,7 @@ from nbdist.state import meta_model, optimizer_recipes
 from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
 from nbdist.worker.engines import fsdp
 from nbdist.worker.interrupt.step_gate import step_gate
-from nbdist.worker.memory import memory_accounting
+from nbdist.worker.memory import memory_accounting, memory_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -296,7 +296,6 @@ def clear() -> None:
 def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Accelerator.backward` to count micro-batches since the last step."""
 
-    @functools.wraps(original)
     def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         step_gate.end_iteration()
         models = [model for model in _trained if model.accelerator() is self]
@@ -311,21 +310,46 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-def wrap_gradient_use(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `step()` or `zero_grad()` of a prepared optimizer to reset the micro-batch count."""
+def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `step()` of prepared optimizers: for interrupts, profiles, memory and the step count."""
 
     @functools.wraps(original)
-    def method(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if self.gradient_state.sync_gradients:
-            for model in _trained:
-                if any(optimizer.wrapper() is self for optimizer in model.optimizers):
-                    model.num_pending_micro_batches = 0
-                    first = model.optimizers[0].wrapper() is self
-                    model.num_steps += int(first and original.__name__ == "step")
+    def step(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self.gradient_state.sync_gradients:  # gradient accumulation
+            return original(self, *args, **kwargs)
+        with step_gate.step(self):
+            with memory_probe.step(self):
+                result = original(self, *args, **kwargs)
+            for model in _models_of(self):
+                model.num_pending_micro_batches = 0
+                # Only its first optimizer counts the steps of a model with several.
+                model.num_steps += int(model.optimizers[0].wrapper() is self)
         return result
 
-    return method
+    return step
+
+
+def wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `zero_grad()` of prepared optimizers to reset the micro-batch count."""
+
+    @functools.wraps(original)
+    def zero_grad(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self.gradient_state.sync_gradients:
+            for model in _models_of(self):
+                model.num_pending_micro_batches = 0
+        return result
+
+    return zero_grad
+
+
+def _models_of(wrapper: AcceleratedOptimizer) -> list[PreparedModel]:
+    """Return the models with this prepared optimizer."""
+    return [
+        model
+        for model in _trained
+        if any(optimizer.wrapper() is wrapper for optimizer in model.optimizers)
+    ]
 
 
 def _create_record(accelerator: Accelerator, model: nn.Module) -> PreparedModel:
