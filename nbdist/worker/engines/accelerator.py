@@ -343,27 +343,14 @@ def _with_session(session: EngineConfig, given: dict[str, Any]) -> dict[str, Any
     if "dynamo_plugin" in given:
         kwargs.pop("dynamo_backend", None)
     kwargs |= given
-    engine = _ENGINE_KWARGS[options.strategy.engine]
-    return kwargs | engine(options, hardware, str(kwargs["mixed_precision"]))
-
-
-def _ddp_kwargs(_: Options, __: Hardware, ___: str) -> dict[str, Any]:
-    return {}  # Accelerate uses DDP without a plugin
-
-
-def _fsdp_kwargs(options: Options, hardware: Hardware, precision: str) -> dict[str, Any]:
-    """Return the FSDP plugin, and the parallelism config for hybrid sharding."""
-    plugin = {"fsdp_plugin": fsdp.build_plugin(options, hardware, precision)}
-    return plugin | fsdp.build_parallelism_config(options, hardware)
-
-
-def _zero_kwargs(options: Options, hardware: Hardware, _: str) -> dict[str, Any]:
-    """Initialize DeepSpeed's communication and return its plugin."""
-    deepspeed.init_deepspeed(hardware)
-    return {"deepspeed_plugin": deepspeed.build_plugin(options, hardware)}
-
-
-_ENGINE_KWARGS = {"ddp": _ddp_kwargs, "fsdp": _fsdp_kwargs, "deepspeed": _zero_kwargs}
+    if options.strategy.engine == "fsdp":
+        precision = str(kwargs["mixed_precision"])
+        kwargs["fsdp_plugin"] = fsdp.build_plugin(options, hardware, precision)
+        kwargs |= fsdp.build_parallelism_config(options, hardware)
+    elif options.strategy.engine == "deepspeed":
+        deepspeed.init_deepspeed(hardware)
+        kwargs["deepspeed_plugin"] = deepspeed.build_plugin(options, hardware)
+    return kwargs  # Accelerate uses DDP without a plugin
 
 
 def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -371,24 +358,27 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     for model in _evaluated.intersection(models):
         _undo_evaluation_prepare(self, model)
-    new = [model for model in models if not _is_prepared(model)]
-    _check_not_only_none(args)
+    new = [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
+    if args and all(arg is None for arg in args):
+        # transformers 5.23: after `evaluate()` under FSDP1 a Trainer's `train()` has no optimizer
+        message = (
+            "accelerator.prepare() got only None. If Trainer.train() was called after "
+            "Trainer.evaluate() under fsdp1, create a new model and Trainer for train(), call "
+            "train() first, or use backend fsdp2."
+        )
+        raise OptionError(message)
     call = prepared_models.PrepareCall(self, args)
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
     if new and wrap_policy.has_weights():  # a switch has already released the unused models
         model_cleanup.release_unused_models()
     with process_group.owned_by_engines():
         result = _prepared(self, args, new, device_placement)
+    options = self._nbdist_session and self._nbdist_session.options
+    gathers = options is not None and "parameters" in options.strategy.shards
     for record in call.record_result(result):
-        prepared_models.hook_forward(record, gathers=_shards_parameters(self))
-    memory_probe.start_probe(self, result, self._nbdist_session and self._nbdist_session.options)
+        prepared_models.hook_forward(record, gathers=gathers)
+    memory_probe.start_probe(self, result, options)
     return result
-
-
-def _shards_parameters(accelerator: Accelerator) -> bool:
-    """Return whether the engine shards parameters."""
-    session: EngineConfig | None = accelerator._nbdist_session  # noqa: SLF001
-    return session is not None and "parameters" in session.options.strategy.shards
 
 
 def _prepared(
@@ -404,8 +394,14 @@ def _prepared(
     if options is not None:
         config = options.fsdp_config or {}
         for model in new:
-            if options.activation_checkpointing:
-                _checkpoint_activations(model, config)
+            if options.activation_checkpointing and not wrap_policy.add_activation_checkpointing(
+                model, fsdp.find_units(model, config)
+            ):
+                message = (
+                    f"Activation checkpointing found no repeated block in {type(model).__name__}."
+                    " Group its layers into modules, or remove the option."
+                )
+                raise OptionError(message)
             if kind == DistributedType.FSDP:
                 fsdp.sync_and_set_units(self, model, config)
     if kind == DistributedType.DEEPSPEED:
@@ -417,21 +413,6 @@ def _prepared(
     if options is not None and options.clip is not None:
         _clip_before_steps(self, options.clip)
     return result
-
-
-def _check_not_only_none(args: Sequence[object]) -> None:
-    """Raise OptionError if all arguments are None.
-
-    A Trainer of transformers 5.23 makes such a call: after `evaluate()` under FSDP1 its
-    `train()` has no optimizer.
-    """
-    if args and all(arg is None for arg in args):
-        message = (
-            "accelerator.prepare() got only None. If Trainer.train() was called after "
-            "Trainer.evaluate() under fsdp1, create a new model and Trainer for train(), call "
-            "train() first, or use backend fsdp2."
-        )
-        raise OptionError(message)
 
 
 def _release_before(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -473,21 +454,6 @@ def _undo_evaluation_prepare(accelerator: Accelerator, model: nn.Module) -> None
     vars(model).pop("_is_accelerate_prepared", None)
     if "_original_forward" in vars(model):
         model.forward = vars(model).pop("_original_forward")
-
-
-def _is_prepared(model: nn.Module) -> bool:
-    """Return whether a model is already prepared."""
-    return bool(getattr(model, "_is_accelerate_prepared", False))
-
-
-def _checkpoint_activations(model: nn.Module, config: Any) -> None:
-    """Enable activation checkpointing; raise OptionError if the model has no suitable block."""
-    if not wrap_policy.add_activation_checkpointing(model, fsdp.find_units(model, config)):
-        message = (
-            f"Activation checkpointing found no repeated block in {type(model).__name__}. Group"
-            " its layers into modules, or remove the option."
-        )
-        raise OptionError(message)
 
 
 def _clip_before_steps(accelerator: Accelerator, max_norm: float) -> None:

@@ -356,11 +356,14 @@ def _check_together(stage: int, model: nn.Module | None, optimizer: object) -> N
     raise OptionError(message)
 
 
+@torch.no_grad()
 def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) -> torch.Tensor:
     """Return the norm of all the engine's gradients, and clip at the next step.
 
-    An infinite `max_norm` only measures.
+    An infinite `max_norm` only measures. The norm is inf if it is not finite.
     """
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
     if norm_type != 2:  # noqa: PLR2004
         message = f"norm_type must be 2 under DeepSpeed, got {norm_type}."
         raise OptionError(message)
@@ -370,14 +373,6 @@ def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) 
         return torch.as_tensor(engine.get_global_grad_norm() or 0.0)
     if math.isfinite(max_norm):
         zero.clip_grad = float(max_norm)
-    return _norm(zero)
-
-
-@torch.no_grad()
-def _norm(zero: Any) -> torch.Tensor:
-    """Return the norm of a ZeRO optimizer's gradients; inf if it is not finite."""
-    from deepspeed.runtime.utils import combine_grad_norm_groups
-
     if hasattr(zero, "scaled_global_norm"):
         norm = zero.scaled_global_norm()
     else:
@@ -402,7 +397,11 @@ def _fill(
         # A second model: reset the values that were set for the first one.
         for key in ("train_micro_batch_size_per_gpu", "train_batch_size"):
             config[key] = copy.deepcopy(fresh.get(key))
-    if ds_plugin.is_auto("train_micro_batch_size_per_gpu") and not any(map(_has_batch_size, args)):
+    # Accelerate reads the batch size from a loader, if it has one.
+    has_batch_size = any(
+        isinstance(arg, DataLoader) and isinstance(arg.batch_size, int) for arg in args
+    )
+    if ds_plugin.is_auto("train_micro_batch_size_per_gpu") and not has_batch_size:
         config["train_micro_batch_size_per_gpu"] = 1
         config["train_batch_size"] = accelerator.num_processes * int(
             accelerator.gradient_accumulation_steps
@@ -412,7 +411,10 @@ def _fill(
     if offloaded and optimizer is not None and not isinstance(optimizer, _HAVE_CPU_VERSION):
         # accelerate 1.15 would replace any other optimizer with an Adam.
         config["zero_force_ds_cpu_optimizer"] = False
-    _size_buffers(zero, model)
+    section = zero.get("offload_param", {})
+    if section.get("device") == "nvme" and "buffer_size" not in section:
+        # The largest parameter must fit; the default is 1e8.
+        section["buffer_size"] = max((p.numel() for p in model.parameters()), default=1)
 
 
 def _restore_adagrad_groups(made: Any, given: object) -> None:
@@ -427,15 +429,3 @@ def _restore_adagrad_groups(made: Any, given: object) -> None:
         inner.param_groups = given.param_groups
         if hasattr(made, "_link_all_hp_params"):
             made._link_all_hp_params()  # noqa: SLF001 - stages 1 and 2 need it at the first step
-
-
-def _has_batch_size(value: object) -> bool:
-    """Return whether Accelerate can read a batch size from an object."""
-    return isinstance(value, DataLoader) and isinstance(value.batch_size, int)
-
-
-def _size_buffers(zero: dict[str, Any], model: nn.Module) -> None:
-    """Set the buffer size of an NVMe parameter offload from the model; the default is 1e8."""
-    section = zero.get("offload_param", {})
-    if section.get("device") == "nvme" and "buffer_size" not in section:
-        section["buffer_size"] = max((p.numel() for p in model.parameters()), default=1)

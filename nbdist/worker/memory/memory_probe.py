@@ -192,7 +192,10 @@ def start_probe(accelerator: Accelerator, result: object, options: Options | Non
     probe.accumulate = int(accelerator.gradient_accumulation_steps)
     if probe.model is None and models:
         probe.model = weakref.ref(models[-1])
-        probe.is_compiled = hasattr(models[-1], "_orig_mod") or _compiles(models[-1])
+        probe.is_compiled = any(
+            hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+            for module in models[-1].modules()
+        )
         models[-1].register_forward_pre_hook(_before_forward, with_kwargs=True)
     if probe.optimizer is None and optimizers:
         probe.optimizer = weakref.ref(optimizers[0])
@@ -225,13 +228,12 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record the micro-batch; excluded from compiled models."""
-    if not torch.compiler.is_compiling():
-        _note_pass(model, args, kwargs)
+    if not torch.compiler.is_compiling():  # excluded from compiled models
+        _on_forward(model, args, kwargs)
 
 
 @_disable_dynamo  # torch.compiler.disable imports dynamo immediately
-def _note_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _on_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record a forward with gradients; start tracking in the step before the measured one."""
     probe = probe_state.probe
     if probe is None or not torch.is_grad_enabled() or probe.prepared_model is not model:
@@ -276,92 +278,105 @@ def step(optimizer: AcceleratedOptimizer) -> Iterator[None]:
 # ---------------------------------------------------------------------------- measured step
 
 
-def _begin(following: MemoryProbe, model: nn.Module) -> None:
+def _begin(probe: MemoryProbe, model: nn.Module) -> None:
     """Start tracking, unless something else already intercepts operations."""
     device = probe_state.device
-    following.is_compiled = following.is_compiled or is_compile_active()
+    probe.is_compiled = probe.is_compiled or is_compile_active()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif not following.is_compiled:
-        if why_not_counted(following) is not None:
+    elif not probe.is_compiled:
+        if why_not_counted(probe) is not None:
             return
-        following.memory_tracker = _entered(model, innermost_optimizer(following))
+        tracker = MemoryTracker(
+            on_change=lambda: tracker.track_tensors(
+                "buffers", memory_accounting.zero_buckets(model)
+            )
+        )
+        enter_memory_tracker(tracker, model, innermost_optimizer(probe), preexisting=OTHER_PART)
+        probe.memory_tracker = tracker
     reset_peak_rss()
-    following.has_begun = True
+    probe.has_begun = True
 
 
-def why_not_counted(following: MemoryProbe) -> str | None:
+def why_not_counted(probe: MemoryProbe) -> str | None:
     """Return why the operations of the main thread cannot be tracked; None if they can."""
-    if following.is_compiled or is_compile_active():
+    if probe.is_compiled or is_compile_active():
         return COMPILE_NOTE
-    if _get_current_dispatch_mode() is not None or not _on_main_thread():
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if _get_current_dispatch_mode() is not None or not on_main_thread:
         return "No memory breakdown: the cell uses its own dispatch mode."
     return None
 
 
-def _entered(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> MemoryTracker:
-    """Return a memory tracker that knows the existing tensors and is active."""
-    tracker = MemoryTracker(
-        on_change=lambda: tracker.track_tensors("buffers", memory_accounting.zero_buckets(model))
-    )
-    tracker.track_tensors(OTHER_PART, memory_accounting.all_tensors())
+def enter_memory_tracker(
+    tracker: MemoryTracker,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    preexisting: str,
+) -> None:
+    """Enter a memory tracker that knows the existing tensors.
+
+    Args:
+        tracker: the tracker.
+        model: the prepared model.
+        optimizer: the innermost optimizer.
+        preexisting: part of the tensors that do not belong to the model.
+    """
+    tracker.track_tensors(preexisting, memory_accounting.all_tensors())
     for part, tensors in memory_accounting.tensors_by_use(model, optimizer):
         tracker.track_tensors(part, tensors)
     tracker.reset_peak()
-    return tracker.__enter__()
+    tracker.__enter__()
 
 
-def _end(following: MemoryProbe) -> None:
+def _end(probe: MemoryProbe) -> None:
     """Stop tracking and store the measurements."""
-    tracker, model = following.memory_tracker, following.prepared_model
-    _stop(following)
+    tracker, model = probe.memory_tracker, probe.prepared_model
+    _stop(probe)
     if model is None:
         return
-    device = probe_state.device
-    samples, tokens = following.batch_shape or (0, 0)
-    following.measurements = {
+    device, inner = probe_state.device, innermost_optimizer(probe)
+    samples, tokens = probe.batch_shape or (0, 0)
+    probe.measurements = {
         "kind": device.type,
-        "step": following.num_steps,
+        "step": probe.num_steps,
         "batch_size": samples,
         "seq_len": tokens,
-        "accumulate": following.accumulate,
-        "optimizer": following.optimizer_description,
-        "compiled": following.is_compiled,
+        "accumulate": probe.accumulate,
+        "optimizer": probe.optimizer_description,
+        "compiled": probe.is_compiled,
         "rss_bytes": peak_rss_bytes(),
-        "rss_before_bytes": following.rss_before_bytes,
+        "rss_before_bytes": probe.rss_before_bytes,
+        "beside_bytes": other_models_bytes(model, inner),
     }
-    inner = innermost_optimizer(following)
-    following.measurements["beside_bytes"] = other_models_bytes(model, inner)
     if device.type == "cuda":
-        following.measurements |= {"parts": resting_bytes(model, inner)} | _on_gpu(device)
-        following.measurements["device_name"] = torch.cuda.get_device_name(device)
-        if following.options is not None and torch.distributed.get_rank() == 0:
-            _record_calibration(following.options, following.measurements)
+        found = {"parts": resting_bytes(model, inner)} | _on_gpu(device)
+        found["device_name"] = torch.cuda.get_device_name(device)
+        probe.measurements |= found
+        if probe.options is not None and torch.distributed.get_rank() == 0:
+            # The ratio of device memory to tensor memory, for later plans.
+            MemoryCalibration().record_session(
+                found["device_name"],
+                probe.options.backend,
+                probe.options.offload_device,
+                allocated_bytes=found["allocated_bytes"],
+                reserved_bytes=found["reserved_bytes"],
+                device_bytes=found["device_bytes"],
+            )
     elif tracker is not None and not is_compile_active():
         buckets = memory_accounting.ddp_bucket_bytes(model)
-        if following.has_seen_buckets:
+        if probe.has_seen_buckets:
             tracker.at_peak[OTHER_PART] -= buckets
         parts = _parts(tracker.at_peak, buckets)
-        following.measurements |= {"parts": parts, "allocated_bytes": sum(parts.values())}
+        probe.measurements |= {"parts": parts, "allocated_bytes": sum(parts.values())}
     else:
-        following.measurements |= {"parts": resting_bytes(model, inner), "allocated_bytes": None}
+        probe.measurements |= {"parts": resting_bytes(model, inner), "allocated_bytes": None}
 
 
-def _record_calibration(options: Options, found: dict[str, Any]) -> None:
-    """Store the ratio of device memory to tensor memory, for later plans."""
-    MemoryCalibration().record_session(
-        found["device_name"],
-        options.backend,
-        options.offload_device,
-        allocated_bytes=found["allocated_bytes"],
-        reserved_bytes=found["reserved_bytes"],
-        device_bytes=found["device_bytes"],
-    )
-
-
-def _stop(following: MemoryProbe) -> None:
+def _stop(probe: MemoryProbe) -> None:
     """Stop tracking."""
-    following.has_begun, tracker, following.memory_tracker = False, following.memory_tracker, None
+    probe.has_begun, tracker, probe.memory_tracker = False, probe.memory_tracker, None
     if tracker is not None:
         exit_memory_tracker(tracker)
 
@@ -449,20 +464,12 @@ _TOKENS, _EMBEDDINGS = 2, 3
 """Number of dimensions of token ids and of embeddings."""
 
 
-def innermost_optimizer(following: MemoryProbe | None) -> torch.optim.Optimizer | None:
+def innermost_optimizer(probe: MemoryProbe | None) -> torch.optim.Optimizer | None:
     """Return the torch optimizer inside Accelerate's and DeepSpeed's wrappers."""
-    optimizer: Any = following.optimizer() if following and following.optimizer else None
+    optimizer: Any = probe.optimizer() if probe and probe.optimizer else None
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-
-
-def _compiles(model: nn.Module) -> bool:
-    """Return whether the model or one of its modules is compiled."""
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
 
 
 def _on_gpu(device: torch.device) -> dict[str, int]:
@@ -487,10 +494,6 @@ def _device_used(device: torch.device) -> int:
     with contextlib.suppress(RuntimeError, TypeError, nvml.NVMLError):
         return int(torch.cuda.device_memory_used(device))
     return 0
-
-
-def _on_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def trim_malloc() -> None:

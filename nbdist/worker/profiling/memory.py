@@ -90,13 +90,9 @@ class CpuStepMemory:
                 "buffers", memory_accounting.zero_buckets(model)
             ),
         )
-        tracker.track_tensors(PREEXISTING, memory_accounting.all_tensors())
-        optimizer = memory_probe.innermost_optimizer(probe)
-        for part, tensors in memory_accounting.tensors_by_use(model, optimizer):
-            tracker.track_tensors(part, tensors)
-        tracker.reset_peak()
         memory_probe.reset_peak_rss()
-        tracker.__enter__()
+        optimizer = memory_probe.innermost_optimizer(probe)
+        memory_probe.enter_memory_tracker(tracker, model, optimizer, preexisting=PREEXISTING)
         self._hook = model.register_forward_pre_hook(lambda *_: self.before_step())
 
     def before_step(self) -> None:
