@@ -44,7 +44,7 @@ def model_reply(request: messages.ModelRequest, names: Mapping[str, Any]) -> mes
             batch_size=samples,
             seq_len=tokens,
             call=probe.forward_inputs if probe else {},
-            progress=lambda _: None,  # the kernel shows that it waits
+            progress=_ignore_progress,
             kind=request["kind"],
             quick=request["quick"],
         )
@@ -88,14 +88,7 @@ def describe_model(
     """
     inputs = meta_inputs(call, model) if call else None
     if quick:
-        analytic = traced.find_analytic_spec(model) if traced.is_text_only(inputs) else None
-        if analytic is None:
-            message = (
-                f"{type(model).__name__} has no analytic description: it needs a trace, which takes"
-                " seconds."
-            )
-            raise PlanError(message)
-        spec = analytic
+        spec = analytic_spec(model, inputs)
     else:
         spec = traced.spec_from_module(
             model,
@@ -106,6 +99,22 @@ def describe_model(
             kinds=(kind,),
         )
     return with_notes(spec, load_model.seq_len_notes(_config(model), seq_len))
+
+
+def analytic_spec(model: nn.Module, inputs: object) -> ModelSpec:
+    """Describe a model analytically, in milliseconds.
+
+    Raises:
+        PlanError: a trace is needed.
+    """
+    spec = traced.find_analytic_spec(model) if traced.is_text_only(inputs) else None
+    if spec is None:
+        message = (
+            f"{type(model).__name__} has no analytic description: it needs a trace, which takes"
+            " seconds."
+        )
+        raise PlanError(message)
+    return spec
 
 
 def meta_inputs(
@@ -144,24 +153,17 @@ def _select_model(
         PlanError: there is no such model.
     """
     probe = memory_probe.probe_state.probe
-    if name is None and probe is None:
-        message = (
-            "No model is prepared on the ranks. Call accelerator.prepare() in a %%distribute"
-            " cell, or name the model to plan."
-        )
-        raise PlanError(message)
-    model = names.get(name) if name is not None else None
-    is_prepared = probe is not None and (
-        name is None or (model is not None and probe.prepared_model is model)
-    )
-    if probe is not None and is_prepared:
-        if probe.meta_model is None:
+    if name is None:
+        if probe is None:
             message = (
-                "The prepared model cannot be planned because copy.deepcopy fails for it. Name a"
-                " newly built model."
+                "No model is prepared on the ranks. Call accelerator.prepare() in a %%distribute"
+                " cell, or name the model to plan."
             )
             raise PlanError(message)
-        return probe.meta_model, probe
+        return _measured_meta_model(probe), probe
+    model = names.get(name)
+    if probe is not None and model is not None and probe.prepared_model is model:
+        return _measured_meta_model(probe), probe
     if not isinstance(model, nn.Module):
         kind = f"a {type(model).__name__}" if name in names else "not a variable"
         message = f"{name} is {kind} on the ranks. Use the name of an nn.Module."
@@ -173,3 +175,22 @@ def _select_model(
         )
         raise PlanError(message)
     return model, None
+
+
+def _measured_meta_model(probe: MemoryProbe) -> nn.Module:
+    """Return the prepared model's meta copy.
+
+    Raises:
+        PlanError: the model could not be copied.
+    """
+    if probe.meta_model is None:
+        message = (
+            "The prepared model cannot be planned because copy.deepcopy fails for it. Name a newly"
+            " built model."
+        )
+        raise PlanError(message)
+    return probe.meta_model
+
+
+def _ignore_progress(_: str) -> None:
+    """Ignore progress: the kernel shows that it waits."""

@@ -155,17 +155,24 @@ class PrepareCall:
     def __init__(self, accelerator: Accelerator, args: Sequence[object]) -> None:
         """Record models and optimizers while they are unwrapped."""
         self._args = list(args)
-        self._new = {
-            id(arg): _create_record(accelerator, arg)
-            for arg in args
-            if isinstance(arg, nn.Module) and not any(arg is old.model for old in all_models())
-        }
+        self._new: dict[int, PreparedModel] = {}
+        for arg in args:
+            if not isinstance(arg, nn.Module) or any(arg is old.model for old in all_models()):
+                continue
+            record = PreparedModel(
+                accelerator=weakref.ref(accelerator), user_model=weakref.ref(arg)
+            )
+            try:
+                record.meta_or_none = meta_model.capture_meta_model(arg)
+            except SwitchError as error:
+                record.rebuild_error = str(error)
+            self._new[id(arg)] = record
         models = [*all_models(), *self._new.values()]
         owners = {identity: model for model in models for identity in _names(model)}
         self._recipes: dict[int, tuple[PreparedModel, OptimizerRecipe]] = {}
         for arg in args:
             if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
-                self._take_down(arg, owners)
+                self._capture_optimizer(arg, owners)
 
     @property
     def meta_copy(self) -> nn.Module | None:
@@ -173,7 +180,7 @@ class PrepareCall:
         metas = [model.meta_or_none for model in self._new.values()]
         return metas[-1].model if metas and metas[-1] is not None else None
 
-    def _take_down(self, optimizer: Optimizer, owners: dict[int, PreparedModel]) -> None:
+    def _capture_optimizer(self, optimizer: Optimizer, owners: dict[int, PreparedModel]) -> None:
         ids = [id(parameter) for parameter in optimizer_parameters(optimizer)]
         models = {id(owners[identity]): owners[identity] for identity in ids if identity in owners}
         for owner in models.values():
@@ -350,16 +357,6 @@ def _models_of(wrapper: AcceleratedOptimizer) -> list[PreparedModel]:
         for model in _trained
         if any(optimizer.wrapper() is wrapper for optimizer in model.optimizers)
     ]
-
-
-def _create_record(accelerator: Accelerator, model: nn.Module) -> PreparedModel:
-    """Return the record of a model that is not prepared yet."""
-    record = PreparedModel(accelerator=weakref.ref(accelerator), user_model=weakref.ref(model))
-    try:
-        record.meta_or_none = meta_model.capture_meta_model(model)
-    except SwitchError as error:
-        record.rebuild_error = str(error)
-    return record
 
 
 def _names(prepared: PreparedModel) -> dict[int, str]:
