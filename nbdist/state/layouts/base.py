@@ -328,10 +328,12 @@ def bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def innermost_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return torch's own optimizer inside Accelerate's wrappers."""
-    inner = getattr(optimizer, "optimizer", None)
-    return innermost_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
+def innermost_optimizer(optimizer: Any) -> Optimizer:
+    """Return torch's optimizer inside Accelerate's and DeepSpeed's wrappers."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    torchs: Optimizer = optimizer
+    return torchs
 
 
 def _shape(stepped: torch.Tensor | None) -> torch.Size:

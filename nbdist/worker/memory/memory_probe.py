@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 from nbdist.hardware import discovery
 from nbdist.planner.memory_calibration import MemoryCalibration
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
+from nbdist.state.layouts.base import innermost_optimizer
 from nbdist.worker.interrupt.step_gate import step_gate
 from nbdist.worker.memory import memory_accounting
 
@@ -111,6 +112,13 @@ class MemoryProbe:
     def batch_shape(self) -> tuple[int, int] | None:
         """Micro-batch of the last training forward: samples, tokens per sample."""
         return batch_shape_of(self.forward_inputs) if self.forward_inputs else None
+
+    @property
+    def inner_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer inside the wrappers; None if it was freed."""
+        wrapper = self.optimizer() if self.optimizer is not None else None
+        inner = None if wrapper is None else innermost_optimizer(wrapper)
+        return inner if isinstance(inner, torch.optim.Optimizer) else None
 
     @property
     def prepared_model(self) -> nn.Module | None:
@@ -199,7 +207,7 @@ def start_probe(accelerator: Accelerator, result: object, options: Options | Non
         models[-1].register_forward_pre_hook(_before_forward, with_kwargs=True)
     if probe.optimizer is None and optimizers:
         probe.optimizer = weakref.ref(optimizers[0])
-        inner = innermost_optimizer(probe)  # a DummyOptim has no inner optimizer before `prepare()`
+        inner = probe.inner_optimizer  # a DummyOptim has no inner optimizer before `prepare()`
         if inner is not None:
             probe.optimizer_description = probe.optimizer_description or describe_optimizer(inner)
 
@@ -292,7 +300,7 @@ def _begin(probe: MemoryProbe, model: nn.Module) -> None:
                 "buffers", memory_accounting.zero_buckets(model)
             )
         )
-        enter_memory_tracker(tracker, model, innermost_optimizer(probe), preexisting=OTHER_PART)
+        enter_memory_tracker(tracker, model, probe.inner_optimizer, preexisting=OTHER_PART)
         probe.memory_tracker = tracker
     reset_peak_rss()
     probe.has_begun = True
@@ -336,7 +344,7 @@ def _end(probe: MemoryProbe) -> None:
     _stop(probe)
     if model is None:
         return
-    device, inner = probe_state.device, innermost_optimizer(probe)
+    device, inner = probe_state.device, probe.inner_optimizer
     samples, tokens = probe.batch_shape or (0, 0)
     probe.measurements = {
         "kind": device.type,
@@ -351,7 +359,7 @@ def _end(probe: MemoryProbe) -> None:
         "beside_bytes": other_models_bytes(model, inner),
     }
     if device.type == "cuda":
-        found = {"parts": resting_bytes(model, inner)} | _on_gpu(device)
+        found: dict[str, Any] = {"parts": resting_bytes(model, inner), **_on_gpu(device)}
         found["device_name"] = torch.cuda.get_device_name(device)
         probe.measurements |= found
         if probe.options is not None and torch.distributed.get_rank() == 0:
@@ -462,14 +470,6 @@ def batch_shape_of(call: ForwardInputs) -> tuple[int, int]:
 
 _TOKENS, _EMBEDDINGS = 2, 3
 """Number of dimensions of token ids and of embeddings."""
-
-
-def innermost_optimizer(probe: MemoryProbe | None) -> torch.optim.Optimizer | None:
-    """Return the torch optimizer inside Accelerate's and DeepSpeed's wrappers."""
-    optimizer: Any = probe.optimizer() if probe and probe.optimizer else None
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
 def _on_gpu(device: torch.device) -> dict[str, int]:

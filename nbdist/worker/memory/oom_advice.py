@@ -113,8 +113,8 @@ def _held() -> dict[str, int]:
     probe = memory_probe.probe_state.probe
     model = probe.prepared_model if probe else None
     parts = (
-        memory_probe.resting_bytes(model, memory_probe.innermost_optimizer(probe))
-        if model is not None
+        memory_probe.resting_bytes(model, probe.inner_optimizer)
+        if probe is not None and model is not None
         else {}
     )
     if torch.cuda.is_initialized():

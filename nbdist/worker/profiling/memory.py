@@ -91,7 +91,7 @@ class CpuStepMemory:
             ),
         )
         memory_probe.reset_peak_rss()
-        optimizer = memory_probe.innermost_optimizer(probe)
+        optimizer = probe.inner_optimizer
         memory_probe.enter_memory_tracker(tracker, model, optimizer, preexisting=PREEXISTING)
         self._hook = model.register_forward_pre_hook(lambda *_: self.before_step())
 
@@ -167,9 +167,7 @@ class GpuStepMemory:
         more, lines = at_peak(snapshot, self._began_us, self._place)
         peak = self._before + more
         parts: Counter[str] = Counter()
-        resting = memory_probe.resting_bytes(
-            self._model, memory_probe.innermost_optimizer(self._probe)
-        )
+        resting = memory_probe.resting_bytes(self._model, self._probe.inner_optimizer)
         for part, size in resting.items():
             parts[_TOLD.get(part, "other")] += size
         parts["gradients"] = max(parts["gradients"], self._gradients)

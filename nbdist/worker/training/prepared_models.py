@@ -22,7 +22,11 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import SwitchError
 from nbdist.state import meta_model, optimizer_recipes
-from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
+from nbdist.state.layouts.base import (
+    innermost_optimizer,
+    is_deepspeed_engine,
+    unwrap_compiled,
+)
 from nbdist.worker.engines import fsdp
 from nbdist.worker.interrupt.step_gate import step_gate
 from nbdist.worker.memory import memory_accounting, memory_probe
@@ -385,9 +389,3 @@ def wrapper_chain(optimizer: Any) -> Iterator[Any]:
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "optimizer", None)
-
-
-def innermost_optimizer(optimizer: Any) -> Optimizer:
-    """Return torch's optimizer inside Accelerate's and DeepSpeed's wrappers."""
-    inner: Optimizer = list(wrapper_chain(optimizer))[-1]
-    return inner
