@@ -1,4 +1,4 @@
-"""What this rank is doing: the stacks of its threads, and where its main thread is.
+"""Reads what this rank is doing: the stacks of its threads, and where its main thread is.
 
 Called on the control thread while a cell runs. It costs training nothing: only frames, torch's own
 counters and ``CollectiveBarrier.pending`` are read.
