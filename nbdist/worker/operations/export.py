@@ -27,8 +27,7 @@ from nbdist.errors import CheckpointError
 from nbdist.state import collectives, hf_export_plan, parallel_writer, reshard
 from nbdist.state.shards import total_bytes
 from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
-from nbdist.worker.training.model_state import whole_shard
-from nbdist.worker.training.model_tensors import ModelTensors, select_model
+from nbdist.worker.training.model_state import ModelTensors, select_model, whole_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

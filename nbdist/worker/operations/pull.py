@@ -12,18 +12,18 @@ from nbdist.protocol import serialization
 from nbdist.state import collectives, parallel_writer
 from nbdist.state.shards import total_bytes
 from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
-from nbdist.worker.training import model_tensors
-from nbdist.worker.training.model_tensors import ModelTensors
+from nbdist.worker.training import model_state
+from nbdist.worker.training.model_state import ModelTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from nbdist.worker.training.model_tensors import ModelReference
+    from nbdist.worker.training.model_state import ModelReference
 
 
 def prepared_names(values: Mapping[str, object]) -> list[str]:
     """Return the names of prepared models: a single rank does not have their whole weights."""
-    return [name for name, value in values.items() if model_tensors.find_model(value) is not None]
+    return [name for name, value in values.items() if model_state.find_model(value) is not None]
 
 
 def to_state_dict(value: object) -> object:
@@ -90,7 +90,7 @@ def _found(name: str, value: object) -> ModelReference:
     Raises:
         CheckpointError: the value is not part of a prepared model on this rank.
     """
-    reference = model_tensors.find_model(value)
+    reference = model_state.find_model(value)
     if reference is None:
         message = (
             f"{name} is a prepared model on some ranks but not on others. Prepare it on all ranks."

@@ -35,7 +35,7 @@ from nbdist.worker.operations.consensus import (
 )
 from nbdist.worker.training import (
     dataloader_state,
-    grad_scaler,
+    model_recipe,
     prepared_models,
     rng_state,
     training_metadata,
@@ -457,7 +457,7 @@ def _snapshot(trained: list[PreparedModel]) -> StateSnapshot:
             snapshot.digests |= digest.local_digests(
                 {k: v for k, v in of_kind.items() if _on_gpu(v)}
             )
-        scale = grad_scaler.get_loss_scale(prepared)
+        scale = model_recipe.get_loss_scale(prepared)
         optimizers += training_metadata.optimizer_metadata(
             carried.optimizer_prefix, prepared, counts, snapshot.not_saved
         )
