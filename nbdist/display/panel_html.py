@@ -313,7 +313,7 @@ def _command(row: StrategyRow) -> str:
 
 
 def _curves(curves: Mapping[str, Points], marks: Sequence[EventMarkView]) -> str:
-    shown = panel_units.sort_curve_names(name for name in curves if len(curves[name][0]))
+    shown = panel_units.sort_curve_names(name for name in curves if len(curves[name]))
     pieces = [_curve(name, curves[name], marks) for name in shown[:MAX_CURVES]]
     num_hidden = len(shown) - MAX_CURVES
     if num_hidden > 0:
@@ -322,9 +322,9 @@ def _curves(curves: Mapping[str, Points], marks: Sequence[EventMarkView]) -> str
 
 
 def _curve(name: str, points: Points, marks: Sequence[EventMarkView]) -> str:
-    from nbdist.panel.curves import downsample_points
+    from nbdist.panel.curves import downsample
 
-    steps, _, values = downsample_points(points, _POINTS)
+    steps, _, values = downsample(points, _POINTS).T.tolist()
     last = f"{name}: {values[-1]:.6g} at step {steps[-1]:.0f}"
     drawing = _svg(steps, values, [mark["step"] for mark in marks])
     picture = base64.b64encode(drawing.encode()).decode()

@@ -70,12 +70,12 @@ def _lines(state: PanelState, curves: Mapping[str, Points]) -> Iterator[str]:
     if state["strategies"]["note"]:
         yield f"  {state['strategies']['note']}"
     yield from render_profile(state["profile"])
-    shown = panel_units.sort_curve_names(name for name in curves if len(curves[name][0]))
+    shown = panel_units.sort_curve_names(name for name in curves if len(curves[name]))
     for name in shown[:_MAX_ROWS]:
-        steps, _, values = curves[name]
+        steps, _, values = curves[name].T.tolist()
         key = panel_units.non_finite_legend(values)
         last = f"{values[-1]:.6g} at step {steps[-1]:.0f}{f' ({key})' if key else ''}"
-        yield f"  {name:<14} {_spark(list(values))} {last}"
+        yield f"  {name:<14} {_spark(values)} {last}"
     if len(shown) > _MAX_ROWS:
         yield f"  and {len(shown) - _MAX_ROWS} more: nbdist.session().metrics"
     for name, ranks in groupby(state["ranks"], key=itemgetter("node")):

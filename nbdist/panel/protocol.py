@@ -27,6 +27,8 @@ from typing import Any, Literal, TypedDict
 
 MAX_POINTS = 2000
 """Maximum number of points per curve in a reset."""
+MAX_CURVES = 200
+"""Only the first names get a curve."""
 MAX_SAMPLES = 300
 HEARTBEAT_INTERVAL_S = 2.0
 MAX_MESSAGE_CHARS = 65_536
