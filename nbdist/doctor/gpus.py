@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbdist.doctor.finding import format_bytes, note, ok, problem, summarize_list
+from nbdist.display.units import format_bytes
+from nbdist.doctor.finding import note, ok, problem, summarize_list
 from nbdist.hardware import discovery
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.cluster import file_limits, run_dir
-from nbdist.doctor.finding import format_bytes, is_writable, note, ok, problem
+from nbdist.display.units import format_bytes
+from nbdist.doctor.finding import is_writable, note, ok, problem
 from nbdist.hardware import discovery
 
 if TYPE_CHECKING:

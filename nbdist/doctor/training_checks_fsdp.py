@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nbdist.display.units import format_bytes
 from nbdist.doctor.evidence import (
     OUT_OF_MEMORY_ADVICE,
     OUT_OF_MEMORY_PATTERN,
     PINNED_MEMORY_PATTERN,
 )
-from nbdist.doctor.finding import format_bytes, note, problem
+from nbdist.doctor.finding import note, problem
 
 if TYPE_CHECKING:
     from nbdist.doctor.evidence import RunEvidence

@@ -145,9 +145,7 @@ class Panel:
         if self.view.panel is not self:  # frozen already
             return
         self.live.close()
-        mime_bundle = render_formats(
-            self.view.snapshot(), curve_history(self._session.metrics)
-        )
+        mime_bundle = render_formats(self.view.snapshot(), curve_history(self._session.metrics))
         for handle in self._handles:
             handle.update(mime_bundle, raw=True)
         self._handles.clear()

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display import panel_units
+from nbdist.display.units import truncate
 from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.panel import plan_view, snapshot
 from nbdist.panel.commands import (
@@ -373,9 +373,7 @@ class PanelController:
         text = self._session.log(rank, lines=MAX_LOG_LINES if not search else 10**6)
         shown = strip_ansi(replace_invalid_chars(text)).splitlines()
         lines = [line for line in shown if search.lower() in line.lower()]
-        return [
-            panel_units.truncate(line, snapshot.MAX_LINE_CHARS) for line in lines[-MAX_LOG_LINES:]
-        ]
+        return [truncate(line, snapshot.MAX_LINE_CHARS) for line in lines[-MAX_LOG_LINES:]]
 
     # -- the driver's thread
 

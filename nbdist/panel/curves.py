@@ -71,9 +71,7 @@ class NewPoints:
                     else:
                         waiting[point[0]] = since, point
             late = [
-                step
-                for step, (since, _) in waiting.items()
-                if now - since >= RANK_WAIT_TIMEOUT_S
+                step for step, (since, _) in waiting.items() if now - since >= RANK_WAIT_TIMEOUT_S
             ]
             ready += [waiting.pop(step)[1] for step in late]
         return {name: np.array(ready) for name, ready in points.items() if ready}

@@ -10,8 +10,14 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display import panel_units, profile_tables
-from nbdist.display.profile_units import format_duration, format_percent
+from nbdist.display.profile import shown_ranks
+from nbdist.display.units import (
+    format_bytes,
+    format_duration,
+    format_percent,
+    format_tokens_per_s,
+    truncate,
+)
 from nbdist.output.ansi import replace_invalid_chars
 from nbdist.panel import plan_view
 from nbdist.panel.commands import ARGUMENTS
@@ -82,7 +88,7 @@ def view_from_profile(profile: Profile, options: Options) -> ProfileView:
                 straggler=rank.rank == profile.straggler,
                 figures=_text("; ".join(_figures(rank))),
             )
-            for rank in profile_tables.shown_ranks(profile)
+            for rank in shown_ranks(profile)
         ],
         advice=[_advice(advice, options) for advice in profile.advice],
         notes=[_text(note) for note in (*profile.notes, *_left_out(profile))],
@@ -92,7 +98,7 @@ def view_from_profile(profile: Profile, options: Options) -> ProfileView:
 
 
 def _text(text: str) -> str:
-    return panel_units.truncate(replace_invalid_chars(text), MAX_CHARS)
+    return truncate(replace_invalid_chars(text), MAX_CHARS)
 
 
 def _finite(number: float) -> float:
@@ -102,7 +108,7 @@ def _finite(number: float) -> float:
 
 def _left_out(profile: Profile) -> list[str]:
     """Note on the ranks without a bar."""
-    more = len(profile.ranks) - len(profile_tables.shown_ranks(profile))
+    more = len(profile.ranks) - len(shown_ranks(profile))
     return [f"and {more} more ranks: nbdist.session().profiles[-1].ranks"] if more else []
 
 
@@ -123,7 +129,7 @@ def _facts(profile: Profile) -> Iterator[str]:
     yield f"p90 {format_duration(profile.p90_s)}"
     if profile.tokens_per_s > 0:
         unit = "tokens" if profile.model is not None and profile.model.seq_len > 1 else "samples"
-        yield f"{panel_units.format_tokens_per_s(profile.tokens_per_s)} {unit}/s"
+        yield f"{format_tokens_per_s(profile.tokens_per_s)} {unit}/s"
     if profile.mfu is not None and profile.peak_flops:
         yield f"MFU {format_percent(profile.mfu)} of {profile.peak_flops / 1e12:.0f} TFLOP/s"
 
@@ -135,15 +141,13 @@ def _figures(rank: RankProfile) -> Iterator[str]:
         yield f"p90 {format_duration(steps[math.ceil(0.9 * len(steps)) - 1])}"
     for kind in sorted(rank.traffic, key=lambda kind: -kind.seconds)[:MAX_COLLECTIVES]:
         speed = f", {kind.bandwidth / 1e9:.1f} GB/s" if kind.bandwidth > 0 else ""
-        size, duration = panel_units.format_bytes(kind.bytes), format_duration(kind.seconds)
+        size, duration = format_bytes(kind.bytes), format_duration(kind.seconds)
         yield f"{kind.name} {size} in {duration}{speed}"
     if rank.hidden_s > 0:
         yield f"{format_duration(rank.hidden_s)} of communication overlap with computation"
     if rank.memory is not None and rank.memory.parts:
         largest = sorted(rank.memory.parts.items(), key=lambda item: -item[1])
-        parts = ", ".join(
-            f"{name} {panel_units.format_bytes(size)}" for name, size in largest if size
-        )
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
         yield f"peak memory: {parts}"
 
 

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from nbdist._version import __version__
-from nbdist.display import panel_units
+from nbdist.display.units import truncate
 from nbdist.hardware.telemetry import GpuReading
 from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.output.sink import get_kernel
@@ -265,9 +265,7 @@ def _ranks(session: Session) -> list[RankView]:
                 device=member["device"] if member else "",
                 node=nodes.get(rank, ""),
                 state=state,
-                line=panel_units.truncate(
-                    strip_ansi(replace_invalid_chars(log.last_line())), MAX_LINE_CHARS
-                )
+                line=truncate(strip_ansi(replace_invalid_chars(log.last_line())), MAX_LINE_CHARS)
                 if log
                 else "",
                 written=log.written if log else 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.profile_units import format_speedup
+from nbdist.display.units import format_speedup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

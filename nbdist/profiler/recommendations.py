@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from nbdist.display.profile_units import format_duration, format_source_line
+from nbdist.display.units import format_duration, format_source_line
 from nbdist.profiler import backend_recommendations, speedup
 from nbdist.profiler.advice import MIN_GAIN, Advice
 from nbdist.profiler.dataloader_calls import rebuild_instruction
@@ -128,7 +128,7 @@ def _straggler(profile: ProfileData, blame: Bottleneck) -> Iterator[Advice]:
         return
     line = _own_line(profile, slow)
     here = (
-        f"{line.cell}, line {line.line}: {format_source_line(line)}"
+        f"{line.cell}, line {line.line}: {format_source_line(line.source)}"
         if line
         else "check what else runs on its device, and whether its batches are larger"
     )
@@ -177,8 +177,8 @@ def _host(profile: ProfileData, blame: Bottleneck) -> Iterator[Advice]:
         why=(
             finding.reason
             if finding
-            else f"`{format_source_line(line)}` takes {format_duration(line.seconds)} of every"
-            " step."
+            else f"`{format_source_line(line.source)}` takes {format_duration(line.seconds)} of"
+            " every step."
         ),
         # A comment rather than code, since the code around the line is unknown.
         line=f"# {where}: {finding.change if finding else instead}",

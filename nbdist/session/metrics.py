@@ -7,7 +7,6 @@ step again, the new values replace the old ones.
 
 from __future__ import annotations
 
-import html
 import importlib
 import logging
 import threading
@@ -15,7 +14,7 @@ from array import array
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nbdist.display.table import text_table
+from nbdist.display.elements import element, html_row, html_table, text_table
 from nbdist.errors import NbdistError, OptionError
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ TIME = "time"
 MAX_RECENT_STEPS = 1024
 """`Metrics.recent` returns a step in full if each rank has reported at most this many since."""
 _SHOWN_ROWS = 10
+_EMPTY = "No metrics yet: call report(loss=loss) in a %%distribute cell"
 _log = logging.getLogger(__name__)
 
 
@@ -143,7 +143,8 @@ class Metrics:
         Raises:
             UnknownMetric: no such name was reported (also a KeyError).
         """
-        return self.mean_over_ranks(name).values.tolist()
+        values: list[float] = self.mean_over_ranks(name).values.tolist()
+        return values
 
     def mean_over_ranks(self, name: str) -> StepMeans:
         """Return the mean over ranks by step, with steps and times.
@@ -157,7 +158,9 @@ class Metrics:
         """Return the steps of a column; without a name the steps of all rows."""
         import numpy as np
 
-        return np.unique(self._reports(TIME if name is None else name).steps).tolist()
+        reports = self._reports(TIME if name is None else name)
+        steps: list[int] = np.unique(reports.steps).tolist()
+        return steps
 
     def by_rank(self, name: str) -> dict[int, list[float]]:
         """Return one column of each rank that reported it, sorted by step."""
@@ -189,10 +192,10 @@ class Metrics:
                     start = bisect_left(indices, first)
                     columns[name] = np.array(indices[start:]), np.array(values[start:])
         reports = {}
-        for name, (indices, values) in columns.items():
-            rows = indices - first
-            of_name = Reports(ranks[rows], steps[rows], times[rows], values)
-            new_steps = of_name.steps[indices >= position]
+        for name, (rows, column) in columns.items():
+            in_copy = rows - first
+            of_name = Reports(ranks[in_copy], steps[in_copy], times[in_copy], column)
+            new_steps = of_name.steps[rows >= position]
             reports[name] = of_name.select(np.isin(of_name.steps, new_steps))
         return reports, next_position
 
@@ -240,24 +243,16 @@ class Metrics:
 
     def __repr__(self) -> str:
         """Return the last rows as a text table."""
-        header, rows = self._last_rows()
-        if not rows:
-            return f"Metrics: {self._empty()}"
-        return "\n".join([f"Metrics: {self._summary()}", *text_table([header, *rows])])
+        summary, rows = self._last_rows()
+        return "\n".join([f"Metrics: {summary}", *text_table(rows)])
 
     def _repr_html_(self) -> str:
         """Return the last rows as an HTML table."""
-        header, rows = self._last_rows()
+        summary, rows = self._last_rows()
         if not rows:
-            return f"<p>Metrics: {html.escape(self._empty())}</p>"
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-        )
-        return (
-            f"<table><caption>{html.escape(self._summary())}</caption>"
-            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        )
+            return element("p", f"Metrics: {summary}")
+        header, *others = rows
+        return html_table(header, map(html_row, others), caption=summary)
 
     def _reports(self, name: str, *, since: int | None = None) -> Reports:
         """Return copies of one column, from step `since` on; computed without the lock."""
@@ -266,7 +261,7 @@ class Metrics:
         with self._lock:
             if name not in self._columns and name != TIME:
                 known = f"Use one of {', '.join(self._columns)}." if self._columns else ""
-                raise UnknownMetric(f"No rank reported {name!r}. {known or f'{self._empty()}.'}")
+                raise UnknownMetric(f"No rank reported {name!r}. {known or f'{_EMPTY}.'}")
             rows = Reports(
                 np.array(self._ranks), np.array(self._steps), *2 * (np.array(self._times),)
             )
@@ -274,23 +269,20 @@ class Metrics:
         reports = rows if name == TIME else rows.select(indices)._replace(values=values)
         return reports if since is None else reports.select(reports.steps >= since)
 
-    def _empty(self) -> str:
-        return "No metrics yet: call report(loss=loss) in a %%distribute cell"
-
-    def _summary(self) -> str:
+    def _last_rows(self) -> tuple[str, list[list[str]]]:
+        """Return a summary and the cells of the last rows, below a header."""
+        steps = self.steps()
+        if not steps:
+            return _EMPTY, []
         num_ranks = len(set(self._ranks))
         ranks = "1 rank" if num_ranks == 1 else f"mean of {num_ranks} ranks"
-        return f"{len(self)} steps, {ranks}"
-
-    def _last_rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and cells of the last rows."""
-        names, steps = self.names, self.steps()[-_SHOWN_ROWS:]
+        shown, names = steps[-_SHOWN_ROWS:], self.names
         columns = []
         for name in names:
-            means = self._reports(name, since=steps[0]).mean_over_ranks()
+            means = self._reports(name, since=shown[0]).mean_over_ranks()
             columns.append(dict(zip(means.steps.tolist(), means.values.tolist(), strict=True)))
         rows = [
             [str(step), *(f"{column[step]:.6g}" if step in column else "" for column in columns)]
-            for step in steps
+            for step in shown
         ]
-        return [STEP, *names], rows
+        return f"{len(steps)} steps, {ranks}", [[STEP, *names], *rows]

@@ -40,13 +40,13 @@ MAY_IMPORT = {
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
     | {"profiler", "state"},
-    "operations": {*PURE, "checkpoint", "output", "planner", "session"},
+    "operations": {*PURE, "checkpoint", "display", "output", "planner", "session"},
     "panel": {*PURE, "display", "operations", "output", "planner", "profiler", "session"},
     "launcher": {*PURE, "worker"},
     # of "profiler" the measurements alone; test_a_rank_measures_and_does_not_judge
     "worker": {*PURE, "checkpoint", "cluster", "display", "launcher", "planner", "profiler"}
     | {"state"},
-    "doctor": {*PURE, "cluster", "output", "panel", "profiler", "session"},
+    "doctor": {*PURE, "cluster", "display", "output", "panel", "profiler", "session"},
     "magics": {*PURE, "cluster", "doctor", "operations", "output", "planner", "session"},
     "": {*PURE, "doctor", "magics", "operations", "panel", "planner", "profiler", "session"}
     | {"worker"},

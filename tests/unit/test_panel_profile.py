@@ -13,7 +13,7 @@ import pytest
 
 import nbdist
 from nbdist.display import panel_html, panel_text
-from nbdist.display.profile import COLORS
+from nbdist.display.elements import STEP_COLORS
 from nbdist.panel.commands import Command, parse_message
 from nbdist.panel.controller import PanelData
 from nbdist.panel.profile_view import EMPTY_PROFILE_VIEW, ProfileViewCache, view_from_profile
@@ -251,8 +251,8 @@ def test_a_refusal_is_the_buttons_reason(session: Session) -> None:
 def test_colours_are_those_of_the_front_end_and_every_part_has_a_pattern() -> None:
     source = ROOT / "widgets" / "src"
     found = re.findall(r"(\w+): \"(#[0-9a-f]{6})\"", (source / "times.ts").read_text())
-    assert dict(found) == COLORS
-    assert tuple(COLORS) == tuple(panel_text.STEP_PART_LETTERS) == STEP_PARTS
+    assert dict(found) == STEP_COLORS
+    assert tuple(STEP_COLORS) == tuple(panel_text.STEP_PART_LETTERS) == STEP_PARTS
     assert len(set(panel_text.STEP_PART_LETTERS.values())) == len(STEP_PARTS)
     style = (source / "panel.css").read_text()
     patterns = dict(re.findall(r'\[data-part="(\w+)"\] \{ background(?:-image)?: (.*?) \}', style))
