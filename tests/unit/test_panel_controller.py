@@ -109,7 +109,7 @@ def test_losses_that_are_no_numbers_travel_in_buffers(opened: Opened) -> None:
     eventually(lambda: float("-inf") in opened.points(), within_s=WITHIN_S)
     opened.live.close()
     curves = curve_history(opened.session.metrics)
-    assert len(curves["loss"][0]) == len(values)
+    assert len(curves["loss"]) == len(values)
     page = panel.render_formats(PanelData(opened.session).snapshot(), curves)
     assert "loss" in page["text/html"]
 
