@@ -18,6 +18,7 @@ from nbdist.output.ansi import replace_invalid_chars
 from nbdist.panel.protocol import (
     MAX_ID_CHARS,
     MAX_MESSAGE_CHARS,
+    MAX_SEARCH_CHARS,
     CommandAnswer,
     CommandName,
     QueuedCommand,
@@ -38,7 +39,7 @@ RESTART_TIMEOUT_S = 3.0
 MAX_QUEUE = 16
 MAX_NPROC = 4096
 MAX_ACCUMULATE = 4096
-_NAME_CHARS, _PATH_CHARS, _SEARCH_CHARS = 64, 1024, 256
+_NAME_CHARS, _PATH_CHARS = 64, 1024
 _DEPTH = 6
 
 
@@ -171,10 +172,10 @@ def _log_request(message: Mapping[str, Any]) -> LogRequest:
         raise BadMessage("the rank of a log must be null or an integer")
     if (
         not isinstance(search, str)
-        or len(search) > _SEARCH_CHARS
+        or len(search) > MAX_SEARCH_CHARS
         or replace_invalid_chars(search) != search
     ):
-        raise BadMessage(f"the search text of a log must have at most {_SEARCH_CHARS} characters")
+        raise BadMessage(f"the search text of a log must have at most {MAX_SEARCH_CHARS} characters")
     return LogRequest(rank, search)
 
 
