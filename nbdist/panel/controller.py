@@ -28,7 +28,6 @@ from nbdist.panel.commands import (
 from nbdist.panel.curves import NewPoints, curve_history, pack_points
 from nbdist.panel.devices import DeviceSampler
 from nbdist.panel.plan_view import NO_MODEL_MESSAGE, PlanView, plan_session_model
-from nbdist.panel.profile_view import ProfileViewCache
 from nbdist.panel.protocol import (
     HEARTBEAT_INTERVAL_S,
     MAX_LOG_LINES,
@@ -44,6 +43,7 @@ from nbdist.panel.protocol import (
     SampleHistory,
     StateChangeMessage,
 )
+from nbdist.panel.snapshot import ProfileViewCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable

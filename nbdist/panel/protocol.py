@@ -33,8 +33,6 @@ MAX_CURVES = 200
 """Only the first names get a curve."""
 MAX_SAMPLES = 300
 HEARTBEAT_INTERVAL_S = 2.0
-MAX_MESSAGE_CHARS = 65_536
-"""Maximum size of a message of the front end; larger ones are rejected."""
 MAX_ID_CHARS = 64
 MAX_SEARCH_CHARS = 256
 MAX_LOG_LINES = 500

@@ -24,7 +24,7 @@ from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, magics, plan
 from nbdist.panel import commands
-from nbdist.panel.profile_view import ProfileViewCache
+from nbdist.panel.snapshot import ProfileViewCache
 from nbdist.planner import cache, device_parser, memory_calibration
 from nbdist.planner.measurement_store import MeasurementStore
 from nbdist.planner.measurements import CommSpeed, ComputeSpeed, DiskSpeed

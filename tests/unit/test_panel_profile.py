@@ -16,8 +16,8 @@ from nbdist.display import panel_html, panel_text
 from nbdist.display.elements import STEP_COLORS
 from nbdist.panel.commands import Command, parse_message
 from nbdist.panel.controller import PanelData
-from nbdist.panel.profile_view import EMPTY_PROFILE_VIEW, ProfileViewCache, view_from_profile
 from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
+from nbdist.panel.snapshot import EMPTY_PROFILE_VIEW, ProfileViewCache, view_from_profile
 from nbdist.planner import device_parser
 from nbdist.profiler.advice import Advice
 from nbdist.profiler.measurements import (
