@@ -134,7 +134,7 @@ class PanelData:
         previous, self._seen = self._seen, state
         switched = previous is not None and previous[1:] != state[1:]
         if switched:
-            self.devices.reset_strategy_peaks()
+            self.devices.strategy_peak_bytes.clear()
         is_valid = self.plan_view.is_valid_for(session.options, session.world_size)
         if switched and is_valid and previous is not None and previous[0] is session.last:
             # The existing plan is kept: it is based on the batches that a cell has used.
