@@ -33,6 +33,7 @@ from nbdist.display.units import (
     relative_position,
     sort_curve_names,
 )
+from nbdist.panel.curves import downsample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -244,8 +245,6 @@ def _curves(curves: Mapping[str, Points], marks: Sequence[EventMarkView]) -> Htm
 
 
 def _curve(name: str, points: Points, marks: Sequence[EventMarkView]) -> Html:
-    from nbdist.panel.curves import downsample
-
     steps, _, values = downsample(points, _POINTS).T.tolist()
     last = f"{name}: {values[-1]:.6g} at step {steps[-1]:.0f}"
     drawing = _svg(steps, values, [mark["step"] for mark in marks])

@@ -11,7 +11,6 @@ import math
 import re
 import time
 from dataclasses import replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from nbdist._version import __version__
@@ -28,7 +27,6 @@ from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.output.sink import get_kernel
 from nbdist.panel import plan_view
 from nbdist.panel.commands import ARGUMENTS
-from nbdist.panel.devices import DeviceSlot
 from nbdist.panel.protocol import (
     AdviceView,
     CheckpointView,
@@ -201,20 +199,21 @@ def jupyter_kernel_id() -> str | None:
 
 
 def _devices(devices: DeviceSampler, predicted: PlanView, *, ended: bool) -> list[DeviceView]:
-    seats, latest = devices.device_slots, devices.latest_snapshot
-    readings = [] if latest is None or ended else latest.readings
+    slots, latest = devices.device_slots, devices.latest_snapshot
+    readings = [] if latest is None or ended else list(latest.readings)
+    readings += [GpuReading()] * (len(slots) - len(readings))  # nothing is known about the rest
     return [
         DeviceView(
-            name=seat.name,
-            node=seat.node,
-            kind="cuda" if seat.uuid else "cpu",
-            ranks=list(seat.ranks),
-            capacity_bytes=seat.capacity_bytes,
+            name=slot.name,
+            node=slot.node,
+            kind="cuda" if slot.uuid else "cpu",
+            ranks=list(slot.ranks),
+            capacity_bytes=slot.capacity_bytes,
             predicted=list(predicted.parts),
             predicted_bytes=predicted.device_bytes,
             stated_error=predicted.stated_error,
             used_bytes=reading.used_bytes,
-            peak_bytes=devices.peak_bytes.get(place) or None,
+            peak_bytes=devices.peak_bytes.get(index) or None,
             others_bytes=reading.others_bytes,
             holders=list(reading.holders),
             utilization=reading.utilization,
@@ -225,12 +224,9 @@ def _devices(devices: DeviceSampler, predicted: PlanView, *, ended: bool) -> lis
             pcie_rx=reading.pcie_rx,
             nvlink_tx=reading.nvlink_tx,
             nvlink_rx=reading.nvlink_rx,
-            note=_note(predicted, devices.strategy_peak_bytes.get(place, 0), reading.note),
+            note=_note(predicted, devices.strategy_peak_bytes.get(index, 0), reading.note),
         )
-        for place, (seat, reading) in enumerate(
-            zip_longest(seats, readings, fillvalue=GpuReading())
-        )
-        if isinstance(seat, DeviceSlot)
+        for index, (slot, reading) in enumerate(zip(slots, readings, strict=False))
     ]
 
 
