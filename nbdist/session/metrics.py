@@ -3,6 +3,8 @@
 The reader thread adds rows, the user and the panel read columns. A value takes 12 bytes and a row
 18, so a million steps on four ranks with one scalar each take about 120 MB. If a rank reports a
 step again, the new values replace the old ones.
+
+numpy is imported when values are read, so that it does not delay `%load_ext nbdist`.
 """
 
 from __future__ import annotations
