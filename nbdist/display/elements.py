@@ -100,7 +100,7 @@ def element(tag: str, *children: str, **attributes: object) -> Html:
 
 def join(children: Iterable[str]) -> Html:
     """Return elements and text one after the other."""
-    return Html("".join(one if isinstance(one, Html) else escape(one) for one in children))
+    return Html("".join(child if isinstance(child, Html) else escape(child) for child in children))
 
 
 def lines(texts: Iterable[str]) -> Html:
