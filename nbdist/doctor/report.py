@@ -8,12 +8,12 @@ import re
 import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist._version import __version__
 from nbdist.cluster.orphan_cleanup import kernel_descendants
+from nbdist.display.elements import element, html_row, html_table, join
 from nbdist.doctor import (
     environment,
     gpus,
@@ -63,13 +63,20 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         """Return the findings as an HTML table."""
-        rows = "".join(_row(finding) for finding in self.findings)
-        style = "border-collapse: collapse; text-align: left"
-        return f'<div><b>{escape(self._heading())}</b><table style="{style}">{rows}</table></div>'
+        rows = []
+        for finding in self.findings:
+            level = element("b", finding.level, style=f"color:{COLORS[finding.level]}")
+            remedy = [element("br"), element("i", finding.do)] if finding.do else []
+            cells = [level, finding.topic, join([finding.says, *remedy])]
+            rows.append(html_row(cells, range(len(cells))))
+        return element("div", element("b", self._heading()), html_table([], rows))
 
     def _heading(self) -> str:
         counts = Counter(finding.level for finding in self.findings)
-        parts = [f"{counts[level]} {_plural(level, counts[level])}" for level in LEVELS]
+        parts = [
+            f"{counts[level]} {level}{'s' * (level != 'ok' and counts[level] != 1)}"
+            for level in LEVELS
+        ]
         return f"nbdist {__version__} \N{MIDDLE DOT} {', '.join(parts)}"
 
 
@@ -136,14 +143,3 @@ def _filled(line: str, indent: str) -> str:
     return textwrap.fill(
         line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-
-
-def _row(finding: Finding) -> str:
-    level = f'<td style="color: {COLORS[finding.level]}"><b>{finding.level}</b></td>'
-    do = f"<br><i>{escape(finding.do)}</i>" if finding.do else ""
-    cells = f"{level}<td>{escape(finding.topic)}</td>"
-    return f'<tr>{cells}<td style="text-align: left">{escape(finding.says)}{do}</td></tr>'
-
-
-def _plural(level: str, count: int) -> str:
-    return level if level == "ok" or count == 1 else f"{level}s"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.checkpoint import atomic_folder
+from nbdist.display.units import format_bytes
 from nbdist.errors import CheckpointError, OptionError
-from nbdist.operations.switch import format_bytes
 from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
 from nbdist.protocol import messages

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nbdist.display.units import format_bytes
 from nbdist.operations.export import request_all
-from nbdist.operations.switch import format_bytes
 from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
 from nbdist.protocol import messages

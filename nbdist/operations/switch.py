@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from nbdist.display.units import format_bytes
 from nbdist.errors import SwitchError
 from nbdist.protocol import messages
 from nbdist.session.recovery import TransactionalRequest
@@ -81,16 +82,6 @@ def describe_change(before: str, after: str) -> str:
     """Return "ranks: old -> new", with the ranks once if they are the same."""
     (ranks, _, old), (then, _, new) = before.partition(", "), after.partition(", ")
     return f"{ranks}: {old} -> {new}" if ranks == then else f"{before} -> {after}"
-
-
-def format_bytes(count: int) -> str:
-    """Format a number of bytes."""
-    amount, unit = float(count), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:  # noqa: PLR2004
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

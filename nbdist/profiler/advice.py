@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.profile_units import format_percent, format_speedup
-from nbdist.display.units import format_bytes
+from nbdist.display.units import format_bytes, format_percent, format_speedup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -12,7 +12,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.display.profile_units import format_percent, format_source_line
+from nbdist.display.units import format_percent, format_source_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -266,9 +266,10 @@ def _host(profile: ProfileData) -> Iterator[Bottleneck]:
         return
     sleeping = typical_share(profile, "idle") > share / 2
     what = "idle time" if sleeping else "Python code of the cell"
-    at = (
-        f"; most of it at {line.cell}, line {line.line}: {format_source_line(line)}" if line else ""
-    )
+    at = ""
+    if line:
+        source = format_source_line(line.source)
+        at = f"; most of it at {line.cell}, line {line.line}: {source}"
     yield Bottleneck(
         kind="host",
         step_share=share,

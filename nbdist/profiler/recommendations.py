@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from nbdist.display.profile_units import format_duration, format_source_line
+from nbdist.display.units import format_duration, format_source_line
 from nbdist.profiler import option_recommendations
 from nbdist.profiler.advice import MIN_GAIN, Advice, Speedup, speedup_without
 from nbdist.profiler.dataloader_source import loader_code
@@ -162,7 +162,7 @@ def _check_straggler(profile: ProfileData, bottleneck: Bottleneck) -> Iterator[A
     here = "check what else runs on its device, and whether its batches are larger"
     for line in next(rank for rank in profile.ranks if rank.rank == slow.rank).lines:
         if line.seconds - others.get((line.cell, line.line), 0.0) >= slow.lost_s / 2:
-            here = f"{line.cell}, line {line.line}: {format_source_line(line)}"
+            here = f"{line.cell}, line {line.line}: {format_source_line(line.source)}"
             break
     yield Advice(
         title=f"rank {slow.rank} as fast as the others",
@@ -180,7 +180,9 @@ def _run_line_less_often(profile: ProfileData, bottleneck: Bottleneck) -> Iterat
     if line is None:
         return
     where = f"{line.cell}, line {line.line}"
-    why = f"`{format_source_line(line)}` takes {format_duration(line.seconds)} of every step."
+    why = (
+        f"`{format_source_line(line.source)}` takes {format_duration(line.seconds)} of every step."
+    )
     change = (
         "move the slow part to a separate line and profile again"
         if _TRAINS.search(line.source)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from nbdist import checkpoint
 from nbdist.checkpoint import Url, UrlStorage, names
+from nbdist.display.units import format_bytes
 from nbdist.errors import CheckpointError
-from nbdist.operations.switch import format_bytes
 from nbdist.output.sink import FinishedCellSink
 from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user

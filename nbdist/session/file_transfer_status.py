@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Self
 
+from nbdist.display.units import format_bytes
 from nbdist.errors import CellInterrupted
-from nbdist.operations.switch import format_bytes
 from nbdist.output.status_line import StatusLine
 
 if TYPE_CHECKING:

