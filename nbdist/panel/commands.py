@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from nbdist import strategies
 from nbdist.errors import NbdistError, NotEmptyError, SessionBusy
 from nbdist.output.ansi import replace_invalid_chars
 from nbdist.panel.protocol import (
@@ -37,7 +38,6 @@ RESTART_TIMEOUT_S = 3.0
 """A restart aborts requests to the ranks that take longer than this."""
 MAX_QUEUE = 16
 MAX_NPROC = 4096
-MAX_ACCUMULATE = 4096
 _NAME_CHARS, _PATH_CHARS, _SEARCH_CHARS = 64, 1024, 256
 _DEPTH = 6
 
@@ -105,6 +105,16 @@ def _text(chars: int) -> _ArgumentRule:
     return _ArgumentRule(str, f"a string of 1 to {chars} characters", chars)
 
 
+def _rule(argument: strategies.Argument) -> _ArgumentRule:
+    """Return the rule of an option of a session."""
+    if not argument.metavar:
+        return _FLAG
+    if argument.type is int:
+        words = f"an integer from 1 to {argument.panel_limit}"
+        return _ArgumentRule(int, words, argument.panel_limit)
+    return _text(argument.panel_limit)
+
+
 _FLAG = _ArgumentRule(bool, "true or false")
 ARGUMENTS: Mapping[str, Mapping[str, _ArgumentRule]] = {
     "interrupt": {},
@@ -112,17 +122,8 @@ ARGUMENTS: Mapping[str, Mapping[str, _ArgumentRule]] = {
     "plan": {},
     "profile": {},
     "cancel": {"command": _text(MAX_ID_CHARS)},
-    "switch": {
-        "backend": _text(_NAME_CHARS),
-        "offload": _text(_PATH_CHARS),
-        "offload_params": _FLAG,
-        "activation_checkpointing": _FLAG,
-        "replicate_across": _text(_NAME_CHARS),
-        "accumulate": _ArgumentRule(int, f"an integer from 1 to {MAX_ACCUMULATE}", MAX_ACCUMULATE),
-        "precision": _text(_NAME_CHARS),
-        "nproc": _ArgumentRule(int, f"an integer from 1 to {MAX_NPROC}", MAX_NPROC),
-        "reset_optimizer": _FLAG,
-    },
+    "switch": {name: _rule(item) for name, item in strategies.ARGUMENTS.items() if item.panel_limit}
+    | {"reset_optimizer": _FLAG},
     "save": {"name": _text(_NAME_CHARS), "overwrite": _FLAG},
     "load": {"name": _text(_PATH_CHARS)},
     "export": {"folder": _text(_PATH_CHARS), "overwrite": _FLAG},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from nbdist.errors import OptionError
 CELL_FILE_NAME = "<cell>"
 
 
+@functools.lru_cache(maxsize=1)  # the magic checks a cell before it starts ranks, then `run` does
 def check_code(code: str) -> None:
     """Check that code can run, before it is sent to the ranks.
 

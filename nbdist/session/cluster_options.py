@@ -13,6 +13,7 @@ from nbdist.cluster.rank_distribution import RankDistribution
 from nbdist.cluster.remote import ClusterLauncherProvider
 from nbdist.errors import OptionError, StartError
 from nbdist.session import placement as session_placement
+from nbdist.strategies import ARGUMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
     from nbdist.hardware.discovery import SessionNode
 
 LOCAL = "local"
-OPTION_NAMES = ("on", *factory.CLUSTER_OPTIONS)
+_CLUSTER_ARGUMENTS = {
+    name: argument for name, argument in ARGUMENTS.items() if argument.scope == "cluster"
+}
+OPTION_NAMES = tuple(_CLUSTER_ARGUMENTS)
 """Session options that select the cluster."""
-DISTRIBUTION_OPTIONS = ("nodes", "gpus_per_node")
+DISTRIBUTION_OPTIONS = tuple(name for name, item in _CLUSTER_ARGUMENTS.items() if item.can_switch)
 """Options for the distribution of ranks over cluster nodes."""
-FIXED_OPTIONS = ("on", "interface", *factory.SLURM_OPTIONS)
+FIXED_OPTIONS = tuple(name for name in OPTION_NAMES if name not in DISTRIBUTION_OPTIONS)
 """Those that cannot change during a session."""
 
 

@@ -13,11 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError
+from nbdist.strategies.arguments import option, parse_clip_norm, strip_quotes
 from nbdist.strategies.config_files import abbreviate, read_deepspeed_config, read_fsdp_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+BACKENDS: tuple[str, ...] = ("ddp", "fsdp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 OFFLOADS = ("none", "cpu", "nvme:PATH")
 REPLICATE_ACROSS = ("none", "nodes")
@@ -54,25 +56,72 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of the training engine; equal options mean equal engines."""
+    """Options of the training engine; equal options mean equal engines.
 
-    backend: str = "ddp"
-    precision: str | None = None
-    """One of PRECISIONS; None for the hardware's default."""
-    offload: str = "none"
-    """none, cpu, or nvme:PATH."""
-    offload_params: bool = False
-    activation_checkpointing: bool = False
-    compile: bool = False
-    accumulate: int = 1
-    """Micro batches per optimizer step."""
-    clip: float | None = None
-    """Maximum gradient norm; None disables clipping."""
-    replicate_across: str = "none"
-    """One of ``REPLICATE_ACROSS``. With nodes, each machine holds all shards, so that parameters
-    are all-gathered inside it."""
-    fsdp_config: Mapping[str, Any] | None = None
-    deepspeed_config: Mapping[str, Any] | None = None
+    A field here is an option of `%%distribute` and `%nbdist switch`, a keyword of `Session`, and a
+    row of docs/options.md.
+    """
+
+    backend: str = option(
+        "ddp",
+        short_flag="-b",
+        metavar="NAME",
+        help="ddp, fsdp (= fsdp2), fsdp1, zero1, zero2, zero3; prepared models are switched to it",
+        values=BACKENDS,
+        panel_limit=64,
+    )
+    precision: str | None = option(
+        None,  # the default of the hardware
+        metavar="NAME",
+        help="no, fp16, bf16, fp8; default: bf16 if the hardware supports it, else no",
+        values=PRECISIONS,
+        panel_limit=64,
+    )
+    offload: str = option(
+        "none",
+        metavar="WHERE",
+        help="where to offload optimizer state: none, cpu, nvme:PATH",
+        values=("none", "cpu", "nvme:"),
+        panel_limit=1024,
+    )
+    offload_params: bool = option(default=False, help="also offload the parameters", panel_limit=1)
+    activation_checkpointing: bool = option(
+        default=False, help="recompute activations in the backward pass", panel_limit=1
+    )
+    compile: bool = option(default=False, help="torch.compile at prepare()")
+    fsdp_config: Mapping[str, Any] | None = option(
+        None,
+        metavar="FILE",
+        help="your own FSDP settings with Accelerate's names: a file or '{...}' inline",
+        type=strip_quotes,
+        is_config_file=True,
+        can_be_unset=True,
+    )
+    deepspeed_config: Mapping[str, Any] | None = option(
+        None,
+        metavar="FILE",
+        help="your own DeepSpeed config: a JSON or YAML file, or '{...}' inline",
+        type=strip_quotes,
+        is_config_file=True,
+        can_be_unset=True,
+    )
+    replicate_across: str = option(
+        "none",
+        metavar="WHAT",
+        help="with fsdp: nodes shards within nodes and replicates across (HSDP); default: none",
+        values=REPLICATE_ACROSS,
+        panel_limit=64,
+    )
+    accumulate: int = option(
+        1, metavar="N", help="micro-batches per optimizer step", type=int, panel_limit=4096
+    )
+    clip: float | None = option(
+        None,  # no clipping
+        metavar="NORM",
+        help="maximum gradient norm, or none",
+        type=parse_clip_norm,
+        can_be_unset=True,
+    )
 
     @property
     def strategy(self) -> Strategy:
@@ -112,15 +161,16 @@ class Options:
     def describe(self) -> str:
         """Return the backend and all values that differ from its defaults."""
         words = [self.backend]
-        words += [f"precision {self.precision}"] if self.precision not in {None, "no"} else []
-        words += [f"offload {self.offload}"] if self.offload != "none" else []
-        flags = ("offload_params", "activation_checkpointing", "compile")
-        words += [name.replace("_", " ") for name in flags if getattr(self, name)]
-        words += ["no reshard"] if not self.reshard_after_forward else []
-        across = self.replicate_across
-        words += [f"replicate across {across}"] if across != "none" else []
-        words += [f"accumulate {self.accumulate}"] if self.accumulate != 1 else []
-        words += [f"clip {self.clip:g}"] if self.clip is not None else []
+        for item in fields(self):
+            name, value = item.name.replace("_", " "), getattr(self, item.name)
+            if item.name == "fsdp_config":
+                words += [] if self.reshard_after_forward else ["no reshard"]
+            elif value in (item.default, "no") or item.name in {"backend", "deepspeed_config"}:
+                continue
+            elif value is True:
+                words.append(name)
+            else:
+                words.append(f"{name} {value:g}" if item.name == "clip" else f"{name} {value}")
         return ", ".join(words)
 
     def to_json(self) -> JsonObject:
@@ -332,7 +382,6 @@ _ROWS = (
 )
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({row.name: row for row in _ROWS})
-BACKENDS: tuple[str, ...] = ("ddp", "fsdp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 
 
 def canonical_backend(name: str) -> str:

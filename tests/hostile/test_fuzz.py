@@ -129,10 +129,10 @@ def test_the_line_of_a_distribute_cell(examples: int) -> None:
     def check(line: str) -> None:
         def read() -> None:
             given = magics.parse_distribute_line(line)
-            magics.check_contradictory_options(given)
-            options = magics.session_options(given)
+            arguments.check_contradictory_options(given)
+            options = arguments.session_options(given)
             quietly(lambda: rank_sets.resolve_ranks(given.ranks, 4))
-            quietly(lambda: magics.parse_names(given.push or ""))
+            quietly(lambda: arguments.parse_names(given.push or ""))
             session_config.SessionConfig.from_options({"nproc": 2, **options})
 
         quietly(read)
@@ -141,7 +141,7 @@ def test_the_line_of_a_distribute_cell(examples: int) -> None:
 
 
 PARSERS = {
-    "switch": magics.switch_parser,
+    "switch": arguments.switch_parser,
     "export": arguments.export_parser,
     "save": arguments.save_parser,
     "load": arguments.load_parser,

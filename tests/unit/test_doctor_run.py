@@ -17,7 +17,7 @@ from nbdist import strategies
 from nbdist.doctor import training_checks
 from nbdist.doctor.evidence import RunEvidence, last_errors
 from nbdist.doctor.report import Diagnosis
-from nbdist.magics.magics import switch_parser
+from nbdist.magics.arguments import switch_parser
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
 from nbdist.strategies import Hardware, Options
 
