@@ -19,16 +19,19 @@ from types import NoneType
 from typing import TYPE_CHECKING, Self
 
 from nbdist import rank_sets as rank_names
-from nbdist.errors import OptionError, ProfileError
+from nbdist.errors import NbdistError, OptionError, ProfileError
 from nbdist.paths import expand_user
 from nbdist.profiler.measurements import RankProfile
 from nbdist.protocol import messages
+from nbdist.session import planner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nbdist.planner.model_spec import ModelSpec
     from nbdist.profiler.report import Profile
     from nbdist.session.cell import Cell
+    from nbdist.session.planner import SessionView
     from nbdist.session.worker_group import WorkerGroup
 
     ProfileBuilder = Callable[["ProfileRun"], Profile]
@@ -38,6 +41,8 @@ MAX_PROFILE_S = 30.0
 MAX_STEPS = 1000
 LATE_S = 3.0
 """Timeout for a rank's measurements after the end of its cell."""
+MODEL_TIMEOUT_S = 2.0
+"""Timeout for a rank's description of its model; a running rank replies within milliseconds."""
 OTHERS_S = 15.0
 """Timeout for the other ranks' measurements after those of the first rank."""
 WAIT_S = 0.05
@@ -354,3 +359,53 @@ class SessionProfiler:
 def to_mime_bundle(profile: Profile) -> dict[str, str]:
     """Return a profile as a mime bundle."""
     return {"text/plain": str(profile), "text/html": profile._repr_html_()}
+
+
+def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -> Profile:
+    """Build the profile from the measurements and the session's model, options and cells."""
+    from nbdist.planner import fit_measurements
+    from nbdist.profiler import lint
+    from nbdist.profiler.profile_data import ProfiledConfig
+    from nbdist.profiler.report import Profile
+
+    cluster, spec = planner.cluster_spec(session), _spec(session, workers, min(run.figures))
+    setting = ProfiledConfig(options=session.options, cluster=cluster, model_spec=spec)
+    figures = [run.figures[rank] for rank in sorted(run.figures)]
+    profile = Profile.of(
+        figures,
+        setting,
+        remarks=lint.confirm_findings(
+            lint.lint_cells(run.sources), figures, bf16=session.hardware.bf16
+        ),
+        loader_text=lint.find_loader(run.sources),
+        before=session.profiles[-1] if session.profiles else None,
+        notes=_absent(run, session.world_size),
+    )
+    if spec is not None:
+        fit_measurements.learn_from_profile(
+            profile.ranks, spec=spec, options=session.options, cluster=cluster
+        )
+    return profile
+
+
+def _absent(run: ProfileRun, world_size: int) -> list[str]:
+    """Return which ranks are missing from the profile, and why."""
+    others = sorted(set(range(world_size)) - set(run.ranks))
+    missing = [f"{rank_names.describe_ranks(others)} did not run this cell."] if others else []
+    return missing + run.take_refusal_notes()
+
+
+def _spec(session: SessionView, workers: WorkerGroup, rank: int) -> ModelSpec | None:
+    """Return the prepared model for the planner; None if it has no closed form."""
+    from nbdist.planner import load_model
+
+    content = messages.ModelRequest(
+        name=None, batch_size=None, seq_len=None, kind=session.hardware.kind, quick=True
+    )
+    try:
+        reply: messages.ModelReply = workers.request_all(
+            [rank], messages.MODEL, content, channel="control", patience_s=MODEL_TIMEOUT_S
+        )[rank]
+        return load_model.spec_from_json(reply["spec"])
+    except NbdistError:  # no closed form, no answer in time, or the rank has just ended
+        return None

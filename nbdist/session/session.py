@@ -7,85 +7,41 @@ state is the current session, see `current_session`.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import rank_sets as rank_names
-from nbdist import strategies
 from nbdist.checkpoint import Url, location_with_password
 from nbdist.cluster.local import LocalLauncherProvider
-from nbdist.cluster.orphan_cleanup import kernel_descendants
-from nbdist.errors import (
-    CellInterrupted,
-    OptionError,
-    PlanError,
-    RankDied,
-    SessionBusy,
-    SessionError,
-    StartError,
-    SwitchError,
-)
-from nbdist.hardware import discovery
+from nbdist.errors import CellInterrupted, PlanError, RankDied, SwitchError
 from nbdist.operations import calibrate as operations_calibrate
 from nbdist.operations import export as operations_export
 from nbdist.operations import import_checkpoint, resize
 from nbdist.operations import switch as operations_switch
 from nbdist.operations.switch import SwitchReport
 from nbdist.output.rank_log import RankLog
-from nbdist.output.renderer import OutputRenderer
-from nbdist.output.sink import FinishedCellSink, RunningCellSink
 from nbdist.output.status_line import StatusLine
 from nbdist.planner.validation import MeasuredMemory
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
-from nbdist.session import (
-    cell_source,
-    config,
-    failure_causes,
-    panel_hook,
-    planner,
-    profile_builder,
-    push_pull,
-    stacks,
-    startup,
-)
+from nbdist.session import cell_source, lifecycle, panel_hook, planner, push_pull, stacks
 from nbdist.session import checkpoints as session_checkpoints
-from nbdist.session.cell import Cell, CellResult
-from nbdist.session.cell_runner import CellRunner
-from nbdist.session.cluster_options import FIXED_OPTIONS, OPTION_NAMES, ClusterOptions
+from nbdist.session.cell import CellResult
 from nbdist.session.config import SessionConfig
-from nbdist.session.locking import exclusive, exclusive_for_current_ranks, show_wait_reason
-from nbdist.session.metrics import Metrics
-from nbdist.session.model_query import PreparedModelQuery
-from nbdist.session.placement import check_usable, mixed_gpus_warning
-from nbdist.session.profiler import ProfileOptions, ProfileRun, SessionProfiler
-from nbdist.session.progress import CurrentOperation
-from nbdist.session.rank_activity import RankActivityPoller
-from nbdist.session.training_events import TrainingEvent, TrainingEvents
-from nbdist.session.worker_group import WorkerGroup
+from nbdist.session.locking import exclusive_for_current_ranks
+from nbdist.session.profiler import ProfileOptions, ProfileRun
+from nbdist.session.training_events import TrainingEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Mapping, Sequence
 
     from nbdist.cluster.interfaces import LauncherProvider
-    from nbdist.cluster.rank_channels import Message
-    from nbdist.hardware.discovery import SessionNode
-    from nbdist.hardware.telemetry import UsageSnapshot
     from nbdist.operations.calibrate import CalibrationReport
     from nbdist.operations.export import ExportReport
     from nbdist.operations.import_checkpoint import ForeignReport
     from nbdist.output.renderer import ShownRanks
-    from nbdist.profiler.report import Profile
-    from nbdist.session.checkpoints import Checkpoints, LoadReport, Save
-    from nbdist.session.failure_causes import WorkerFailure
-    from nbdist.session.placement import Placement
+    from nbdist.session.checkpoints import LoadReport, Save
 
-SessionState = Literal["new", "ready", "running", "dead", "stopped"]
-NEWEST_S = 1.0
-"""Timeout for listing checkpoints after ranks have died: the file system may hang."""
 TURN_S = 1.0
 """Timeout for the lock when an interrupt ended the ranks.
 
@@ -93,7 +49,7 @@ A thread that waits for those ranks holds the lock, and starts new ones itself.
 """
 
 
-class Session:
+class Session(lifecycle.SessionLifecycle):
     """Ranks on this machine, or on nodes of a cluster, that run cells and keep their variables.
 
     A context manager. Ranks are started on entry, by `start()`, or by the first `run()`.
@@ -107,12 +63,9 @@ class Session:
         auto: choose the backend, offload and activation checkpointing at the first
             `accelerator.prepare()`, from the model and the machine; options given here are kept.
         engine: provider of launchers. Default: this machine.
-        options: other fields of `strategies.Options`: offload_params, replicate_across,
-            activation_checkpointing, compile, accumulate, clip, fsdp_config,
-            deepspeed_config. Where the ranks run: on ("local", "ray", "ray://HOST:PORT",
-            "slurm"), nodes, gpus_per_node, interface; for Slurm also partition, time, account.
-            Where checkpoints are saved: checkpoints, a folder shared by all ranks or an fsspec
-            URL ("s3://bucket/run"). Default: "checkpoints" in the working directory.
+        options: any other option of `%%distribute`, with underscores: see docs/options.md and
+            `%%distribute -h`. Also checkpoints: where they are saved, a folder shared by all ranks
+            or an fsspec URL ("s3://bucket/run"). Default: "checkpoints" in the working directory.
 
     Raises:
         OptionError: a value that is not allowed, or that the backend does not support.
@@ -132,365 +85,13 @@ class Session:
         engine: LauncherProvider | None = None,
         **options: Any,
     ) -> None:
-        self.lock = threading.RLock()
-        """Held by the thread that uses the ranks; `interrupt` and `status` do not need it."""
-        self.num_restarts = 0
-        """Number of restarts; written while holding `lock`."""
-        self.operation = CurrentOperation()
-        """The current long operation besides cells, and its progress."""
-        self.events = TrainingEvents()
-        self.state = "new"
-        self.started_at: float | None = None
-        """Unix time of the first start, in seconds."""
-        self.panel_model: object = None
-        """Model of the panel, owned by `nbdist.panel`."""
-        self._at_stop: list[Callable[[], object]] = []
-        self._on_phase: Callable[[str], object] | None = None
-        self._saves = session_checkpoints.BackgroundSaves(options.pop("checkpoints", None))
-        self._saving: dict[str, TrainingEvent] = {}
-        """Events of saves that are not finished."""
-        self._pid = os.getpid()
-        self.sent_values: dict[str, Any] = {}
-        """Values of send(), by name."""
-        self._death: RankDied | None = None
-        self._ended_by_stop = False
-        """True if the ranks were ended by an interrupt."""
-        self._where = ClusterOptions(
-            {name: options.pop(name) for name in OPTION_NAMES if name in options}
-        )
-        self._workers = WorkerGroup(
-            self._where.make_launcher_provider() or engine or LocalLauncherProvider(),
-            on_message=self._receive,
-            on_idle=self._on_idle,
-            on_death=self._die,
-            on_notice=self._notice,
-            wait_ready=startup.wait_ready,
-        )
-        self.rank_activity = RankActivityPoller(self._workers)
-        self._cells = CellRunner(self._workers, self.rank_activity)
-        self.model_query = PreparedModelQuery(self._workers)
-        self._profiler = SessionProfiler(
-            self._workers, lambda run: profile_builder.build_profile(self, self._workers, run)
-        )
         named = {"backend": backend, "precision": precision, "offload": offload}
         given = {name: value for name, value in named.items() if value is not None}
-        requested = {
-            "nproc": nproc,
-            "devices": devices,
-            "auto": auto,
-            **self._where.distribution_options,
-        }
-        try:
-            self._configure(requested | given | options)
-        except BaseException:
-            self._where.close()
-            raise
-
-    # -- options
-
-    def _configure(self, options: Mapping[str, Any]) -> None:
-        self._requested_options = dict(options)
-        self._choice = SessionConfig.from_options(options, self._where)
-        self.metrics = Metrics(self.world_size)
-        self.logs = {rank: RankLog() for rank in range(self.world_size)}
-
-    @property
-    def state(self) -> SessionState:
-        """State of the ranks."""
-        return self._state
-
-    @state.setter
-    def state(self, state: SessionState) -> None:
-        self._state: SessionState = state
-        self.state_since = time.time()
-        """Unix time of the last state change, in seconds."""
-
-    @property
-    def running(self) -> Cell | None:
-        """The running cell, or None."""
-        return self._cells.running_cell
-
-    @property
-    def last(self) -> Cell | None:
-        """The cell that finished last, or None."""
-        return self._cells.last_cell
-
-    @property
-    def standstill(self) -> str:
-        """Which ranks block others and which do not respond; "" if there are none."""
-        work = self.running or self._workers.collective_request
-        return "" if work is None else work.notice
-
-    @property
-    def death(self) -> RankDied | None:
-        """The error with which the ranks ended, or None."""
-        return self._death
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._choice.placement.nproc
-
-    @property
-    def on(self) -> str:
-        """Where the ranks run: "local", "ray", "ray://HOST:PORT", "slurm"."""
-        return self._where.on
-
-    @property
-    def place(self) -> str:
-        """Ranks and devices, such as "2 CPU ranks (no GPU found)"."""
-        return self._choice.describe_devices
-
-    @property
-    def placement(self) -> Placement:
-        """Devices of the ranks."""
-        return self._choice.placement
-
-    @property
-    def backend(self) -> str:
-        """Canonical name of the strategy: "fsdp2", never "fsdp"."""
-        return self._choice.options.backend
-
-    @property
-    def options(self) -> strategies.Options:
-        """Options of the backend; under auto, before the first prepare(), a placeholder."""
-        return self._choice.options
-
-    @property
-    def hardware(self) -> strategies.Hardware:
-        """Hardware of the ranks, as the strategies see it."""
-        return self._choice.hardware
-
-    @property
-    def undecided(self) -> bool:
-        """True if auto has not chosen yet: it chooses at the first `accelerator.prepare()`."""
-        return self._choice.is_auto_pending
-
-    def differing(self, **changes: Any) -> dict[str, tuple[object, object]]:
-        """Return the options that would change: name -> (current, new).
-
-        Raises:
-            OptionError: a value that is not allowed.
-        """
-        if not changes:
-            return {}
-        return self._choice.diff(SessionConfig.from_options(self._with(changes), self._where))
-
-    def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the requested options with changes applied; the location cannot change."""
-        self._where.check_changes(changes)
-        stays = {name: value for name, value in changes.items() if name not in FIXED_OPTIONS}
-        return config.merge_options(self._requested_options, stays)
-
-    # -- life
-
-    def start(self) -> Self:
-        """Start the ranks; return when every rank has replied and passed a barrier.
-
-        Raises:
-            StartError: launcher or ranks failed to start; no process is left.
-        """
-        return self if self.state in {"ready", "running"} else self._start()
-
-    @exclusive
-    def _start(self) -> Self:
-        if self.state in {"ready", "running"}:  # another thread started them meanwhile
-            return self
-        started, choice = time.monotonic(), self._choice
-        notes = self._look_at_gpus(choice)
-        self._saves.use_working_folder()
-        starting = f"starting {self.describe()}"
-        with self.operation.track("starting", starting), StatusLine() as line:
-            line.show(f"nbdist: {starting}")
-            try:
-                self._choice = self._start_ranks(choice, lambda text: line.show(f"nbdist: {text}"))
-            except KeyboardInterrupt:
-                line.show("nbdist: start interrupted")
-                msg = "Interrupted while ranks were starting. Run a cell to start them again."
-                raise CellInterrupted(msg) from None
-            ready = f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s"
-            notes += [warning for node in self.nodes for warning in node.machine.warnings]
-            line.show(". ".join(filter(None, (ready, mixed_gpus_warning(self.nodes), *notes))))
-        self._mark_ready()
-        self.started_at = self.started_at or time.time()
-        _set_current(self)
-        return self
-
-    def _look_at_gpus(self, choice: SessionConfig) -> list[str]:
-        """Return warnings about this machine's GPUs; raise StartError if ranks cannot use one."""
-        if choice.placement.is_remote:
-            return []
-        own = kernel_descendants() if choice.placement.devices else ()
-        return check_usable(choice.placement, discovery.discover_machine(), own=own)
-
-    def _start_ranks(self, choice: SessionConfig, progress: Callable[[str], None]) -> SessionConfig:
-        """Start ranks; return the choice, updated with the GPUs found on cluster nodes."""
-        placement = choice.placement
-        self._where.set_distribution(placement)
-        self._workers.acquire_launchers(placement.kind, placement.nproc, progress)
-        self._where.nodes = self._workers.nodes
-        try:
-            choice = choice.with_node_hardware(self._where)
-        except OptionError as error:
-            self._workers.close()
-            raise StartError(str(error)) from None
-        self._workers.start(
-            world_size=placement.nproc,
-            devices=choice.visible_devices,
-            options=choice.options.to_json(),
-            auto=choice.auto if choice.is_auto_pending else None,
-            hardware=choice.hardware.to_json(),
-            checkpoints=self._saves.root_for_ranks,
-            progress=progress,
-        )
-        self._look_at_checkpoints(new=self.started_at is None)
-        return choice
-
-    def _look_at_checkpoints(self, *, new: bool) -> None:
-        """Check in the background that checkpoints can be saved; warn below the cell if not."""
-        root, complain = self.checkpoints.root, session_checkpoints.make_async_warning()
-        if isinstance(root, Path):
-            self._workers.launcher_group.check_shared_folder_async(root, complain)
-        elif new:
-            session_checkpoints.check_writable_async(root, complain)
-
-    def stop(self) -> None:
-        """End ranks and launcher and remove the session's files.
-
-        Waits up to a minute for a running save, and for a running command of the panel; an
-        interrupt ends the wait for that command.
-        """
-        self._end_others()
-        self._stop()
-
-    @exclusive
-    def _stop(self) -> None:
-        self._saves.wait_for_running()
-        self._profiler.abort("the session was stopped.")
-        self._cells.fail_all(
-            RankDied("The session was stopped. Run a %%distribute cell to start a new one.")
-        )
-        self._workers.close()
-        self._no_more_saves("the session was stopped")
-        self._where.close()
-        self.state = "stopped"
-        if current_session() is self:
-            _set_current(None)
-        callbacks, self._at_stop = self._at_stop, []
-        for callback in callbacks:
-            callback()
-
-    def at_stop(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once, when the session has been stopped."""
-        self._at_stop.append(callback)
-
-    def restart(self, *, wait: bool = False, **changes: Any) -> Self:
-        """Start new ranks, with changed options if given; variables of the old ranks are lost.
-
-        Waits for a running command of the panel; an interrupt ends that wait. After a node failure
-        the ranks start on the remaining nodes with a smaller world size; with `wait`, they start
-        once as many nodes as before are available.
-
-        Raises:
-            OptionError: a value that is not allowed; the old ranks keep running.
-            StartError: the new ranks failed to start.
-        """
-        if self._death is not None and not wait:
-            changes = self._where.options_for_remaining_nodes(self.placement) | changes
-        SessionConfig.from_options(
-            self._with(changes), self._where
-        )  # raises before the old ranks are ended
-        self._end_others()
-        return self._restart(**changes)
-
-    @exclusive
-    def _restart(self, **changes: Any) -> Self:
-        self.num_restarts += 1
-        self._configure(self._with(changes))
-        self._saves.wait_for_running()
-        self.abandon()
-        self._workers.stop_ranks()
-        self._no_more_saves("the ranks were restarted")
-        self.state, self._cells.last_cell = "new", None
-        self._saving.clear()
-        self.events.reset(TrainingEvent(0, "restart", f"new ranks: {self.describe()}"))
-        return self.start()
-
-    def abandon(self) -> None:
-        """Fail the running cell, because its ranks are about to be restarted.
-
-        Callable from any thread, so that a restart is possible while a cell blocks.
-        """
-        self._profiler.abort("the ranks were restarted.")
-        self._cells.fail_all(RankDied("The ranks were restarted; their variables are lost."))
-
-    def give_up(self) -> None:
-        """Cancel all waiting for the ranks, because they are about to be ended.
-
-        Callable from any thread, so that ranks which hang in a command of the panel can be ended.
-        """
-        self.abandon()
-        self._workers.cancel_waits()
-
-    def _end_others(self) -> None:
-        """Wait until other threads stop using the ranks; on an interrupt cancel their waiting."""
-        show_wait_reason(self.operation, "; interrupt to end it")
-        try:
-            with self.lock:
-                return
-        except KeyboardInterrupt:
-            self.give_up()
-
-    def __enter__(self) -> Self:
-        """Start the ranks."""
-        return self.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End the ranks."""
-        self.stop()
-
-    def _die(self, death: WorkerFailure) -> RankDied:
-        """Record why the ranks ended; return the error with their last output and checkpoint."""
-        self._death = death.to_error(
-            log=self.logs[death.rank].tail(failure_causes.MAX_LOG_LINES)
-            if death.rank is not None
-            else "",
-            checkpoint_hint=session_checkpoints.checkpoint_hint(
-                self.checkpoints.newest(within_s=NEWEST_S)
-            ),
-            cells=self._cells.cell_numbers_by_file(),
-        )
-        self._ended_by_stop = death.by_stop
-        self.state = "dead"
-        self._saves.fail_running(self._death.headline)
-        self._profiler.abort(self._death.headline)
-        self._cells.fail_all(self._death)
-        return self._death
-
-    def replace_stopped_ranks(self) -> str:
-        """Start new ranks if an interrupt ended the old ones; the caller holds `lock`.
-
-        Returns:
-            A description of what happened; "" if no interrupt ended the ranks.
-        """
-        death = self._death
-        if death is None or not self._ended_by_stop:
-            return ""
-        self.restart()
-        return f"{death.headline.partition(';')[0]}; all ranks were ended and new ranks started."
-
-    def _notice(self, line: str) -> None:
-        self._cells.print_line(line)
-
-    def _no_more_saves(self, why: str) -> None:
-        """Fail running saves after the ranks have ended, and remove their partial files."""
-        self._saves.fail_running(f"{why} while it was written.")
-        self._saves.remove_partial_saves()
+        checkpoint_root = options.pop("checkpoints", None)
+        requested = {"nproc": nproc, "devices": devices, "auto": auto, **given, **options}
+        super().__init__(engine or LocalLauncherProvider(), checkpoint_root, requested)
+        self.panel_model: object = None
+        """Model of the panel, owned by `nbdist.panel`."""
 
     # -- cells
 
@@ -534,17 +135,15 @@ class Session:
         self.start()
         if options is not None:
             self._profiler.arm(options)
-        pinned = FinishedCellSink()  # output stays below this notebook cell, also while others run
-        screen = pinned if background else RunningCellSink()
-        logs = {rank: self.logs[rank] for rank in chosen}
-        renderer = OutputRenderer(screen, ranks=chosen, show=shown, logs=logs)
-        cell = self._send_cell(code, chosen, renderer, count)
-        if background:
-            self._cells.background_cell = cell
-            cell.detach(pinned)
-        else:
-            self._join(cell, pinned)
-            cell.raise_errors()
+        cell = self._cells.run(
+            code,
+            chosen,
+            background=background,
+            shown=shown,
+            logs={rank: self.logs[rank] for rank in chosen},
+            count=count,
+            checkpoints=self._saves.root_for_ranks,
+        )
         return CellResult(cell)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -554,15 +153,7 @@ class Session:
             CellError: the cell raised on a rank; raised once.
             CellInterrupted: the wait was interrupted; the cell keeps running.
         """
-        cell = self._cells.running_cell or self._cells.background_cell
-        try:
-            return cell is None or cell.joined or CellResult(cell).wait(timeout_s)
-        except KeyboardInterrupt:
-            msg = (
-                "Stopped waiting. The cell keeps running in the background; use"
-                " %nbdist interrupt to interrupt it."
-            )
-            raise CellInterrupted(msg) from None
+        return self._cells.wait(timeout_s)
 
     def interrupt(self) -> bool:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept.
@@ -601,101 +192,6 @@ class Session:
         if output == "none":
             return "none"
         return frozenset(rank_names.resolve_ranks(output, self.world_size, option="--output"))
-
-    def _send_cell(
-        self, code: str, ranks: Sequence[int], renderer: OutputRenderer, count: int | None
-    ) -> Cell:
-        profiling = self._profiler.start_recording(ranks, None)
-        cell = Cell(ranks, renderer, on_send=self._take_sent, on_done=self._cell_done)
-        cell.code, cell.count = code, self._cells.next_cell_number(count)
-        if profiling is not None:
-            profiling.cell, profiling.sources = cell, self._cells.cell_sources(cell)
-        self.state = "running"
-        self._cells.send(cell, world_size=self.world_size, checkpoints=self._saves.root_for_ranks)
-        return cell
-
-    def _join(self, cell: Cell, afterwards: FinishedCellSink) -> None:
-        """Show the cell's output until it has finished, then resynchronize the ranks if needed."""
-        self._cells.join(cell, afterwards, owed=self._profiler.show_pending)
-        problem = self._settle()
-        if cell.is_interrupted:  # possibly by another thread
-            words = f"but {problem}" if problem else "all variables are kept"
-            raise CellInterrupted(f"Interrupted on all ranks; {words}.") from None
-
-    def _settle(self) -> str:
-        return self._cells.resync_ranks(world_size=self.world_size)
-
-    def _ensure_alive(self) -> None:
-        if os.getpid() != self._pid:
-            msg = (
-                "The session cannot be used in a forked process. Use it in the process that"
-                " created it."
-            )
-            raise SessionError(msg)
-        if self.state == "stopped":
-            msg = "The session was stopped. Call start() to start new ranks."
-            raise SessionError(msg)
-        if self._death is not None:
-            raise self._death
-
-    def _ensure_free(self) -> None:
-        self._ensure_alive()
-        if self.running is not None:
-            msg = (
-                "A cell is still running on the ranks. Wait for it with %nbdist wait, interrupt it"
-                " with %nbdist interrupt, or start new ranks with %nbdist restart."
-            )
-            raise SessionBusy(msg)
-        while (request := self._workers.collective_request) is not None:
-            if not request.finished.is_set():
-                raise SessionBusy(request.busy_message())
-            request.conclude()
-        self._settle()  # a background cell may have left the ranks out of sync
-
-    def _cell_done(self, cell: Cell) -> None:
-        if self._cells.mark_done(cell) and self.state == "running":
-            self.state = "ready"
-
-    # -- messages, on the reader thread
-
-    def _receive(self, rank: int, message: Message) -> None:
-        content = message["content"]
-        if message["header"]["msg_type"] == messages.METRICS_REPORT:
-            self.metrics.add_rows(rank, content["rows"])
-        elif message["header"]["msg_type"] == messages.AUTO_DECISION:
-            chosen = strategies.Options.from_json(content["options"])
-            self._choice = self._choice.with_auto_decision(chosen)
-        elif message["header"]["msg_type"] == messages.SAVE_STATUS:
-            self._take_saved(content)
-        elif message["header"]["msg_type"] == messages.PROFILE_RESULT:
-            self._profiler.add_rank_measurements(rank, content)
-        elif message["header"]["msg_type"] == messages.PROGRESS:
-            (self._on_phase or self._profiler.update_progress)(content["text"])
-
-    def _take_saved(self, content: messages.SaveStatus) -> None:
-        self._saves.update_status(content)
-        if content["state"] == "running":  # the ranks have just copied their state
-            self._saving[content["id"]] = TrainingEvent(
-                self.metrics.last_step, "save", content["name"]
-            )
-            return
-        mark = self._saving.pop(content["id"], None)
-        if content["state"] == "done" and mark is not None:
-            self.events.add(mark)
-
-    def _on_idle(self) -> bool:
-        """Watch running work; show output of background cells and late output of earlier ones."""
-        self._cells.tick()
-        if (request := self._workers.collective_request) is not None and self._death is None:
-            request.tick()
-        self._profiler.tick()
-        return self._cells.render_background_output()
-
-    def _take_sent(self, rank: int, name: str, path: str) -> None:
-        """Bind a value of send() in the notebook while the cell is running."""
-        value = push_pull.read_payload_file(rank, path, self._workers)[name]
-        self.sent_values[name] = value
-        cell_source.bind_variable(name, value)
 
     # -- values
 
@@ -847,23 +343,7 @@ class Session:
         self.logs |= {rank: RankLog() for rank in range(self.world_size) if rank not in self.logs}
         return report
 
-    def _mark_ready(self) -> None:
-        self.state, self._death, self._ended_by_stop = "ready", None, False
-
-    def _listen(self, on_phase: Callable[[str], object] | None) -> None:
-        """Set the callback for progress messages of a long request."""
-        self._on_phase = on_phase
-
     # -- checkpoints
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """Complete checkpoints in the session's folder or URL, newest last.
-
-        Includes those of earlier sessions. Index by position or name:
-        `checkpoints["base"].state_dict()`.
-        """
-        return self._saves.checkpoints
 
     def save_to(self, folder: str | os.PathLike[str] | None) -> None:
         """Change where checkpoints are saved; `save()` in cells uses it from the next cell on.
@@ -1074,11 +554,6 @@ class Session:
         """The profile that is armed or in progress, or None."""
         return self._profiler.current_run
 
-    @property
-    def profiles(self) -> list[Profile]:
-        """Profiles of this session, newest last."""
-        return self._profiler.profiles
-
     def why_no_profile(self) -> str:
         """Return why no profile can be started now; "" if one can."""
         if self.state == "stopped":
@@ -1168,49 +643,6 @@ class Session:
                 disk=disk,
             )
 
-    # -- state
-
-    @property
-    def nodes(self) -> list[SessionNode]:
-        """Cluster nodes of the ranks with their hardware; empty locally."""
-        return self._workers.nodes
-
-    def nodes_now(self, within_s: float = 1.0) -> dict[str, UsageSnapshot]:
-        """Return the current usage of each node, by name.
-
-        Works while a cell runs. Nodes that do not reply within `within_s` seconds are left out.
-        """
-        return self._workers.node_usage(within_s)
-
-    def status(self) -> dict[str, Any]:
-        """Return the state of session and ranks as plain values."""
-        gone = self._workers.exited_ranks()
-        members = [
-            {
-                "rank": rank,
-                "pid": member.pid,
-                "device": member.device,
-                "node": self._workers.node_of(rank),
-                "alive": rank not in gone,
-                "unresponsive": self._workers.stopped_process_watch.describe(f"rank {rank}"),
-            }
-            for rank, member in enumerate(self._workers.rank_processes)
-        ]
-        launchers = self._workers.launcher_states
-        return {
-            "state": self.state,
-            "standstill": self.standstill,
-            "world_size": self.world_size,
-            "options": self.options.to_json(),
-            "launcher": launchers[0] if launchers else None,
-            "launchers": launchers,
-            "ranks": members,
-        }
-
-    def describe(self) -> str:
-        """Return ranks and strategy in a few words: "2 CPU ranks (no GPU found), ddp"."""
-        return self._choice.describe()
-
     def log(self, rank: int | None = None, *, lines: int = 100) -> str:
         """Return the last lines of a rank's output, or without a rank the launcher's log.
 
@@ -1257,13 +689,7 @@ class Session:
         return panel_hook.panel().static_mime_bundle(self)
 
 
-_current: list[Session | None] = [None]
-
-
 def current_session() -> Session | None:
     """Return the session that was started last and not stopped, or None."""
-    return _current[0]
-
-
-def _set_current(session: Session | None) -> None:
-    _current[0] = session
+    session = lifecycle.current_session()
+    return session if isinstance(session, Session) else None

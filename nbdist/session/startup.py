@@ -14,11 +14,12 @@ from nbdist.errors import StartError
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
 from nbdist.session import failure_causes, stacks
-from nbdist.session.rank_process_info import RankProcessInfo
+from nbdist.session.worker_group import RankProcessInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nbdist.session.config import SessionConfig
     from nbdist.session.worker_group import WorkerGroup
 
 START_TIMEOUT_S = 120.0
@@ -115,12 +116,22 @@ class RankStartup:
         return f"The ranks failed to start: {death.summary}.{stack}{detail}"
 
 
-def wait_ready(
-    workers: WorkerGroup, world_size: int, progress: Callable[[str], None]
-) -> list[RankProcessInfo]:
-    """Return the ranks once each has replied and passed a barrier with all others.
+def start_ranks(
+    workers: WorkerGroup,
+    config: SessionConfig,
+    *,
+    checkpoints: str,
+    progress: Callable[[str], None],
+) -> None:
+    """Start ranks; return once each has replied and passed a barrier with all others.
 
     Raises:
-        StartError: a process ended, or no message was received in time.
+        StartError: a process ended, or no message was received in time; no process is left.
     """
-    return RankStartup(workers, world_size, progress).wait_until_ready()
+    try:
+        workers.launch(config, checkpoints=checkpoints, progress=progress)
+        startup = RankStartup(workers, config.placement.nproc, progress)
+        workers.mark_ready(startup.wait_until_ready())
+    except BaseException:
+        workers.close()
+        raise

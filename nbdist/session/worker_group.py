@@ -12,8 +12,9 @@ import secrets
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
 
@@ -27,8 +28,7 @@ from nbdist.protocol import messages
 from nbdist.protocol.signing import KEY_BYTES
 from nbdist.redaction import redact_secrets
 from nbdist.session import failure_causes
-from nbdist.session.oom_killer import OomKillCounter
-from nbdist.session.stopped_processes import StoppedProcessWatch
+from nbdist.session.failure_causes import OomKillCounter, StoppedProcessWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,11 +40,8 @@ if TYPE_CHECKING:
     from nbdist.errors import NbdistError
     from nbdist.hardware.discovery import SessionNode
     from nbdist.hardware.telemetry import UsageSnapshot
+    from nbdist.session.config import SessionConfig
     from nbdist.session.failure_causes import WorkerFailure
-    from nbdist.session.hang_detection import State
-    from nbdist.session.rank_process_info import RankProcessInfo
-
-    WaitReady = Callable[["WorkerGroup", int, Callable[[str], None]], list[RankProcessInfo]]
 
 STOP_TIMEOUT_S = 15.0
 REQUEST_TIMEOUT_S = 600.0
@@ -59,8 +56,17 @@ SETTLE_S = 0.3
 """Delay after the first exit, to collect its last output and further exits."""
 
 
-def _ignore_line(_line: str) -> None:
-    """Ignore the line."""
+State = Literal["stopped", "running", "sleeping", ""]
+"""State of a process that does not reply; "" if unknown, as on another node."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcessInfo:
+    """Process of one rank."""
+
+    pid: int
+    created: float
+    device: str
 
 
 class RunningRequest(Protocol):
@@ -91,7 +97,6 @@ class WorkerGroup:
         on_message: called with messages that belong to no request (report, late output).
         on_idle: called on the reader thread periodically; returns True to be called more often.
         on_death: called once when ranks or launcher end unexpectedly; returns the error.
-        wait_ready: called after the ranks were launched; returns them once all are ready.
         on_notice: called with a line when a process stops replying, and when it replies again.
     """
 
@@ -102,8 +107,7 @@ class WorkerGroup:
         on_message: Callable[[int, Message], None],
         on_idle: Callable[[], bool],
         on_death: Callable[[WorkerFailure], RankDied],
-        wait_ready: WaitReady,
-        on_notice: Callable[[str], None] = _ignore_line,
+        on_notice: Callable[[str], None],
     ) -> None:
         self.rank_processes: list[RankProcessInfo] = []
         self.pids: dict[int, int] = {}
@@ -113,7 +117,6 @@ class WorkerGroup:
         self.stopped_process_watch = StoppedProcessWatch()
         self._launcher_provider = launcher_provider
         self._on_notice = on_notice
-        self._wait_ready = wait_ready
         self._on_message, self._on_idle, self._on_death = on_message, on_idle, on_death
         self._launcher_group: LauncherGroup | None = None
         self._channels: RankChannels | None = None
@@ -140,43 +143,45 @@ class WorkerGroup:
 
     # -- life
 
-    def start(
-        self,
-        *,
-        world_size: int,
-        devices: Sequence[str] | None,
-        options: Mapping[str, Any],
-        auto: Mapping[str, Any] | None,
-        hardware: Mapping[str, Any],
-        checkpoints: str,
-        progress: Callable[[str], None],
+    def launch(
+        self, config: SessionConfig, *, checkpoints: str, progress: Callable[[str], None]
     ) -> None:
-        """Start ranks; return when each has replied and passed a barrier.
+        """Have the launchers fork the ranks; `session.startup` waits until they are ready.
 
         Raises:
-            StartError: they failed to start; no process is left.
+            StartError: a launcher failed to start or has exited.
         """
+        nproc = config.placement.nproc
         self._oom = OomKillCounter(self._launcher_provider.memory_events_file)
-        launchers = self.acquire_launchers(
-            "cpu" if devices is None else "cuda", world_size, progress
-        )
+        launchers = self.acquire_launchers(config.placement.kind, nproc, progress)
         if not launchers.is_warm:
             progress("the launcher is warming up")
-        try:
-            self._launch(
-                launchers,
-                world_size,
-                devices,
-                options=dict(options),
-                auto=None if auto is None else dict(auto),
-                hardware=dict(hardware),
-                checkpoints=checkpoints,
-            )
-            self.rank_processes = self._wait_ready(self, world_size, progress)
-        except BaseException:
-            self.close()
-            raise
-        self._up = True
+        self.generation += 1
+        self._end_error = self._missing_since = None
+        self.startup_events, self.rank_exits, self.pids = SimpleQueue(), [], {}
+        self.stopped_process_watch = StoppedProcessWatch()
+        launchers.listener = self._from_launcher
+        devices, auto = config.visible_devices, config.auto if config.is_auto_pending else None
+        launch = messages.LaunchRanks(
+            generation=self.generation,
+            world_size=nproc,
+            devices=None if devices is None else list(devices),
+            options=config.options.to_json(),
+            auto=None if auto is None else dict(auto),
+            hardware=config.hardware.to_json(),
+            machines=discovery.nodes_to_json(self.nodes),
+            run_dir="",
+            bulk_dir="",
+            env=remove_launch_variables(os.environ),
+            cwd=os.getcwd(),  # noqa: PTH109 - a plain string for the wire
+            path=sys.path,
+            checkpoints=checkpoints,
+        )
+        self._channels = launchers.launch(launch, secrets.token_hex(KEY_BYTES), self)
+
+    def mark_ready(self, processes: list[RankProcessInfo]) -> None:
+        """Set the processes of the launched ranks, all of which are ready; watch them."""
+        self.rank_processes, self._up = processes, True
 
     def acquire_launchers(
         self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
@@ -240,39 +245,6 @@ class WorkerGroup:
             self._launcher_group.close()
             self._launcher_group = None
 
-    def _launch(
-        self,
-        launchers: LauncherGroup,
-        world_size: int,
-        devices: Sequence[str] | None,
-        *,
-        options: dict[str, Any],
-        auto: dict[str, Any] | None,
-        hardware: dict[str, Any],
-        checkpoints: str,
-    ) -> None:
-        self.generation += 1
-        self._end_error = self._missing_since = None
-        self.startup_events, self.rank_exits, self.pids = SimpleQueue(), [], {}
-        self.stopped_process_watch = StoppedProcessWatch()
-        launchers.listener = self._from_launcher
-        launch = messages.LaunchRanks(
-            generation=self.generation,
-            world_size=world_size,
-            devices=None if devices is None else list(devices),
-            options=options,
-            auto=auto,
-            hardware=hardware,
-            machines=discovery.nodes_to_json(self.nodes),
-            run_dir="",
-            bulk_dir="",
-            env=remove_launch_variables(os.environ),
-            cwd=os.getcwd(),  # noqa: PTH109 - a plain string for the wire
-            path=sys.path,
-            checkpoints=checkpoints,
-        )
-        self._channels = launchers.launch(launch, secrets.token_hex(KEY_BYTES), self)
-
     def _close_channels(self) -> None:
         if self._channels is not None:
             self._channels.close()
@@ -287,6 +259,11 @@ class WorkerGroup:
             self._launcher_group.send(messages.CleanupFolder(str(folder), remove))
 
     # -- requests
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that are ready."""
+        return len(self.rank_processes)
 
     @property
     def launcher_group(self) -> LauncherGroup:

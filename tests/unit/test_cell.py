@@ -131,7 +131,7 @@ def test_all_late_output_is_shown_at_once() -> None:
 
 def test_a_cell_whose_ranks_are_restarted_while_it_is_sent_ends() -> None:
     workers = Mock()
-    running = CellRunner(workers, Mock())
+    running = CellRunner(workers, Mock(), Mock(), on_send=print)
     cell, _ = cell_of(0)
 
     def restarted(*_: object, **__: object) -> str:
@@ -139,6 +139,6 @@ def test_a_cell_whose_ranks_are_restarted_while_it_is_sent_ends() -> None:
         return "request"
 
     workers.queue_request.side_effect = restarted
-    running.send(cell, world_size=1, checkpoints="")
+    running.send(cell, checkpoints="")
     cell.render_pending(0.0)
     assert cell.finished.is_set()
