@@ -24,7 +24,7 @@ from nbdist.output.status_line import StatusLine
 from nbdist.planner.validation import MeasuredMemory
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
-from nbdist.session import cell_source, lifecycle, panel_hook, planner, push_pull, stacks
+from nbdist.session import cell_source, lifecycle, panel_loader, planner, push_pull, stacks
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session.cell import CellResult
 from nbdist.session.config import SessionConfig
@@ -671,7 +671,7 @@ class Session(lifecycle.SessionLifecycle):
         Raises:
             OptionError: an unknown face, or one that is not available here.
         """
-        panel_hook.panel().show_panel(self, face)
+        panel_loader[0]().show_panel(self, face)
 
     def saves_running(self) -> list[Save]:
         """Return the saves that run in the background."""
@@ -686,7 +686,7 @@ class Session(lifecycle.SessionLifecycle):
         self.panel()
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return panel_hook.panel().static_mime_bundle(self)
+        return panel_loader[0]().static_mime_bundle(self)
 
 
 def current_session() -> Session | None:

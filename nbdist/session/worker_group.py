@@ -363,9 +363,11 @@ class WorkerGroup:
         raises: type[NbdistError] = SessionError,
         patience_s: float = REQUEST_TIMEOUT_S,
     ) -> dict[int, Any]:
-        """Send a request to ranks and return the replies, by rank; as `request_each`."""
-        requests = [(list(ranks), content)]
-        return self._ask(requests, kind, channel=channel, raises=raises, patience_s=patience_s)
+        """Send one request to ranks and return the replies, by rank; as `request_each`."""
+        contents = dict.fromkeys(ranks, content)
+        return self.request_each(
+            contents, kind, channel=channel, raises=raises, patience_s=patience_s
+        )
 
     def request_each(
         self,
@@ -386,32 +388,23 @@ class WorkerGroup:
             RankDied: a rank ended before it replied.
             SessionError: no reply or progress message for `patience_s`.
         """
-        requests = [([rank], content) for rank, content in contents.items()]
-        return self._ask(requests, kind, channel=channel, raises=raises, patience_s=patience_s)
-
-    def _ask(
-        self,
-        contents: Sequence[tuple[list[int], Any]],
-        kind: str,
-        *,
-        channel: Channel,
-        raises: type[NbdistError],
-        patience_s: float,
-    ) -> dict[int, Any]:
         answers: SimpleQueue[tuple[int, str, Message]] = SimpleQueue()
+        groups: dict[int, list[int]] = {}  # ranks with the same content get one message
+        for rank, content in contents.items():
+            groups.setdefault(id(content), []).append(rank)
         requests = [
-            self.queue_request(ranks, channel, kind, content, lambda *answer: answers.put(answer))
-            for ranks, content in contents
+            self.queue_request(
+                ranks, channel, kind, contents[ranks[0]], lambda *answer: answers.put(answer)
+            )
+            for ranks in groups.values()
         ]
-        missing = {rank for ranks, _ in contents for rank in ranks}
         self.wake()
         replies: dict[int, Any] = {}
         try:
-            while missing:
+            while len(replies) < len(contents):
                 rank, answered_on, message = self._answer(answers, kind, patience_s)
                 if answered_on == channel:
                     replies[rank] = message["content"]
-                    missing.discard(rank)
                     if replies[rank].get("status") == "error":
                         raise raises(replies[rank]["error"])
         finally:

@@ -41,7 +41,7 @@ from nbdist.profiler.report import Profile
 from nbdist.protocol import messages
 from nbdist.session import config as session_config
 from nbdist.session import placement
-from nbdist.session.cell import _TAKERS, Cell
+from nbdist.session.cell import Cell
 from nbdist.session.metrics import Metrics
 from tests.hostile.fuzzing import NESTED, hold, mutated, often, plain, texts, trees
 from tests.unit import saved
@@ -397,7 +397,7 @@ CONTENTS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", CONTENTS)
 def test_contents_of_messages_of_a_rank(kind: str, examples: int) -> None:
     channel = "shell" if kind == "execute_reply" else "iopub"
-    assert (channel, kind) in _TAKERS
+    assert (channel, kind) in Cell._HANDLERS
 
     def check(content: Any) -> None:
         cell = Cell((0, 1), Mock(), on_send=lambda *_: None, on_done=lambda _: None)
