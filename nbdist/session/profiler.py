@@ -98,34 +98,25 @@ class ProfileOptions:
                 " stop when the figures are stable."
             )
             raise OptionError(message)
-        _check_types(trace, memory)
-        folder = None if trace is None else Path.cwd() / expand_user(trace)
-        if folder is not None:
-            _check_writable(folder)
-        return cls(steps=steps, trace=folder, memory=memory)
-
-
-def _check_types(trace: object, memory: object) -> None:
-    """Raise OptionError if `trace` is not a path or `memory` is not a bool."""
-    if not isinstance(trace, (str, os.PathLike, NoneType)) or trace == "":
-        message = f"--trace must be a folder, got {trace!r}. Leave it out for no traces."
-        raise OptionError(message)
-    if not isinstance(memory, bool):
-        message = f"memory must be True or False, got {memory!r}."
-        raise OptionError(message)
-
-
-def _check_writable(folder: Path) -> None:
-    """Create a folder for traces; raise OptionError if it is not writable."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return
-    except OSError as error:
-        message = (
-            f"Cannot write to --trace {folder}: {error.strerror or error}. Use a writable folder."
-        )
-        raise OptionError(message) from None
+        if not isinstance(trace, (str, os.PathLike, NoneType)) or trace == "":
+            message = f"--trace must be a folder, got {trace!r}. Leave it out for no traces."
+            raise OptionError(message)
+        if not isinstance(memory, bool):
+            message = f"memory must be True or False, got {memory!r}."
+            raise OptionError(message)
+        if trace is None:
+            return cls(steps=steps, memory=memory)
+        folder = Path.cwd() / expand_user(trace)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return cls(steps=steps, trace=folder, memory=memory)
+        except OSError as error:
+            message = (
+                f"Cannot write to --trace {folder}: {error.strerror or error}. Use a writable"
+                " folder."
+            )
+            raise OptionError(message) from None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -246,13 +237,20 @@ class SessionProfiler:
         if run is None or not run.is_armed:
             return None
         run.ranks, run.text, run.cell = tuple(ranks), "profiling: warm-up", cell
-        replies: dict[int, messages.ProfileStartReply] = {}
+        request = messages.ProfileRequest(
+            id=run.id,
+            ranks=list(ranks),
+            cell="" if cell is None else cell.requests[ranks[0]],
+            running=cell is not None,
+            steps=run.options.steps,
+            limit_s=MAX_PROFILE_S,
+            trace="" if run.options.trace is None else str(run.options.trace),
+            memory=run.options.memory,
+        )
         try:
-            for rank in ranks:
-                request = self._request(run, rank)
-                replies |= self._workers.request_all(
-                    [rank], messages.PROFILE, request, channel="control"
-                )
+            replies: dict[int, messages.ProfileStartReply] = self._workers.request_all(
+                ranks, messages.PROFILE, request, channel="control"
+            )
         except BaseException:
             self.current_run = None
             raise
@@ -264,18 +262,6 @@ class SessionProfiler:
             self.current_run = None
             raise ProfileError(" ".join(run.take_refusal_notes()))
         return run
-
-    def _request(self, run: ProfileRun, rank: int) -> messages.ProfileRequest:
-        return messages.ProfileRequest(
-            id=run.id,
-            ranks=list(run.ranks),
-            cell="" if run.cell is None else run.cell.requests[rank],
-            running=run.cell is not None,
-            steps=run.options.steps,
-            limit_s=MAX_PROFILE_S,
-            trace="" if run.options.trace is None else str(run.options.trace),
-            memory=run.options.memory,
-        )
 
     def update_progress(self, text: str) -> None:
         """Store rank 0's progress; called on the reader thread."""
@@ -326,7 +312,7 @@ class SessionProfiler:
             if run.figures:
                 profile = self._build_profile(run)
                 self.profiles.append(profile)
-                cell.show_bundle(to_mime_bundle(profile))
+                cell.show_bundle({"text/plain": str(profile), "text/html": profile._repr_html_()})
             else:
                 cell.print_line(f"nbdist: no profile: {' '.join(run.take_refusal_notes())}")
         except Exception as error:  # noqa: BLE001 - must not disturb the training
@@ -338,13 +324,9 @@ class SessionProfiler:
 
     def show_pending(self, cell: Cell) -> None:
         """Wait for the profile of a finished cell and show it."""
-        while self._owes(cell):
+        while (run := self.current_run) is not None and run.cell is cell:
             cell.render_pending(WAIT_S)
         cell.render_pending(0)
-
-    def _owes(self, cell: Cell) -> bool:
-        run = self.current_run
-        return run is not None and run.cell is cell
 
     def busy_reason(self) -> str:
         """Return why no other profile can be requested now; "" if one can."""
@@ -354,11 +336,6 @@ class SessionProfiler:
             f"A profile is in progress ({self.current_run.text}). Wait for its result before"
             " starting another one."
         )
-
-
-def to_mime_bundle(profile: Profile) -> dict[str, str]:
-    """Return a profile as a mime bundle."""
-    return {"text/plain": str(profile), "text/html": profile._repr_html_()}
 
 
 def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -> Profile:
@@ -371,6 +348,9 @@ def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -
     cluster, spec = planner.cluster_spec(session), _spec(session, workers, min(run.figures))
     setting = ProfiledConfig(options=session.options, cluster=cluster, model_spec=spec)
     figures = [run.figures[rank] for rank in sorted(run.figures)]
+    others = sorted(set(range(session.world_size)) - set(run.ranks))
+    notes = [f"{rank_names.describe_ranks(others)} did not run this cell."] if others else []
+    notes += run.take_refusal_notes()
     profile = Profile.of(
         figures,
         setting,
@@ -379,20 +359,13 @@ def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -
         ),
         loader_text=lint.find_loader(run.sources),
         before=session.profiles[-1] if session.profiles else None,
-        notes=_absent(run, session.world_size),
+        notes=notes,
     )
     if spec is not None:
         fit_measurements.learn_from_profile(
             profile.ranks, spec=spec, options=session.options, cluster=cluster
         )
     return profile
-
-
-def _absent(run: ProfileRun, world_size: int) -> list[str]:
-    """Return which ranks are missing from the profile, and why."""
-    others = sorted(set(range(world_size)) - set(run.ranks))
-    missing = [f"{rank_names.describe_ranks(others)} did not run this cell."] if others else []
-    return missing + run.take_refusal_notes()
 
 
 def _spec(session: SessionView, workers: WorkerGroup, rank: int) -> ModelSpec | None:

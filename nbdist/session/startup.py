@@ -87,9 +87,7 @@ class RankStartup:
                 return self._workers.startup_events.get(timeout=PROGRESS_INTERVAL_S)
             except Empty:
                 waited += PROGRESS_INTERVAL_S
-            if (
-                self._workers.rank_exits
-            ):  # torch elastic reaps first, and does not report exit code 0
+            if self._workers.rank_exits:  # torch elastic reaps first, and does not report code 0
                 raise StartError(self._why(None))
             self._progress(f"{self._missing()} for {waited:.0f} s")
         msg = (

@@ -419,11 +419,6 @@ def _zero_offload(options: Options, hardware: Hardware) -> JsonObject:
     return sections
 
 
-def _backends_where(wanted: str) -> str:
-    """Names of the backends that support an offload device."""
-    return ", ".join(row.name for row in _ROWS if wanted in row.offloads)
-
-
 def _check_installed(options: Options, hardware: Hardware) -> None:
     """Raise for a DeepSpeed backend without DeepSpeed."""
     if options.strategy.engine == "deepspeed" and not hardware.deepspeed:
@@ -471,9 +466,10 @@ def _check_offload(options: Options) -> None:
         message = "offload nvme needs a folder on a fast local disk: nvme:/path/to/folder."
         raise OptionError(message)
     if device not in strategy.offloads:
+        able = ", ".join(row.name for row in _ROWS if device in row.offloads)
         message = (
             f"Backend {strategy.name} does not support offload to {device}. "
-            f"Use {_backends_where(device)}, or offload none."
+            f"Use {able}, or offload none."
         )
         raise OptionError(message)
     if options.offload_params and not strategy.offload_params:
