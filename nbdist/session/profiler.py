@@ -81,12 +81,7 @@ class ProfileOptions:
         raise OptionError(message)
 
     @classmethod
-    def create(
-        cls,
-        steps: int | None = None,
-        trace: str | os.PathLike[str] | None = None,
-        memory: bool = True,  # noqa: FBT001, FBT002 - as Session.profile has it
-    ) -> Self:
+    def create(cls, steps: int | None = None, trace: object = None, memory: object = True) -> Self:
         """Validate the options and create the folder.
 
         Raises:
