@@ -98,11 +98,10 @@ def _check_owner(folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not created yet
             status = path.stat()
             if status.st_uid not in {os.geteuid(), 0} or status.st_mode & 0o022:
-                message = (
+                raise StartError(
                     f"{str(path)!r} can be written to by others, and code built there is executed."
                     " Make it private (chmod go-w), or set NBDIST_CACHE_DIR to a private folder."
                 )
-                raise StartError(message)
 
 
 def _folder(kind: str) -> Path:
@@ -137,10 +136,9 @@ def _locked(folder: Path, *, progress: Callable[[str], None], limit_s: float) ->
             except BlockingIOError as error:
                 waited = time.monotonic() - start
                 if waited > limit_s:
-                    message = (
+                    raise StartError(
                         f"Another session has been building DeepSpeed's ops for {waited:.0f} s."
-                    )
-                    raise StartError(message) from error
+                    ) from error
                 progress(f"waiting for another session that builds DeepSpeed's ops: {waited:.0f} s")
                 time.sleep(TICK_S)
         yield lock
@@ -194,8 +192,7 @@ def _build(
             child.kill()
             child.wait()
     if child.returncode != 0 or not (folder / f"{op}.so").exists():
-        message = f"Cannot build DeepSpeed's {op} ({_last_line(log)}). See {log}."
-        raise StartError(message)
+        raise StartError(f"Cannot build DeepSpeed's {op} ({_last_line(log)}). See {log}.")
     (folder / BUILT_FILE).touch()
 
 

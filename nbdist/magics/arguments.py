@@ -203,8 +203,7 @@ def split_line(line: str, command: str) -> list[str]:
     try:
         return shlex.split(line)
     except ValueError as error:
-        msg = f"%nbdist {command} {line}: {error}."
-        raise UsageError(msg) from None
+        raise UsageError(f"%nbdist {command} {line}: {error}.") from None
 
 
 def option_flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> list[str]:
@@ -227,20 +226,17 @@ def check_contradictory_options(options: argparse.Namespace) -> None:
         OptionError: there are some.
     """
     if options.auto and options.backend:
-        msg = (
+        raise OptionError(
             f"--auto chooses the backend itself, but --backend {options.backend} was given."
             " Leave one of them out."
         )
-        raise OptionError(msg)
     if not options.profile and (options.steps is not None or options.trace is not None):
-        msg = "--steps and --trace need --profile. Add it, or leave them out."
-        raise OptionError(msg)
+        raise OptionError("--steps and --trace need --profile. Add it, or leave them out.")
     if options.background and options.pull:
-        msg = (
+        raise OptionError(
             "--background and --pull exclude each other: values exist only after the cell has"
             " ended. Use %nbdist wait, then %nbdist pull."
         )
-        raise OptionError(msg)
 
 
 def check_ignored_options(options: argparse.Namespace) -> None:
@@ -252,14 +248,11 @@ def check_ignored_options(options: argparse.Namespace) -> None:
     other = "--calibrate" if options.calibrate else "--show" if options.show else ""
     plain = options.steps is None and options.trace is None and options.memory
     if other and not plain:
-        msg = f"{other} records no steps. Leave out --steps, --trace and --no-memory."
-        raise OptionError(msg)
+        raise OptionError(f"{other} records no steps. Leave out --steps, --trace and --no-memory.")
     if options.calibrate and options.show:
-        msg = "--show and --calibrate exclude each other. Leave one of them out."
-        raise OptionError(msg)
+        raise OptionError("--show and --calibrate exclude each other. Leave one of them out.")
     if options.disk is not None and not options.calibrate:
-        msg = f"--disk {options.disk} needs --calibrate. Add it, or leave --disk out."
-        raise OptionError(msg)
+        raise OptionError(f"--disk {options.disk} needs --calibrate. Add it, or leave --disk out.")
 
 
 def parse_names(names: str) -> list[str]:
@@ -271,6 +264,5 @@ def parse_names(names: str) -> list[str]:
     wanted = names.replace(",", " ").split()
     wrong = [name for name in wanted if not name.isidentifier()]
     if wrong or not wanted:
-        msg = f"Expected variable names such as a,b, got {names!r}."
-        raise OptionError(msg)
+        raise OptionError(f"Expected variable names such as a,b, got {names!r}.")
     return wanted

@@ -229,8 +229,7 @@ class NbDist(Magics):
             print(inspect.getdoc(type(self).nbdist))
             return
         if name not in COMMANDS:
-            msg = f"Unknown command %nbdist {name!r}. Use one of {', '.join(COMMANDS)}."
-            raise UsageError(msg)
+            raise UsageError(f"Unknown command %nbdist {name!r}. Use one of {', '.join(COMMANDS)}.")
         chosen = COMMANDS[name]
         if chosen.parser is None:
             chosen.run(self, rest.strip())
@@ -294,8 +293,7 @@ class NbDist(Magics):
         """
         session = current_session()
         if session is None:
-            msg = "There is no session. Run a %%distribute cell to start one."
-            raise SessionError(msg)
+            raise SessionError("There is no session. Run a %%distribute cell to start one.")
         return session
 
     def notebook_values(self, names: str) -> dict[str, object]:
@@ -352,11 +350,10 @@ class NbDist(Magics):
         After a node failure they start on the remaining nodes, or with --wait on a full set.
         """
         if line not in {"", "--wait"}:
-            message = (
+            raise UsageError(
                 f"%nbdist restart takes only the option --wait, got {line!r}. Use %nbdist switch"
                 " or %%distribute to change options."
             )
-            raise UsageError(message)
         session = self.require_session()
         before = session.placement.num_nodes
         session.restart(wait=bool(line))
@@ -382,8 +379,7 @@ class NbDist(Magics):
                 print(f"-- rank {number} --\n{text}\n")
             return
         if rank and not (rank.isascii() and rank.isdigit()):
-            msg = f"%nbdist log takes a rank such as 0, or --stacks, got {rank!r}."
-            raise UsageError(msg)
+            raise UsageError(f"%nbdist log takes a rank such as 0, or --stacks, got {rank!r}.")
         print(self.require_session().log(int(rank) if rank else None))
 
     @command("switch", arguments.switch_parser)
@@ -508,8 +504,7 @@ def parse_distribute_line(line: str) -> argparse.Namespace:
     try:
         options: argparse.Namespace = parse_argstring(NbDist.distribute, line)
     except ValueError as error:
-        msg = f"%%distribute {line}: {error}."
-        raise UsageError(msg) from None
+        raise UsageError(f"%%distribute {line}: {error}.") from None
     return options
 
 

@@ -109,11 +109,10 @@ def run_plan_command(
 
 def _needed(session: Session | None) -> Session:
     if session is None:
-        message = (
+        raise PlanError(
             "There is no session with a prepared model. Name a model, for example"
             " %nbdist plan 7b --devices 8xA100-80GB."
         )
-        raise PlanError(message)
     return session
 
 

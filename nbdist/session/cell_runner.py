@@ -186,11 +186,10 @@ class CellRunner:
         try:
             return cell is None or cell.joined or CellResult(cell).wait(timeout_s)
         except KeyboardInterrupt:
-            msg = (
+            raise CellInterrupted(
                 "Stopped waiting. The cell keeps running in the background; use"
                 " %nbdist interrupt to interrupt it."
-            )
-            raise CellInterrupted(msg) from None
+            ) from None
 
     def escalate_interrupt(self) -> bool:
         """Escalate the interrupt of the running cell by one stage; return False without one."""

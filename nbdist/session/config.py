@@ -217,11 +217,10 @@ def _placeholder(given: Mapping[str, Any], hardware: strategies.Hardware) -> str
     """
     for name in ("backend", *CONFIG_FILE_ENGINES):
         if name in given:
-            message = (
+            raise OptionError(
                 f"auto chooses the backend itself, but the option {name} was given. Leave one of"
                 " them out."
             )
-            raise OptionError(message)
     refusals: list[OptionError] = []
     for name in strategies.STRATEGIES:
         try:

@@ -286,25 +286,22 @@ class SessionLifecycle:
 
     def _ensure_alive(self) -> None:
         if os.getpid() != self._pid:
-            msg = (
+            raise SessionError(
                 "The session cannot be used in a forked process. Use it in the process that"
                 " created it."
             )
-            raise SessionError(msg)
         if self.state == "stopped":
-            msg = "The session was stopped. Call start() to start new ranks."
-            raise SessionError(msg)
+            raise SessionError("The session was stopped. Call start() to start new ranks.")
         if self._death is not None:
             raise self._death
 
     def _ensure_free(self) -> None:
         self._ensure_alive()
         if self.running is not None:
-            msg = (
+            raise SessionBusy(
                 "A cell is still running on the ranks. Wait for it with %nbdist wait, interrupt it"
                 " with %nbdist interrupt, or start new ranks with %nbdist restart."
             )
-            raise SessionBusy(msg)
         while (request := self._workers.collective_request) is not None:
             if not request.finished.is_set():
                 raise SessionBusy(request.busy_message())

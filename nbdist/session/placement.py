@@ -157,8 +157,7 @@ def parse_nproc(given: int | str) -> int:
     """
     text = str(given).strip()
     if isinstance(given, bool) or not _INDEX.fullmatch(text) or int(text) < 1:
-        message = f"-n must be an integer >= 1, got {_short(given)}."
-        raise OptionError(message)
+        raise OptionError(f"-n must be an integer >= 1, got {_short(given)}.")
     return int(text)
 
 
@@ -172,11 +171,10 @@ def parse_gpus(text: str) -> tuple[int, ...]:
         return ()
     parts = [part.strip() for part in text.split(",")]
     if not all(map(_INDEX.fullmatch, parts)):
-        message = (
+        raise OptionError(
             f"--gpus must be a list of indices such as 0,2, or none for CPU ranks, got"
             f" {_short(text)}."
         )
-        raise OptionError(message)
     return tuple(map(int, parts))
 
 
@@ -227,20 +225,17 @@ def _chosen_gpus(gpus: str | Sequence[int] | None, machine: Machine) -> tuple[in
         raise OptionError(message) from error
     for index in chosen:
         if isinstance(index, bool) or not isinstance(index, int):
-            message = f"GPU indices must be integers such as [0, 2], got {_short(index)}."
-            raise OptionError(message)
+            raise OptionError(f"GPU indices must be integers such as [0, 2], got {_short(index)}.")
         if not 0 <= index < len(machine.gpus):
-            message = (
+            raise OptionError(
                 f"GPU {index} is not visible. Use --gpus with some of"
                 f" {_listed(range(len(machine.gpus)))}."
                 if machine.gpus
                 else f"GPU {index} is not visible: no GPU was found. Leave --gpus out for CPU"
                 " ranks."
             )
-            raise OptionError(message)
     if len(set(chosen)) != len(chosen):
-        message = f"--gpus {_listed(chosen)} repeats a GPU. Each rank needs its own."
-        raise OptionError(message)
+        raise OptionError(f"--gpus {_listed(chosen)} repeats a GPU. Each rank needs its own.")
     return chosen
 
 

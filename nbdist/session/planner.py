@@ -179,11 +179,10 @@ def compare_with_measured(session: SessionWithModel) -> PlanValidation:
 
     measured = {rank: memory for rank, memory in session.measured().items() if memory is not None}
     if not measured:
-        message = (
+        raise PlanError(
             "No measurement yet: ranks measure their memory in the third optimizer step after"
             " accelerator.prepare(). Train some steps first."
         )
-        raise PlanError(message)
     first = measured[min(measured)]
     description = session.model_spec(
         batch_size=first.batch_size, seq_len=first.seq_len, kind=session.hardware.kind

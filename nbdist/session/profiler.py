@@ -74,11 +74,10 @@ class ProfileOptions:
             return cls.create()
         if isinstance(profile, Mapping) and profile.keys() <= set(known):
             return cls.create(**profile)
-        message = (
+        raise OptionError(
             f"profile must be True, False or a dict of {', '.join(known)} such as"
             f' {{"steps": 10}}, got {profile!r}.'
         )
-        raise OptionError(message)
 
     @classmethod
     def create(cls, steps: int | None = None, trace: object = None, memory: object = True) -> Self:
@@ -88,17 +87,15 @@ class ProfileOptions:
             OptionError: a number of steps that is not allowed, or a folder that is not writable.
         """
         if steps is not None and (type(steps) is not int or not 1 <= steps <= MAX_STEPS):
-            message = (
+            raise OptionError(
                 f"--steps must be an integer from 1 to {MAX_STEPS}, got {steps}. Leave it out to"
                 " stop when the figures are stable."
             )
-            raise OptionError(message)
         if not isinstance(trace, (str, os.PathLike, NoneType)) or trace == "":
             message = f"--trace must be a folder, got {trace!r}. Leave it out for no traces."
             raise OptionError(message)
         if not isinstance(memory, bool):
-            message = f"memory must be True or False, got {memory!r}."
-            raise OptionError(message)
+            raise OptionError(f"memory must be True or False, got {memory!r}.")
         if trace is None:
             return cls(steps=steps, memory=memory)
         folder = Path.cwd() / expand_user(trace)
@@ -107,11 +104,10 @@ class ProfileOptions:
             with tempfile.TemporaryFile(dir=folder):
                 return cls(steps=steps, trace=folder, memory=memory)
         except OSError as error:
-            message = (
+            raise OptionError(
                 f"Cannot write to --trace {folder}: {error.strerror or error}. Use a writable"
                 " folder."
-            )
-            raise OptionError(message) from None
+            ) from None
 
 
 @dataclass(slots=True, kw_only=True)

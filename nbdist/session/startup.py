@@ -90,11 +90,10 @@ class RankStartup:
             if self._workers.rank_exits:  # torch elastic reaps first, and does not report code 0
                 raise StartError(self._why(None))
             self._progress(f"{self._missing()} for {waited:.0f} s")
-        msg = (
+        raise StartError(
             f"No message from the ranks for {patience_s:.0f} s. {self._workers.log_excerpt()}\n"
             f"Stacks of the processes:\n{stacks.startup_stacks(self._workers)}"
         )
-        raise StartError(msg)
 
     def _missing(self) -> str:
         if not self._workers.is_warm:

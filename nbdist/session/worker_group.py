@@ -422,8 +422,7 @@ class WorkerGroup:
                 self.cancel_unanswerable(kind)
             else:
                 return answer
-        msg = f"No reply from the ranks to {kind} for {patience_s:.0f} s."
-        raise SessionError(msg)
+        raise SessionError(f"No reply from the ranks to {kind} for {patience_s:.0f} s.")
 
     def cancel_unanswerable(self, kind: str) -> None:
         """Raise if no reply to a request can arrive anymore.

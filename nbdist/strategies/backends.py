@@ -154,8 +154,7 @@ class Options:
         known = cls.__dataclass_fields__.keys()
         unknown = sorted(fields.keys() - known)
         if unknown:
-            message = f"Unknown option {', '.join(unknown)}. Use {', '.join(known)}."
-            raise OptionError(message)
+            raise OptionError(f"Unknown option {', '.join(unknown)}. Use {', '.join(known)}.")
         return cls(**fields)
 
     def describe(self) -> str:
@@ -392,8 +391,7 @@ def canonical_backend(name: str) -> str:
     """
     resolved = ALIASES.get(name, name)
     if resolved not in STRATEGIES:
-        message = f"Unknown backend {name!r}. Use one of {', '.join(BACKENDS)}."
-        raise OptionError(message)
+        raise OptionError(f"Unknown backend {name!r}. Use one of {', '.join(BACKENDS)}.")
     return resolved
 
 
@@ -423,11 +421,10 @@ def _check_installed(options: Options, hardware: Hardware) -> None:
     """Raise for a DeepSpeed backend without DeepSpeed."""
     if options.strategy.engine == "deepspeed" and not hardware.deepspeed:
         others = ", ".join(row.name for row in _ROWS if row.engine != "deepspeed")
-        message = (
+        raise OptionError(
             f"Backend {options.backend} needs DeepSpeed, which is not installed: "
             f"`pip install deepspeed`, or use {others}."
         )
-        raise OptionError(message)
 
 
 def _check_numbers(options: Options) -> None:
@@ -447,40 +444,34 @@ def _check_config_owner(options: Options) -> None:
     for engine, content in files.items():
         if content is not None and options.strategy.engine != engine:
             owners = ", ".join(row.name for row in _ROWS if row.engine == engine)
-            message = (
+            raise OptionError(
                 f"A {engine}_config cannot be used with backend {options.backend}, only with"
                 f" {owners}."
             )
-            raise OptionError(message)
 
 
 def _check_offload(options: Options) -> None:
     """Raise for an offload that the backend does not support."""
     device, strategy = options.offload_device, options.strategy
     if device not in {"none", "cpu", "nvme"} or (device != "nvme" and options.offload_path):
-        message = (
+        raise OptionError(
             f"Unknown offload {abbreviate(options.offload)}. Use one of {', '.join(OFFLOADS)}."
         )
-        raise OptionError(message)
     if device == "nvme" and not options.offload_path:
-        message = "offload nvme needs a folder on a fast local disk: nvme:/path/to/folder."
-        raise OptionError(message)
+        raise OptionError("offload nvme needs a folder on a fast local disk: nvme:/path/to/folder.")
     if device not in strategy.offloads:
         able = ", ".join(row.name for row in _ROWS if device in row.offloads)
-        message = (
+        raise OptionError(
             f"Backend {strategy.name} does not support offload to {device}. "
             f"Use {able}, or offload none."
         )
-        raise OptionError(message)
     if options.offload_params and not strategy.offload_params:
         able = ", ".join(row.name for row in _ROWS if row.offload_params)
-        message = f"Backend {strategy.name} cannot offload parameters. Use {able}."
-        raise OptionError(message)
+        raise OptionError(f"Backend {strategy.name} cannot offload parameters. Use {able}.")
     if options.offload_params and device == "none":
-        message = (
+        raise OptionError(
             "offload_params needs an offload device. Add offload cpu (or nvme:PATH with zero3)."
         )
-        raise OptionError(message)
 
 
 def _check_replication(options: Options, hardware: Hardware) -> None:
@@ -489,30 +480,26 @@ def _check_replication(options: Options, hardware: Hardware) -> None:
     ranks, nodes = hardware.world_size, hardware.nodes
     if across not in REPLICATE_ACROSS:
         allowed = ", ".join(REPLICATE_ACROSS)
-        message = f"Unknown replicate_across {abbreviate(across)}. Use one of {allowed}."
-        raise OptionError(message)
+        raise OptionError(f"Unknown replicate_across {abbreviate(across)}. Use one of {allowed}.")
     if across == "none":
         return
     if not options.strategy.can_replicate:
         able = ", ".join(row.name for row in _ROWS if row.can_replicate)
-        message = (
+        raise OptionError(
             f"Backend {name} cannot replicate across nodes. Use {able}, or replicate_across none."
         )
-        raise OptionError(message)
     if nodes == 1:
-        message = (
+        raise OptionError(
             "replicate_across nodes needs ranks on several machines, but all ranks are on one and"
             " share one set of shards. Leave it out."
         )
-        raise OptionError(message)
     if ranks % nodes or ranks == nodes:
         per_node = "one rank on each" if ranks == nodes else "not the same number on each"
-        message = (
+        raise OptionError(
             f"replicate_across nodes needs the same number of ranks on each node, at least two,"
             f" but {ranks} ranks on {nodes} nodes are {per_node}. Leave it out"
             f"{', or use ddp' if ranks == nodes else ''}."
         )
-        raise OptionError(message)
 
 
 def _precision(options: Options, hardware: Hardware) -> str:
@@ -531,8 +518,7 @@ def _precision(options: Options, hardware: Hardware) -> str:
     }
     if not supported[precision]:
         allowed = ", ".join(name for name in PRECISIONS if supported[name])
-        message = f"precision {precision} needs {_NEEDS[precision]}. Use one of {allowed}."
-        raise OptionError(message)
+        raise OptionError(f"precision {precision} needs {_NEEDS[precision]}. Use one of {allowed}.")
     return precision
 
 

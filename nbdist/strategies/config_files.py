@@ -77,19 +77,16 @@ def load_config(given: str | Path) -> JsonObject:
         text = file.read_text(encoding="utf-8")
         content: Any = yaml.safe_load(text) if is_yaml else json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
-        message = f"Cannot read the config file {str(given)!r}: {error}."
-        raise OptionError(message) from error
+        raise OptionError(f"Cannot read the config file {str(given)!r}: {error}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = f"is not JSON ({error}). Name it .yaml if it is YAML."
         if is_yaml:
             problem = f"is not YAML: {' '.join(str(error).split())}."
-        message = f"{str(file)!r} {problem}"
-        raise OptionError(message) from error
+        raise OptionError(f"{str(file)!r} {problem}") from error
     section = content.get("fsdp_config", content) if isinstance(content, dict) else content
     if not isinstance(section, dict) or not all(isinstance(key, str) for key in section):
         kind = type(section).__name__
-        message = f"{str(given)!r} must contain a mapping with string keys, got {kind}."
-        raise OptionError(message)
+        raise OptionError(f"{str(given)!r} must contain a mapping with string keys, got {kind}.")
     return section
 
 
@@ -105,11 +102,10 @@ def _agree(option: str, given: object, key: str, filed: object, *, unset: object
         return given
     if given == unset:
         return filed
-    message = (
+    raise OptionError(
         f"{option} is {abbreviate(given)} but the config file has {key} = {abbreviate(filed)}."
         " Remove one of them."
     )
-    raise OptionError(message)
 
 
 def read_fsdp_config(
@@ -128,19 +124,17 @@ def read_fsdp_config(
         plain[_FSDP_FILE_NAMES.get(short, short)] = value
     unknown = sorted(plain.keys() - FSDP_KEYS)
     if unknown:
-        message = (
+        raise OptionError(
             f"Unknown keys in the fsdp_config: {', '.join(unknown)[:_SHOWN]}. "
             f"Use {', '.join(sorted(FSDP_KEYS))}."
         )
-        raise OptionError(message)
     wanted = plain.pop("fsdp_version", None)
     if wanted is not None and str(wanted) != str(version):
         named = str(wanted)[:_SHOWN]
-        message = (
+        raise OptionError(
             f"The fsdp_config is for version {named} but the backend is {options['backend']}. "
             f"Use backend fsdp{named}."
         )
-        raise OptionError(message)
     if "reshard_after_forward" in plain:
         plain["reshard_after_forward"] = _resharding(plain["reshard_after_forward"], version)
     offload = "cpu" if plain.pop("cpu_offload", False) else None
@@ -162,11 +156,10 @@ def _resharding(value: object, version: int) -> object:
     allowed, hint = "true or false", ""
     if version == 1:
         allowed, hint = "FULL_SHARD", " To keep parameters gathered, use sharding_strategy."
-    message = (
+    raise OptionError(
         f"reshard_after_forward in the fsdp_config of fsdp{version} must be {allowed},"
         f" got {abbreviate(value)}.{hint}"
     )
-    raise OptionError(message)
 
 
 def read_deepspeed_config(
@@ -182,16 +175,14 @@ def read_deepspeed_config(
     zero = content.get("zero_optimization", {})
     for name, section in {"zero_optimization": zero, **_sections(zero)}.items():
         if not isinstance(section, dict):
-            message = f"{name} of the deepspeed_config must be a mapping."
-            raise OptionError(message)
+            raise OptionError(f"{name} of the deepspeed_config must be a mapping.")
     wanted = zero.get("stage", "auto")
     if wanted not in ("auto", stage):
         named = str(wanted)[:_SHOWN]
-        message = (
+        raise OptionError(
             f"The deepspeed_config has ZeRO stage {named} but the backend is {options['backend']}. "
             f"Use backend zero{named} or change the stage."
         )
-        raise OptionError(message)
     accumulate = content.get("gradient_accumulation_steps")
     clipping = content.get("gradient_clipping") or None
     enabled = [
