@@ -80,7 +80,12 @@ class ProfileOptions:
         )
 
     @classmethod
-    def create(cls, steps: int | None = None, trace: object = None, memory: object = True) -> Self:
+    def create(
+        cls,
+        steps: int | None = None,
+        trace: object = None,
+        memory: object = True,  # noqa: FBT002 - as Session.profile has it
+    ) -> Self:
         """Validate the options and create the folder.
 
         Raises:

@@ -192,9 +192,7 @@ class Options:
                 options.
         """
         options = replace(self, backend=canonical_backend(self.backend))
-        _check_installed(options, hardware)
-        _check_numbers(options)
-        _check_config_owner(options)
+        _check_engine(options, hardware)
         level = options.strategy.level
         # asdict would copy nested containers; a config may refer to the same one a million times.
         given = {field.name: getattr(options, field.name) for field in fields(options)}
@@ -258,7 +256,16 @@ class Strategy:
     def deepspeed_config(self, options: Options, hardware: Hardware) -> JsonObject:
         """Return a DeepSpeed config. `prepare()` fills "auto"; the user's file takes precedence."""
         zero: JsonObject = {"stage": self.level} | _ZERO_STAGE_KEYS.get(self.level, {})
-        zero |= _zero_offload(options, hardware)
+        if options.offload_device != "none":
+            where: JsonObject = {
+                "device": options.offload_device,
+                "pin_memory": hardware.kind == "cuda",
+            }
+            if options.offload_path:
+                where["nvme_path"] = options.offload_path
+            zero["offload_optimizer"] = where
+            if options.offload_params:
+                zero["offload_param"] = dict(where)
         config: JsonObject = {
             "train_micro_batch_size_per_gpu": "auto",
             "train_batch_size": "auto",
@@ -405,48 +412,29 @@ def _merged(base: JsonObject, top: Mapping[str, Any]) -> JsonObject:
     return merged
 
 
-def _zero_offload(options: Options, hardware: Hardware) -> JsonObject:
-    if options.offload_device == "none":
-        return {}
-    where: JsonObject = {"device": options.offload_device, "pin_memory": hardware.kind == "cuda"}
-    if options.offload_path:
-        where["nvme_path"] = options.offload_path
-    sections: JsonObject = {"offload_optimizer": where}
-    if options.offload_params:
-        sections["offload_param"] = dict(where)
-    return sections
-
-
-def _check_installed(options: Options, hardware: Hardware) -> None:
-    """Raise for a DeepSpeed backend without DeepSpeed."""
-    if options.strategy.engine == "deepspeed" and not hardware.deepspeed:
+def _check_engine(options: Options, hardware: Hardware) -> None:
+    """Raise if DeepSpeed is not installed, for a file of another engine, or a number out of range."""
+    engine = options.strategy.engine
+    if engine == "deepspeed" and not hardware.deepspeed:
         others = ", ".join(row.name for row in _ROWS if row.engine != "deepspeed")
         raise OptionError(
             f"Backend {options.backend} needs DeepSpeed, which is not installed: "
             f"`pip install deepspeed`, or use {others}."
         )
-
-
-def _check_numbers(options: Options) -> None:
-    """Raise for numbers out of range."""
     accumulate, clip = options.accumulate, options.clip
     if type(accumulate) is not int or accumulate < 1:
-        message = f"accumulate (micro batches) must be an integer >= 1, got {accumulate!r}."
-        raise OptionError(message)
+        raise OptionError(
+            f"accumulate (micro batches) must be an integer >= 1, got {accumulate!r}."
+        )
     if clip is not None and not 0 < clip < float("inf"):
-        message = f"clip (maximum gradient norm) must be a finite number > 0, got {clip!r}."
-        raise OptionError(message)
-
-
-def _check_config_owner(options: Options) -> None:
-    """Raise for a config file of another engine."""
-    files = {"fsdp": options.fsdp_config, "deepspeed": options.deepspeed_config}
-    for engine, content in files.items():
-        if content is not None and options.strategy.engine != engine:
-            owners = ", ".join(row.name for row in _ROWS if row.engine == engine)
+        raise OptionError(
+            f"clip (maximum gradient norm) must be a finite number > 0, got {clip!r}."
+        )
+    for owner, content in (("fsdp", options.fsdp_config), ("deepspeed", options.deepspeed_config)):
+        if content is not None and engine != owner:
+            able = ", ".join(row.name for row in _ROWS if row.engine == owner)
             raise OptionError(
-                f"A {engine}_config cannot be used with backend {options.backend}, only with"
-                f" {owners}."
+                f"A {owner}_config cannot be used with backend {options.backend}, only with {able}."
             )
 
 
