@@ -413,7 +413,7 @@ def _merged(base: JsonObject, top: Mapping[str, Any]) -> JsonObject:
 
 
 def _check_engine(options: Options, hardware: Hardware) -> None:
-    """Raise if DeepSpeed is not installed, for a file of another engine, or a number out of range."""
+    """Raise without DeepSpeed, for a file of another engine, or for a number out of range."""
     engine = options.strategy.engine
     if engine == "deepspeed" and not hardware.deepspeed:
         others = ", ".join(row.name for row in _ROWS if row.engine != "deepspeed")
