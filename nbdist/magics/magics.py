@@ -249,7 +249,7 @@ class NbDist(Magics):
         session = current_session()
         if session is not None and options.on is not None and options.on != session.on:
             # Created first: if it fails, the current session keeps running.
-            moved = self.new_session(options, changes)
+            moved = self.new_session(changes)
             print(
                 f"nbdist: on {session.on} -> {options.on}: starting new ranks; variables of the old"
                 " ranks are lost"
@@ -257,7 +257,7 @@ class NbDist(Magics):
             session.stop()
             return moved.start()
         if session is None:
-            return self.new_session(options, changes).start()
+            return self.new_session(changes).start()
         differing = session.differing(**changes)
         if options.fresh:
             session.restart(**changes)
@@ -269,16 +269,12 @@ class NbDist(Magics):
             print(session.switch(**changes))
         return session
 
-    def new_session(self, arguments: argparse.Namespace, options: Mapping[str, Any]) -> Session:
+    def new_session(self, options: Mapping[str, Any]) -> Session:
         """Return a new session with the options of the line; its ranks are not started."""
-        return Session(
-            **{**self.session_defaults(arguments), **options}, engine=self.launcher_provider
-        )
-
-    def session_defaults(self, options: argparse.Namespace) -> dict[str, Any]:
-        """Return the configured options of a new session; --auto sets backend and offload."""
-        of_auto = {"backend", "offload"} if options.auto else set()
-        return {name: getattr(self, name) for name in self.default_names() if name not in of_auto}
+        chosen_by_auto = {"backend", "offload"} if options.get("auto") else set()
+        names = [name for name in self.default_names() if name not in chosen_by_auto]
+        defaults = {name: getattr(self, name) for name in names}
+        return Session(**{**defaults, **options}, engine=self.launcher_provider)
 
     @classmethod
     def default_names(cls) -> list[str]:
@@ -438,14 +434,10 @@ class NbDist(Magics):
             root = self.checkpoints or session_checkpoints.DEFAULT_FOLDER
             print(session_checkpoints.Checkpoints(session_checkpoints.parse_root(root)))
 
-    @command("plan", flags=tuple(arguments.option_flags(plan.plan_parser())))
-    def plan_command(self, line: str) -> None:
+    @command("plan", plan.plan_parser)
+    def plan_command(self, options: argparse.Namespace) -> None:
         """Show what every strategy needs for a model, or compare a plan with measurements."""
-        answer = plan.run_plan_command(line, self.shell.user_ns, current_session())
-        if isinstance(answer, str):
-            print(answer)
-        else:
-            display(answer)
+        display(plan.run_plan_command(options, self.shell.user_ns, current_session()))
 
     @command("profile", arguments.profile_parser)
     def profile_command(self, options: argparse.Namespace) -> None:

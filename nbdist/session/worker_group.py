@@ -146,14 +146,13 @@ class WorkerGroup:
     def launch(
         self, config: SessionConfig, *, checkpoints: str, progress: Callable[[str], None]
     ) -> None:
-        """Have the launchers fork the ranks; `session.startup` waits until they are ready.
+        """Have the acquired launchers fork the ranks; `session.startup` waits for them.
 
         Raises:
-            StartError: a launcher failed to start or has exited.
+            StartError: a launcher has exited.
         """
-        nproc = config.placement.nproc
         self._oom = OomKillCounter(self._launcher_provider.memory_events_file)
-        launchers = self.acquire_launchers(config.placement.kind, nproc, progress)
+        launchers = self.launcher_group
         if not launchers.is_warm:
             progress("the launcher is warming up")
         self.generation += 1
@@ -164,7 +163,7 @@ class WorkerGroup:
         devices, auto = config.visible_devices, config.auto if config.is_auto_pending else None
         launch = messages.LaunchRanks(
             generation=self.generation,
-            world_size=nproc,
+            world_size=config.placement.nproc,
             devices=None if devices is None else list(devices),
             options=config.options.to_json(),
             auto=None if auto is None else dict(auto),

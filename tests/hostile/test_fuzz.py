@@ -163,11 +163,16 @@ def test_the_line_of_a_command(command: str, examples: int) -> None:
     hold(check, lines(arguments.option_flags(parser)), examples)
 
 
+def plan_of(line: str) -> None:
+    options = plan.plan_parser().parse_args(arguments.split_line(line, "plan"))
+    plan.run_plan_command(options, {}, None)
+
+
 @often
 @pytest.mark.fault("F6")
 def test_the_line_of_plan(examples: int) -> None:
     def check(line: str) -> None:
-        quietly(lambda: plan.run_plan_command(line, {}, None))
+        quietly(lambda: plan_of(line))
 
     # sizes and nonsense alone: a plan of a good model takes a while
     hold(check, lines(["--devices", "--batch-size", "--seq-len", "--check"]), examples)
@@ -352,7 +357,7 @@ def test_json_that_is_too_deep_or_odd_is_refused_everywhere(text: str, tmp_path:
     quietly(lambda: strategies.load_config(file))
     quietly(lambda: strategies.load_config("{" + text))
     quietly(lambda: Manifest.from_json(text.encode()))
-    quietly(lambda: plan.run_plan_command(f"{tmp_path}", {}, None))
+    quietly(lambda: plan_of(f"{tmp_path}"))
     memory_calibration.MemoryCalibration(file)
     with pytest.raises(ValueError, match="is not a launcher message"):
         messages.decode_line(text.encode())
