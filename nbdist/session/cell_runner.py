@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from nbdist.errors import RankDied
     from nbdist.output.rank_log import RankLog
     from nbdist.output.renderer import ShownRanks
-    from nbdist.session.hang_detection import RankActivityPoller
     from nbdist.session.profiler import SessionProfiler
+    from nbdist.session.rank_activity import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 MAX_CELLS = 64

@@ -19,8 +19,8 @@ from nbdist import rank_sets as rank_names
 from nbdist.errors import CellInterrupted
 from nbdist.output import tracebacks
 from nbdist.protocol import messages
-from nbdist.session.hang_detection import RankActivityPoller
 from nbdist.session.interrupt import InterruptEscalation
+from nbdist.session.rank_activity import RankActivityPoller
 from nbdist.signals import suppress_interrupt
 
 if TYPE_CHECKING:

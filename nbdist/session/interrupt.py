@@ -37,7 +37,8 @@ from nbdist.session.hang_detection import described, detect_hang, have_collectiv
 if TYPE_CHECKING:
     from nbdist.cluster.rank_channels import Channel, Message
     from nbdist.errors import RankDied
-    from nbdist.session.hang_detection import Hang, RankActivityPoller
+    from nbdist.session.hang_detection import Hang
+    from nbdist.session.rank_activity import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 TO_ABORT, TO_END = 2, 3

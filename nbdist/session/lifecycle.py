@@ -29,13 +29,13 @@ from nbdist.protocol import messages
 from nbdist.session import cell_source, checkpoints, config, failure_causes, push_pull, startup
 from nbdist.session.cell_runner import CellRunner
 from nbdist.session.config import FIXED_OPTIONS, ClusterOptions, SessionConfig
-from nbdist.session.hang_detection import RankActivityPoller
 from nbdist.session.locking import exclusive, show_wait_reason
 from nbdist.session.metrics import Metrics
 from nbdist.session.model_query import PreparedModelQuery
 from nbdist.session.placement import check_usable, mixed_gpus_warning
 from nbdist.session.profiler import SessionProfiler, build_profile
 from nbdist.session.progress import CurrentOperation
+from nbdist.session.rank_activity import RankActivityPoller
 from nbdist.session.training_events import TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
 

@@ -129,6 +129,8 @@ class WorkerGroup:
         self._ended: messages.AllRanksExited | None = None
         """The last exit that the launcher reported, of any generation."""
         self._up = self._dying = False
+        self._end_known = threading.Event()
+        """Set when the cause of the ranks' end is known."""
         self.collective_request: RunningRequest | None = None
         """The current request to all ranks, or None."""
         self._end_error: RankDied | None = None
@@ -431,9 +433,8 @@ class WorkerGroup:
         """
         if self._up:
             return
-        deadline = time.monotonic() + REPORT_S
-        while self._dying and time.monotonic() < deadline:
-            time.sleep(0.01)  # another thread determines the cause
+        if self._dying:  # another thread determines the cause
+            self._end_known.wait(REPORT_S)
         raise self._end_error or RankDied(f"The ranks ended before they replied to {kind}.")
 
     def wake(self) -> None:
@@ -525,9 +526,10 @@ class WorkerGroup:
     ) -> None:
         with self._lock:
             was_up, self._up = self._up, False
-            self._dying = self._dying or was_up
-        if not was_up:
-            return
+            if not was_up:
+                return
+            self._dying = True
+            self._end_known.clear()
         death = death or self.find_failure(ended)
         if self._launcher_group is not None:
             self._launcher_group.resume_stopped()
@@ -535,6 +537,7 @@ class WorkerGroup:
                 self._launcher_group.send(messages.StopRanks())
         self._end_error = self._on_death(death)
         self._dying = False
+        self._end_known.set()
 
     def find_failure(self, ended: messages.AllRanksExited | None) -> WorkerFailure:
         """Return the cause of the ranks' end."""

@@ -12,11 +12,11 @@ import nbdist
 from nbdist.errors import OptionError, RankDied
 from nbdist.output import status_line
 from nbdist.output.status_line import StatusLine
-from nbdist.session import hang_detection, lifecycle, model_query, progress
-from nbdist.session.hang_detection import RankActivityPoller
+from nbdist.session import lifecycle, model_query, progress, rank_activity
 from nbdist.session.locking import exclusive
 from nbdist.session.model_query import PreparedModelQuery
 from nbdist.session.progress import CurrentOperation, parse_fraction_done
+from nbdist.session.rank_activity import RankActivityPoller
 from nbdist.session.session import Session
 from nbdist.session.training_events import MAX_EVENTS, TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
@@ -339,7 +339,7 @@ def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyP
     assert workers.sent[1:] == ["0.1"]
     assert {rank: one["line"] for rank, one in places.latest_replies().items()} == {0: 7}
     assert "0,1.0" in workers.routes  # rank 1 may answer it still
-    monkeypatch.setattr(hang_detection, "REPLY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(rank_activity, "REPLY_TIMEOUT_S", 0.0)
     places.poll_ranks([1])
     assert workers.sent[2:] == ["1.2"]
     assert "0,1.0" not in workers.routes
