@@ -123,19 +123,18 @@ class SessionConfig:
             placement, machine, () if where is None else where.nodes
         )
         if auto:
-            placeholder = _placeholder(options, hardware)
-            given = {name: getattr(placeholder, name) for name in options}
-            return cls(
-                placement,
-                hardware,
-                placeholder,
-                bool(machine.gpus),
-                given,
-                is_auto_pending=True,
-                requested_options=requested,
-            )
-        checked = strategies.Options.from_fields(options).validate(hardware)
-        return cls(placement, hardware, checked, bool(machine.gpus), requested_options=requested)
+            checked = _placeholder(options, hardware)
+        else:
+            checked = strategies.Options.from_fields(options).validate(hardware)
+        return cls(
+            placement,
+            hardware,
+            checked,
+            has_gpus=bool(machine.gpus),
+            auto={name: getattr(checked, name) for name in options} if auto else None,
+            is_auto_pending=bool(auto),
+            requested_options=requested,
+        )
 
     def with_node_hardware(self, where: ClusterOptions) -> SessionConfig:
         """Return the choice updated with the nodes' GPUs, whose capability is known only then.

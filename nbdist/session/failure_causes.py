@@ -136,7 +136,7 @@ def rank_failure(
         if end.code not in {None, -signal.SIGTERM, -signal.SIGKILL}
     )
     return WorkerFailure(
-        process_name=f"rank {first.rank}{_on(first.node)}",
+        process_name=f"rank {first.rank}" + (f" on {first.node}" if first.node else ""),
         exit_description=describe_exit(first.code, None if first.node else oom),
         rank=first.rank,
         stack=stack_of.get(first.rank, "") if crashed else "",
@@ -153,15 +153,12 @@ def launcher_failure(
     if ended is not None and LAUNCHER_NAME in ended.exitcodes:
         code = ended.exitcodes[LAUNCHER_NAME]
         how = describe_exit(code, None if ended.node else oom)
-        return WorkerFailure(process_name=f"{LAUNCHER_NAME}{_on(ended.node)}", exit_description=how)
+        name = LAUNCHER_NAME + (f" on {ended.node}" if ended.node else "")
+        return WorkerFailure(process_name=name, exit_description=how)
     return WorkerFailure(
         process_name="",
         exit_description=ended.error if ended and ended.error else "the ranks ended",
     )
-
-
-def _on(node: str) -> str:
-    return f" on {node}" if node else ""
 
 
 def with_exit_code(
