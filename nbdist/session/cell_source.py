@@ -28,21 +28,13 @@ def check_code(code: str) -> None:
         raise OptionError(msg)
     if code.lstrip().startswith("%%"):
         return  # only the cell magic can parse its body
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     try:
-        parse_cell(code)
+        compile(code, CELL_FILE_NAME, "exec", flags=flags, dont_inherit=True)
     except SyntaxError:
         # Magics and !shell. Not transformed first: that costs half a millisecond per cell.
-        parse_cell(TransformerManager().transform_cell(code))
-
-
-def parse_cell(code: str) -> None:
-    """Parse `code` as Python with top-level await.
-
-    Raises:
-        SyntaxError: it is not valid.
-    """
-    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    compile(code, CELL_FILE_NAME, "exec", flags=flags, dont_inherit=True)
+        python = TransformerManager().transform_cell(code)
+        compile(python, CELL_FILE_NAME, "exec", flags=flags, dont_inherit=True)
 
 
 def cell_file_name(code: str) -> str:

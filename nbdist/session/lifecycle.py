@@ -58,7 +58,7 @@ NEWEST_S = 1.0
 """Timeout for listing checkpoints after ranks have died: the file system may hang."""
 
 
-_current: list[SessionLifecycle | None] = [None]
+current: list[SessionLifecycle | None] = [None]
 """The session that was started last and not stopped."""
 
 
@@ -343,7 +343,7 @@ class SessionLifecycle:
             line.show(". ".join(filter(None, (ready, mixed_gpus_warning(self.nodes), *notes))))
         self._mark_ready()
         self.started_at = self.started_at or time.time()
-        _current[0] = self
+        current[0] = self
         return self
 
     def _mark_ready(self) -> None:
@@ -394,8 +394,8 @@ class SessionLifecycle:
         self._no_more_saves("the session was stopped")
         self._where.close()
         self.state = "stopped"
-        if _current[0] is self:
-            _current[0] = None
+        if current[0] is self:
+            current[0] = None
         callbacks, self._at_stop = self._at_stop, []
         for callback in callbacks:
             callback()
@@ -550,8 +550,3 @@ class SessionLifecycle:
         value = push_pull.read_payload_file(rank, path, self._workers)[name]
         self.sent_values[name] = value
         cell_source.bind_variable(name, value)
-
-
-def current_session() -> SessionLifecycle | None:
-    """Return the session that was started last and not stopped, or None."""
-    return _current[0]

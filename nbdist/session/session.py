@@ -130,7 +130,9 @@ class Session(lifecycle.SessionLifecycle):
         cell_source.check_code(code)
         options = ProfileOptions.parse(profile)
         chosen = rank_names.resolve_ranks(ranks, self.world_size)
-        shown = self._shown(output)
+        shown: ShownRanks = "none" if output == "none" else "all"
+        if output not in ("all", "none"):
+            shown = frozenset(rank_names.resolve_ranks(output, self.world_size, option="--output"))
         self._ensure_free()
         self.start()
         if options is not None:
@@ -184,14 +186,6 @@ class Session(lifecycle.SessionLifecycle):
             finally:
                 self.lock.release()
         return stopped
-
-    def _shown(self, output: str | Sequence[int]) -> ShownRanks:
-        """Return the ranks whose output is displayed."""
-        if output == "all":
-            return "all"
-        if output == "none":
-            return "none"
-        return frozenset(rank_names.resolve_ranks(output, self.world_size, option="--output"))
 
     # -- values
 
@@ -691,5 +685,5 @@ class Session(lifecycle.SessionLifecycle):
 
 def current_session() -> Session | None:
     """Return the session that was started last and not stopped, or None."""
-    session = lifecycle.current_session()
+    session = lifecycle.current[0]
     return session if isinstance(session, Session) else None

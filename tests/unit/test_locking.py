@@ -98,7 +98,7 @@ def startable(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session whose ranks are none."""
     session = nbdist.Session(nproc=2)
     monkeypatch.setattr(session, "_start_ranks", lambda choice, _: choice)
-    monkeypatch.setattr(lifecycle, "_current", [None])
+    monkeypatch.setattr(lifecycle, "current", [None])
     return session
 
 
@@ -213,7 +213,7 @@ def test_two_threads_start_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> No
         return choice
 
     monkeypatch.setattr(session, "_start_ranks", start_ranks)
-    monkeypatch.setattr(lifecycle, "_current", [None])
+    monkeypatch.setattr(lifecycle, "current", [None])
     with session.lock:
         other = in_thread(session.start)
         session.start()
