@@ -22,8 +22,9 @@ from nbdist.errors import CellSyntaxError, NbdistError, OptionError, SessionErro
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, completion, plan
 from nbdist.magics.arguments import SessionArguments
-from nbdist.session import cell_source, status
 from nbdist.session import checkpoints as session_checkpoints
+from nbdist.session import status
+from nbdist.session.cell import CELL_FILE_NAME, check_code
 from nbdist.session.session import Session, current_session
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class NbDist(Magics):
         count = len(self.shell.user_ns["_ih"]) - 1
         code = keep_line_numbers(line, cell)
         try:
-            cell_source.check_code(code)
+            check_code(code)
         except SyntaxError as error:
             raise CellSyntaxError(format_syntax_error(error, count)) from None
         session = self.get_or_start_session(options)
@@ -484,7 +485,7 @@ MATCHER = completion.make_matcher(
 def format_syntax_error(error: SyntaxError, count: int) -> str:
     """Format a syntax error with the notebook's name of the cell."""
     text = "".join(traceback.format_exception_only(error))
-    return text.replace(f'File "{cell_source.CELL_FILE_NAME}"', f"Cell In[{count}]").strip("\n")
+    return text.replace(f'File "{CELL_FILE_NAME}"', f"Cell In[{count}]").strip("\n")
 
 
 def parse_distribute_line(line: str) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""One cell on some ranks: its requests, the messages received for it, and its result.
+"""One cell on some ranks: its source, the messages received for it, and its result.
 
 Messages arrive on the reader thread. They are rendered by the main thread while the cell
 blocks, and by the reader thread for background cells and for output after a cell's end.
@@ -6,15 +6,18 @@ blocks, and by the reader thread for background cells and for output after a cel
 
 from __future__ import annotations
 
+import ast
+import functools
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from IPython.core.inputtransformer2 import TransformerManager
+
 from nbdist import rank_sets as rank_names
-from nbdist.errors import CellError, RankDied
+from nbdist.errors import CellError, OptionError, RankDied
 from nbdist.output import tracebacks
 from nbdist.protocol import messages, serialization
 
@@ -42,6 +45,31 @@ QUIET_S = 1.0
 """Maximum delay before late output is shown."""
 PROMPT_ERROR_S = 1.0
 """Delay before the error of a rank is shown while other ranks are still running."""
+CELL_FILE_NAME = "<cell>"
+"""File name of a cell in the syntax errors of `check_code`."""
+
+
+@functools.lru_cache(maxsize=1)  # the magic checks a cell before it starts ranks, then `run` does
+def check_code(code: str) -> None:
+    """Check that code can run, before it is sent to the ranks.
+
+    Raises:
+        OptionError: the cell is empty.
+        SyntaxError: as the notebook would raise it.
+    """
+    lines = [line.strip() for line in code.splitlines()]
+    if all(not line or line.startswith("#") for line in lines):
+        msg = "The cell is empty. Write the code for the ranks below the %%distribute line."
+        raise OptionError(msg)
+    if code.lstrip().startswith("%%"):
+        return  # only the cell magic can parse its body
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    try:
+        compile(code, CELL_FILE_NAME, "exec", flags=flags, dont_inherit=True)
+    except SyntaxError:
+        # Magics and !shell. Not transformed first: that costs half a millisecond per cell.
+        python = TransformerManager().transform_cell(code)
+        compile(python, CELL_FILE_NAME, "exec", flags=flags, dont_inherit=True)
 
 
 @dataclass
@@ -157,7 +185,7 @@ class Cell:
         handle = self._HANDLERS.get((channel, message["header"]["msg_type"]))
         if handle is not None:
             self._heard_at = time.monotonic()
-            self._inbox.put(partial(self._handle, handle, ranks, message))
+            self._inbox.put(functools.partial(self._handle, handle, ranks, message))
 
     def fail(self, death: RankDied) -> None:
         """Fail the cell because its ranks have ended."""

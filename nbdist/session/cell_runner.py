@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist import rank_sets as rank_names
@@ -16,7 +17,7 @@ from nbdist.errors import CellInterrupted
 from nbdist.output.renderer import OutputRenderer
 from nbdist.output.sink import FinishedCellSink, RunningCellSink
 from nbdist.protocol import messages
-from nbdist.session import cell_source, recovery
+from nbdist.session import recovery
 from nbdist.session.cell import Cell, CellResult
 from nbdist.session.interrupt import InterruptEscalation
 
@@ -246,7 +247,9 @@ class CellRunner:
 
     def cell_numbers_by_file(self) -> dict[str, int]:
         """Return the numbers of the kept cells by the file name of their code on the ranks."""
-        return {cell_source.cell_file_name(cell.code): cell.count for cell in self._kept}
+        from ipykernel.compiler import get_file_name
+
+        return {Path(get_file_name(cell.code)).name: cell.count for cell in self._kept}
 
     def cell_sources(self, cell: Cell) -> list[tuple[str, str]]:
         """Return name and code of the kept cells, `cell` last, for advice about their lines."""

@@ -7,6 +7,7 @@ methods on its reader thread. `Session` adds what users do with running ranks.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ from nbdist.hardware import discovery
 from nbdist.output.rank_log import RankLog
 from nbdist.output.status_line import StatusLine
 from nbdist.protocol import messages
-from nbdist.session import cell_source, checkpoints, config, failure_causes, push_pull, startup
+from nbdist.session import checkpoints, config, failure_causes, push_pull, startup
 from nbdist.session.cell_runner import CellRunner
 from nbdist.session.config import FIXED_OPTIONS, ClusterOptions, SessionConfig
 from nbdist.session.locking import exclusive, show_wait_reason
@@ -549,4 +550,5 @@ class SessionLifecycle:
         """Bind a value of send() in the notebook while the cell is running."""
         value = push_pull.read_payload_file(rank, path, self._workers)[name]
         self.sent_values[name] = value
-        cell_source.bind_variable(name, value)
+        if (ipython := sys.modules.get("IPython")) and (shell := ipython.get_ipython()):
+            shell.push({name: value})  # not in a script

@@ -24,9 +24,9 @@ from nbdist.output.status_line import StatusLine
 from nbdist.planner.validation import MeasuredMemory
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
-from nbdist.session import cell_source, lifecycle, panel_loader, planner, push_pull, stacks
 from nbdist.session import checkpoints as session_checkpoints
-from nbdist.session.cell import CellResult
+from nbdist.session import lifecycle, panel_loader, planner, push_pull, stacks
+from nbdist.session.cell import CellResult, check_code
 from nbdist.session.config import SessionConfig
 from nbdist.session.locking import exclusive_for_current_ranks
 from nbdist.session.profiler import ProfileOptions, ProfileRun
@@ -127,7 +127,7 @@ class Session(lifecycle.SessionLifecycle):
             RankDied: a rank ended; the message contains the cause.
             SessionBusy: a background cell is still running.
         """
-        cell_source.check_code(code)
+        check_code(code)
         options = ProfileOptions.parse(profile)
         chosen = rank_names.resolve_ranks(ranks, self.world_size)
         shown: ShownRanks = "none" if output == "none" else "all"
