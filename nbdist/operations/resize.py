@@ -19,7 +19,7 @@ from nbdist.errors import CellInterrupted, SessionError, SwitchError
 from nbdist.operations.switch import SwitchReport, describe_numeric_differences
 from nbdist.protocol import messages
 from nbdist.session.recovery import TransactionalRequest
-from nbdist.session.suppress_interrupt import suppress_interrupt
+from nbdist.signals import suppress_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from nbdist import strategies
 from nbdist.display.units import truncate
 from nbdist.errors import NbdistError, NotEmptyError, SessionBusy
 from nbdist.output.ansi import replace_invalid_chars
@@ -37,8 +38,8 @@ POLL_INTERVAL_S = 0.2
 RESTART_TIMEOUT_S = 3.0
 """A restart aborts requests to the ranks that take longer than this."""
 MAX_QUEUE = 16
-MAX_COUNT = 4096
-"""Maximum number of ranks, and of micro-batches per step."""
+MAX_NPROC = 4096
+"""Maximum number of ranks."""
 MAX_SHOWN_CHARS = 40
 
 
@@ -110,8 +111,17 @@ def _text(chars: int) -> _ArgumentRule:
     return _ArgumentRule(str, f"a string of 1 to {chars} characters", chars)
 
 
+def _rule(argument: strategies.Argument) -> _ArgumentRule:
+    """Return the rule of an option of a session."""
+    if not argument.metavar:
+        return _FLAG
+    if argument.type is int:
+        words = f"an integer from 1 to {argument.panel_limit}"
+        return _ArgumentRule(int, words, argument.panel_limit)
+    return _text(argument.panel_limit)
+
+
 _FLAG = _ArgumentRule(bool, "true or false")
-_COUNT = _ArgumentRule(int, f"an integer from 1 to {MAX_COUNT}", MAX_COUNT)
 _NAME, _PATH = _text(64), _text(1024)
 ARGUMENTS: Mapping[str, Mapping[str, _ArgumentRule]] = {
     "interrupt": {},
@@ -119,17 +129,8 @@ ARGUMENTS: Mapping[str, Mapping[str, _ArgumentRule]] = {
     "plan": {},
     "profile": {},
     "cancel": {"command": _text(MAX_ID_CHARS)},
-    "switch": {
-        "backend": _NAME,
-        "offload": _PATH,
-        "offload_params": _FLAG,
-        "activation_checkpointing": _FLAG,
-        "replicate_across": _NAME,
-        "accumulate": _COUNT,
-        "precision": _NAME,
-        "nproc": _COUNT,
-        "reset_optimizer": _FLAG,
-    },
+    "switch": {name: _rule(item) for name, item in strategies.ARGUMENTS.items() if item.panel_limit}
+    | {"reset_optimizer": _FLAG},
     "save": {"name": _NAME, "overwrite": _FLAG},
     "load": {"name": _PATH},
     "export": {"folder": _PATH, "overwrite": _FLAG},
@@ -158,7 +159,7 @@ def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequ
         return PageOpened()
     if kind == "log":
         rank, search = message.get("rank"), message.get("search", "")
-        if rank is not None and (type(rank) is not int or not 0 <= rank < MAX_COUNT):
+        if rank is not None and (type(rank) is not int or not 0 <= rank < MAX_NPROC):
             raise BadMessage("the rank of a log must be null or an integer")
         if not _is_text(search, MAX_SEARCH_CHARS):
             raise BadMessage(

@@ -155,7 +155,7 @@ def _matched(
         apart = {}
         for shift in candidates:
             pairs = zip(reference[max(0, -shift) :], calls[max(0, shift) :], strict=False)
-            differences = [abs(one.end - other.end) for one, other in pairs]
+            differences = [abs(call.end - other.end) for call, other in pairs]
             apart[shift] = statistics.median(differences) if differences else float("inf")
         best = min(candidates, key=lambda shift: apart[shift])
         if apart[best] > limit:

@@ -21,7 +21,7 @@ from nbdist.output import tracebacks
 from nbdist.protocol import messages
 from nbdist.session.interrupt import InterruptEscalation
 from nbdist.session.rank_activity import RankActivityPoller
-from nbdist.session.suppress_interrupt import suppress_interrupt
+from nbdist.signals import suppress_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

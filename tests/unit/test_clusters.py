@@ -26,7 +26,7 @@ from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.magics import completion
 from nbdist.session import config
 from nbdist.session import placement as session_placement
-from nbdist.session.cluster_options import ClusterOptions
+from nbdist.session.config import ClusterOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,7 +17,7 @@ from nbdist import strategies
 from nbdist.doctor import training_run
 from nbdist.doctor.report import Diagnosis
 from nbdist.doctor.training_run import RunErrors
-from nbdist.magics.magics import switch_parser
+from nbdist.magics.arguments import switch_parser
 from nbdist.planner import cluster_spec, device_parser
 from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile

@@ -16,9 +16,12 @@ from nbdist.checkpoint import FolderStorage
 from nbdist.cluster import interfaces, launcher_process
 from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME
 from nbdist.protocol import messages
-from nbdist.session import failure_causes, stopped_processes
-from nbdist.session.failure_causes import WorkerFailure
-from nbdist.session.oom_killer import OomKillCounter, find_memory_events_file
+from nbdist.session import failure_causes
+from nbdist.session.failure_causes import (
+    OomKillCounter,
+    WorkerFailure,
+    find_memory_events_file,
+)
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -170,8 +173,8 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_stopped_process_is_told_once_and_when_it_goes_on(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopped_processes, "UNRESPONSIVE_AFTER_S", 0.1)
-    seen, told = stopped_processes.StoppedProcessWatch(), list[str]()
+    monkeypatch.setattr(failure_causes, "UNRESPONSIVE_AFTER_S", 0.1)
+    seen, told = failure_causes.StoppedProcessWatch(), list[str]()
 
     def looked() -> int:
         pids = {"rank 3": sleeper.pid, "rank 4": os.getpid()}

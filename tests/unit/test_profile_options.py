@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.display.units import format_bytes
 from nbdist.errors import OptionError
-from nbdist.magics import arguments, magics
+from nbdist.magics import arguments
 from nbdist.operations import calibrate
 from nbdist.planner import cluster_spec
 from nbdist.session.profiler import ProfileOptions
@@ -60,12 +60,12 @@ def test_an_argument_that_is_not_allowed_is_named(given: dict[str, Any], words: 
 def test_no_option_of_the_magic_is_ignored(line: str, words: str) -> None:
     asked = arguments.profile_parser().parse_args(arguments.split_line(line, "profile"))
     with pytest.raises(OptionError, match=words):
-        magics.check_ignored_options(asked)
+        arguments.check_ignored_options(asked)
 
 
 @pytest.mark.parametrize("line", ["", "--steps 3 --trace out", "--show", "--calibrate --disk /tmp"])
 def test_options_that_hold_together_are_taken(line: str) -> None:
-    magics.check_ignored_options(
+    arguments.check_ignored_options(
         arguments.profile_parser().parse_args(arguments.split_line(line, "profile"))
     )
 
