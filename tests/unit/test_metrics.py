@@ -39,14 +39,6 @@ def test_what_has_not_arrived_yet_is_not_waited_for() -> None:
     assert metrics["loss"] == [0.5, 1.5, 2.5, 10.0, 10.0]
 
 
-def test_ranks_may_report_different_steps() -> None:
-    metrics = Metrics(2)
-    metrics.add_rows(0, [row(0, loss=1), row(10, loss=3)])
-    metrics.add_rows(1, [row(5, loss=2), row(10, loss=5)])
-    assert metrics.steps("loss") == [0, 5, 10]
-    assert metrics["loss"] == [1.0, 2.0, 4.0]
-
-
 def test_names_may_come_in_some_rows_only() -> None:
     metrics = Metrics(1)
     metrics.add_rows(0, [row(0, loss=1), row(1, loss=2, accuracy=0.5), row(2, accuracy=0.75)])
@@ -56,12 +48,6 @@ def test_names_may_come_in_some_rows_only() -> None:
     assert metrics["accuracy"] == [0.5, 0.75]
     assert metrics.steps() == [0, 1, 2]
     assert len(metrics) == 3
-
-
-def test_several_calls_for_one_step_make_one_step() -> None:
-    metrics = Metrics(1)
-    metrics.add_rows(0, [row(0, loss=1), row(0, accuracy=2), row(1, loss=3)])
-    assert (metrics["loss"], metrics["accuracy"], len(metrics)) == ([1.0, 3.0], [2.0], 2)
 
 
 def test_a_step_reported_again_replaces_the_first() -> None:
@@ -100,14 +86,6 @@ def test_before_the_first_row_it_says_what_to_do() -> None:
         _ = metrics["loss"]
     assert "call report(loss=loss)" in repr(metrics)
     assert "call report(loss=loss)" in metrics._repr_html_()
-
-
-def test_it_goes_by_name_like_a_table() -> None:
-    metrics = filled()
-    assert "loss" in metrics
-    assert "x" not in metrics
-    assert 5 not in metrics
-    assert list(metrics) == ["loss"]
 
 
 def test_the_last_rows_are_shown() -> None:

@@ -44,12 +44,6 @@ def test_a_flood_stops_nobody_and_leaves_its_end() -> None:
         assert len(one._kept) <= 2000
 
 
-def test_broken_text_is_shown_and_not_raised() -> None:
-    with log() as one:
-        os.write(one.write_fd, b"\xff\xfe\x00 torch")
-        assert one.tail().endswith(" torch")
-
-
 def test_it_ends_although_somebody_may_still_write() -> None:
     one = ProcessLog()
     other = os.dup(one.write_fd)
