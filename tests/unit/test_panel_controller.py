@@ -11,12 +11,9 @@ import pytest
 
 import nbdist
 from nbdist import panel
-from nbdist.panel import controller, snapshot
 from nbdist.panel.controller import PanelController, PanelData
 from nbdist.panel.curves import curve_history
 from nbdist.panel.plan_view import NO_MODEL_MESSAGE, view_from_plan
-from nbdist.session.cell import Cell
-from nbdist.session.config import SessionConfig
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -77,15 +74,6 @@ def opened() -> Iterator[Opened]:
     made = Opened()
     yield made
     made.live.close()
-
-
-def test_hello_is_answered_with_everything(opened: Opened) -> None:
-    opened.session.metrics.add_rows(0, [{"step": 0, "time": 1.0, "loss": 0.5}])
-    opened.live.receive_message({"kind": "hello"})
-    eventually(lambda: opened.kinds("reset"), within_s=WITHIN_S)
-    reset = opened.kinds("reset")[0]
-    assert reset["picture"]["header"]["backend"] == "ddp"
-    eventually(lambda: 0.5 in opened.points(), within_s=WITHIN_S)
 
 
 @pytest.mark.fault("G2")
@@ -171,36 +159,7 @@ def test_a_restart_clears_what_the_old_ranks_held_and_ran(opened: Opened) -> Non
     assert view.snapshot()["strategies"]["rows"]
 
 
-def test_other_devices_are_another_plan(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    view, planned = opened.live._view, []
-    opened.live.close()
-    monkeypatch.setattr(view, "update_plan", lambda *, quick: planned.append(quick))
-    opened.session._cells.last_cell = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
-    for nproc in (2, 2, 4):
-        opened.session._choice = SessionConfig.from_options({"nproc": nproc, "backend": "ddp"})
-        view.replan_if_changed(at_once=True)
-    assert planned == [True, True]
-
-
-def test_it_beats_when_there_is_nothing_to_say(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(controller, "HEARTBEAT_INTERVAL_S", 0.1)
-    eventually(lambda: opened.kinds("beat"), within_s=WITHIN_S)
-
-
 # ---------------------------------------------------------------------------- stop
-
-
-def test_stop_interrupts_the_cell_at_once(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
-    monkeypatch.setattr(opened.session, "interrupt", lambda: setattr(cell, "interrupted_at", 1.0))
-    opened.session._cells.running_cell = cell
-    with opened.session.lock:  # as the cell's thread does
-        opened.command("interrupt")
-        assert opened.answer()["ok"]
-    assert cell.interrupted_at
-    opened.session._cells.running_cell = None
 
 
 def test_stop_says_what_cannot_be_stopped(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,24 +203,6 @@ def test_a_log_is_searched_and_has_no_escapes(opened: Opened) -> None:
     assert [one["lines"] for one in opened.kinds("log")] == [["red <b>LINE</b>"], []]
 
 
-def test_a_line_that_is_cut_ends_with_an_ellipsis(opened: Opened) -> None:
-    opened.session.logs[0].append("x" * 1000 + "\n" + "y" * snapshot.MAX_LINE_CHARS)
-    opened.live.receive_message({"kind": "log", "rank": 0, "search": ""})
-    eventually(lambda: opened.kinds("log"), within_s=WITHIN_S)
-    cut, whole = opened.kinds("log")[0]["lines"]
-    assert cut == "x" * (snapshot.MAX_LINE_CHARS - 1) + "\N{HORIZONTAL ELLIPSIS}"
-    assert whole == "y" * snapshot.MAX_LINE_CHARS
-
-
-def test_a_picture_says_how_much_was_printed_though_the_last_line_is_the_same(
-    opened: Opened,
-) -> None:
-    for times in (1, 2):
-        opened.session.logs[0].append("again\n")
-        rank = opened.live._view.snapshot()["ranks"][0]
-        assert (rank["line"], rank["written"]) == ("again", 6 * times)
-
-
 # ---------------------------------------------------------------------------- the widget
 
 
@@ -291,14 +232,3 @@ def test_a_panel_that_cannot_be_made_is_tried_again(
     opened.freeze()
     opened.freeze()  # as the session's end does, once more
     assert panel._view(session).panel is None
-
-
-def test_two_sessions_have_two_panels() -> None:
-    one, other = Opened(), Opened()
-    try:
-        one.session.metrics.add_rows(0, [{"step": 0, "time": 1.0, "loss": 0.25}])
-        eventually(lambda: 0.25 in one.points(), within_s=WITHIN_S)
-        assert 0.25 not in other.points()
-    finally:
-        one.live.close()
-        other.live.close()

@@ -135,16 +135,6 @@ def test_pids_of_a_host_that_this_container_does_not_have() -> None:
     assert "cannot tell" in found.note
 
 
-def test_memory_by_process_that_is_not_told() -> None:
-    assert "cannot tell" in looked(FakeNvml(running=None)).note
-    assert "cannot tell" in looked(FakeNvml(running=[(os.getpid(), None)])).note
-
-
-def test_a_rank_without_a_context_holds_nothing() -> None:
-    found = looked(FakeNvml(running=[(1, 20 * GIB)]))
-    assert (found.used_bytes, found.others_bytes, found.note) == (0, 20 * GIB, "")
-
-
 def test_a_driver_that_does_not_answer() -> None:
     assert looked(FakeNvml(dead=True)) == GpuReading()
     gone = DeviceSampler(dict, lambda: Placement(1, (0,), ("GPU-b",)), nvml=FakeNvml())
@@ -170,11 +160,6 @@ def test_the_peak_is_kept_and_that_of_a_strategy_begins_anew() -> None:
     nvml.running = [(os.getpid(), 5 * GIB)]
     made.sample_once()
     assert (made.peak_bytes[0], made.strategy_peak_bytes[0]) == (12 * GIB, 5 * GIB)
-
-
-def test_seats_have_the_gpus_names() -> None:
-    (seat,) = device_slots(ONE_GPU, Machine((GPU,)))
-    assert (seat.name, seat.capacity_bytes) == ("NVIDIA A100 80GB", 80 * GIB)
 
 
 def nodes() -> list[SessionNode]:
