@@ -50,10 +50,6 @@ def test_spans_are_sets_of_moments() -> None:
             assert overlapping(union(one), span) == expected
 
 
-def test_short_holes_are_filled() -> None:
-    assert union([(0, 5), (7, 9), (20, 30)], gap=2) == [(0, 9), (20, 30)]
-
-
 def recorded(**changes: object) -> WindowTrace:
     """Two steps of 100 ms each: data, forward, backward with an all_reduce, optimizer."""
     usual: dict[str, object] = {
