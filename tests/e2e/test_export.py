@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 
 from nbdist import CheckpointError, OptionError, PayloadError, Session
-from nbdist.strategies import STRATEGIES
 from tests import engines
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(600)
 
-BACKENDS = list(STRATEGIES)
 MODELS = textwrap.dedent(
     """
     import copy

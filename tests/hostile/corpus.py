@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from tests.unit import saved
 from tests.unit import test_importers as foreign
 
 if TYPE_CHECKING:
@@ -86,22 +85,6 @@ FOREIGN: dict[str, Writer] = {
     "a negative shape": safetensors(_entry(shape=[-1, -2])),
     "an unknown dtype": safetensors(_entry(dtype="__import__('os')")),
 }
-
-# -- our own kind of checkpoint, with one thing wrong: manifest -> manifest
-
-PATHS = (
-    *("../../x", "/etc/passwd", "a/../../x", "..", "x\0y", "a" * 300, "<img src=x onerror=f()>"),
-    *("~/x", "C:\\x", "model.safetensors/../../x", "\u202ex", "custom_checkpoint_0.pkl"),
-)
-
-
-def checkpoint(root: Path, name: str) -> Path:
-    """Write a checkpoint of ours whose manifest names `name` as a file."""
-    path = saved.save(root, "good")
-    tree = json.loads((path / "manifest.json").read_text())
-    tree["files"][0]["name"] = name
-    (path / "manifest.json").write_text(json.dumps(tree))
-    return path
 
 
 # -- configs

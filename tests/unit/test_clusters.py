@@ -138,10 +138,6 @@ def test_what_tab_offers_is_a_place() -> None:
         factory.create_cluster(on + "head" * on.endswith("//"), {})
 
 
-def test_this_machine_is_no_cluster() -> None:
-    assert factory.create_cluster("local", {}) is None
-
-
 @pytest.mark.parametrize(
     ("on", "given", "words"),
     [
@@ -160,11 +156,6 @@ def test_what_a_place_does_not_have_is_refused(
     with pytest.raises(OptionError) as refused:
         factory.create_cluster(on, given)
     assert words in str(refused.value)
-
-
-@pytest.mark.parametrize("time", ["30", "1:30", "1:00:00", "2-12", "1-2:30:00"])
-def test_times_of_slurm(time: str) -> None:
-    assert SlurmCluster(time=time)
 
 
 @pytest.fixture
@@ -480,11 +471,3 @@ def test_what_is_the_clusters_own_is_not_handed_on() -> None:
     kept = bootstrap.agent_environment(given)
     assert set(kept) == {"HOME", "PYTHONPATH"}
     assert kept["PYTHONPATH"].endswith(":/p")
-
-
-def test_an_unknown_interface_is_told_with_those_there_are() -> None:
-    with pytest.raises(
-        StartError, match=r"no interface 'ib9' with an IPv4 address\. Use one of .*lo"
-    ):
-        bootstrap.interface_address("ib9")
-    assert bootstrap.interface_address("lo") == "127.0.0.1"

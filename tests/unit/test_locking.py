@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import nbdist
-from nbdist.errors import OptionError, RankDied
+from nbdist.errors import RankDied
 from nbdist.output import status_line
 from nbdist.output.status_line import StatusLine
 from nbdist.session import lifecycle, model_query, progress, rank_activity
@@ -18,7 +18,6 @@ from nbdist.session.model_query import PreparedModelQuery
 from nbdist.session.progress import CurrentOperation, parse_fraction_done
 from nbdist.session.rank_activity import RankActivityPoller
 from nbdist.session.session import Session
-from nbdist.session.training_events import MAX_EVENTS, TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
 from tests.conftest import eventually
 
@@ -196,14 +195,6 @@ def test_stop_while_waiting_for_the_panel_ends_what_it_does(
     assert ended
 
 
-def test_a_restart_with_a_wrong_option_ends_nothing(workers: WorkerGroup) -> None:
-    session = nbdist.Session(nproc=2)
-    session._workers = workers
-    with pytest.raises(OptionError):
-        session.restart(backend="zero9")
-    assert workers._up
-
-
 def test_two_threads_start_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     session = nbdist.Session(nproc=2)
     starts: list[str] = []
@@ -259,41 +250,7 @@ def test_work_is_told_by_the_lines_of_its_own_thread(lines: list[str]) -> None:
     assert lines == ["nbdist: load base: reading, 5%", "elsewhere"]
 
 
-def test_what_a_button_asked_for_has_no_line_below_a_cell(lines: list[str]) -> None:
-    activity = CurrentOperation()
-    with progress.suppress_status_lines(), activity.track("switching", "ddp -> zero3"):
-        with StatusLine() as line:
-            line.show("nbdist: ddp -> zero3: verifying")
-        assert activity.progress is not None
-        assert activity.progress.text == "ddp -> zero3: verifying"
-    assert lines == []
-    assert progress.is_status_line_shown()
-
-
 # ---------------------------------------------------------------------------- marks
-
-
-def test_marks_are_bounded_and_begin_anew_with_new_ranks() -> None:
-    marks = TrainingEvents()
-    for step in range(MAX_EVENTS + 10):
-        marks.add(TrainingEvent(step, "save", "base"))
-    assert len(marks.to_list()) == MAX_EVENTS
-    marks.reset(TrainingEvent(0, "restart", "new ranks"))
-    assert [mark.kind for mark in marks.to_list()] == ["restart"]
-
-
-def test_a_save_is_marked_where_its_state_was_taken() -> None:
-    session = nbdist.Session(nproc=1)
-    said: dict[str, Any] = {"id": ".tmp-1", "root": "/x", "name": "base", "seconds": 1.0,
-                            "pause_s": 0.1}  # fmt: skip
-    session.metrics.add_rows(0, [{"step": 5, "time": 1.0, "loss": 1.0}])
-    session._take_saved({**said, "state": "running", "size_bytes": 10})  # type: ignore[typeddict-item]
-    session.metrics.add_rows(0, [{"step": 9, "time": 2.0, "loss": 1.0}])
-    assert session.events.to_list() == []
-    done = {"state": "done", "path": "/x/base", "removed": [], "notes": [], "step": 5,
-            "size_bytes": 10, "backend": "ddp"}  # fmt: skip
-    session._take_saved({**said, **done})  # type: ignore[typeddict-item]
-    assert [(mark.step, mark.text) for mark in session.events.to_list()] == [(5, "base")]
 
 
 # ---------------------------------------------------------------------------- whereabouts
@@ -343,17 +300,6 @@ def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyP
     places.poll_ranks([1])
     assert workers.sent[2:] == ["1.2"]
     assert "0,1.0" not in workers.routes
-
-
-def test_a_rank_that_cannot_say_where_it_is_has_said_nothing() -> None:
-    workers = Asked()
-    places = RankActivityPoller(workers)  # type: ignore[arg-type]
-    places.poll_ranks([0])
-    content = {"status": "error", "error": "RuntimeError: no", "ename": "RuntimeError"}
-    workers.routes["0.0"](0, "control", {"content": content, "parent_header": {"msg_id": "0.0"}})
-    assert places.latest_replies() == {}
-    places.poll_ranks([0])
-    assert workers.sent == ["0.0", "0.1"]
 
 
 def test_one_question_for_a_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from nbdist.cluster.agent import telemetry
 from nbdist.cluster.agent.telemetry import UsageMonitor
 from nbdist.hardware import discovery
-from nbdist.hardware.discovery import Gpu, GpuFreeMemory, Machine, SessionNode
+from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.hardware.telemetry import GpuReading, UsageSnapshot
 from tests.conftest import eventually
 from tests.unit.test_panel_devices import GIB, FakeNvml
@@ -77,18 +77,6 @@ def test_nothing_is_lost_on_the_way() -> None:
         3 * GIB, {0: idle, 1: GpuReading(), 12: GpuReading(note="NVML does not answer")}
     )
     assert UsageSnapshot.from_json(json.loads(json.dumps(sent.to_json()))) == sent
-
-
-def test_a_machine_travels_as_plain_values() -> None:
-    sent = Machine((A100,), "NVLink", 96, 512 * GIB, "Intel Xeon")
-    assert Machine.from_json(json.loads(json.dumps(sent.to_json()))) == sent
-
-
-def test_memory_of_the_own_ranks_counts_as_free() -> None:
-    node = SessionNode("alpha", (2, 3), Machine((A100, A100)))
-    holds = GpuReading(used_bytes=12 * GIB, others_bytes=8 * GIB, holders=("python (pid 7)",))
-    found = UsageSnapshot(GIB, {2: holds}).gpu_memory_usage(node)
-    assert found == (GpuFreeMemory(72 * GIB, ("python (pid 7)",)), GpuFreeMemory(80 * GIB))
 
 
 def test_nodes_travel_without_their_names() -> None:
