@@ -65,14 +65,12 @@ class Panel:
     """One of the panels that a page shows."""
 
     def __init__(self, page: Page, view: int = 0) -> None:
-        """Look at it."""
         self.page = page
         self.root: Locator = page.locator(PANEL).nth(view)
         self.state = self.root.locator(".nbd-state")
         self.setup = self.root.locator(".nbd-setup")
 
     def button(self, name: str) -> Locator:
-        """A button by its label."""
         return self.root.get_by_role("button", name=name, exact=True)
 
     def tab(self, name: str) -> Locator:
@@ -84,7 +82,6 @@ class Panel:
         expect(self.state).to_have_text(words)
 
     def chart(self, name: str) -> Locator:
-        """The chart of a series."""
         return self.root.get_by_role("group", name=f"{name}: arrow keys")
 
     def step(self, name: str = "loss") -> int:

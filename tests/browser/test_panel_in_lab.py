@@ -50,7 +50,6 @@ def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
 
 @pytest.fixture(scope="module")
 def panel(notebook: Notebook) -> Panel:
-    """Its panel."""
     return Panel(notebook.page)
 
 
@@ -180,7 +179,6 @@ def test_light_and_dark(notebook: Notebook, panel: Panel, pictures: Path) -> Non
 
 
 def violations(notebook: Notebook) -> list[str]:
-    """What axe-core finds in the panel."""
     notebook.page.evaluate(AXE.read_text())
     found: list[str] = notebook.page.evaluate(
         "async root => (await axe.run(root, { preload: false })).violations"

@@ -66,13 +66,11 @@ def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
 
 @pytest.fixture(scope="module")
 def panel(notebook: Notebook) -> Panel:
-    """Its panel."""
     return Panel(notebook.page)
 
 
 @pytest.fixture(scope="module")
 def profile(panel: Panel) -> Locator:
-    """The section of the profile."""
     return panel.root.get_by_role("region", name="profile")
 
 

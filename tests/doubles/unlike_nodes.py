@@ -14,7 +14,6 @@ HAS = {
 
 
 def gpus(node: str) -> tuple[str, ...]:
-    """UUIDs of a node's GPUs."""
     return tuple(f"GPU-{node}-{place}" for place in range(2))
 
 

@@ -85,7 +85,6 @@ def trained() -> Iterator[Session]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -103,7 +102,6 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def left(folder: Path) -> list[str]:
-    """Names in a folder, sorted."""
     return sorted(path.name for path in folder.iterdir())
 
 

@@ -48,7 +48,6 @@ def session() -> Iterator[Session]:
 
 
 def loop(steps: int) -> str:
-    """The training cell."""
     return planted.Planted(name="").cell(steps)
 
 

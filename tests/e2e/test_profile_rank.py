@@ -102,7 +102,6 @@ class Profiler:
         return name, replies
 
     def told(self, name: str) -> Mapping[int, Any]:
-        """What both ranks published."""
         eventually(lambda: len(self._heard.get(name, {})) == 2, within_s=20)
         return self._heard[name]
 

@@ -53,7 +53,6 @@ def trained() -> Iterator[Session]:
 
 
 def folders() -> set[Path]:
-    """Private folders of this process's sessions."""
     return {
         path
         for root in ("/dev/shm", "/tmp")  # noqa: S108 - where they are

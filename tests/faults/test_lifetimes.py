@@ -38,13 +38,11 @@ def kernel(tmp_path: Path) -> Iterator[LiveKernel]:
 
 
 def family(kernel: LiveKernel) -> set[psutil.Process]:
-    """Launcher, ranks, and their children."""
     pid = kernel.manager.provisioner.pid
     return set(psutil.Process(pid).children(recursive=True))
 
 
 def gone(processes: set[psutil.Process]) -> bool:
-    """Whether none of them runs."""
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 

@@ -32,7 +32,6 @@ class Held:
 
 
 def of(pid: int) -> Held:
-    """What the process holds now."""
     process = psutil.Process(pid)
     return Held(process.memory_info().rss, process.num_fds(), process.num_threads())
 
@@ -89,7 +88,6 @@ def cell(session: Session, number: int) -> None:
 
 
 def use(session: Session, what: str, times: int) -> None:
-    """Use the session so often."""
     for number in range(times):
         if what == "cells":
             cell(session, number)

@@ -75,7 +75,6 @@ SHOWN = list(zip(("cell", "switch", "save", "export"), TRAPS, strict=True))
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The C loops."""
     folder = tmp_path_factory.mktemp("spin")
     (folder / "spin.c").write_text(SOURCE)
     compiler = shutil.which("gcc")
@@ -129,7 +128,6 @@ def prepare(session: Session, library: Path, mark: Path) -> None:
 
 
 def watched(session: Session) -> interrupt.InterruptEscalation | None:
-    """What counts the Stops."""
     joint = session._workers.collective_request
     return joint.escalation if joint is not None else session._cells.escalation
 

@@ -67,7 +67,6 @@ def _entry(**given: Any) -> bytes:
 
 
 def from_tests(write: Callable[[Path, Any], None]) -> Writer:
-    """One of tests/unit/test_importers.py."""
     return lambda folder, marker: write(folder, foreign.Bomb(marker))
 
 

@@ -56,7 +56,6 @@ def door(request: pytest.FixtureRequest, session: Session) -> Iterator[Door]:
 
 
 def frames(key: str, code: str = FORGED) -> list[bytes]:
-    """An execute_request."""
     signer = Signer(key=key.encode())
     return signer.serialize(signer.msg("execute_request", {"code": code, "silent": False}))
 

@@ -48,8 +48,6 @@ CLAIMS: list[Claim] = []
 def claim(
     number: int, text: str, verdict: Verdict, why: str
 ) -> Callable[[Callable[[], Answer]], Callable[[], Answer]]:
-    """Enter a function into the table."""
-
     def enter(ask: Callable[[], Answer]) -> Callable[[], Answer]:
         CLAIMS.append(Claim(number, text, verdict, why, ask))
         return ask
@@ -64,7 +62,6 @@ def setting(model: model_spec.ModelSpec, machine: str, backend: str, **more: Any
 
 
 def gib(one: Setting) -> float:
-    """Peak GiB of tensors."""
     return one.peak.device_bytes / GIB
 
 
@@ -77,7 +74,6 @@ def slower(model: model_spec.ModelSpec, machine: str, **more: Any) -> float:
 
 
 def span(values: list[float]) -> str:
-    """Smallest and largest."""
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
@@ -88,7 +84,6 @@ PRO = "4xRTX PRO 6000,pcie"
 
 
 def seventy_fits(machine: str, **more: Any) -> list[str]:
-    """Backends under which 70B fits."""
     return [name for name in SEVENTY if setting(LLAMA_70B, machine, name, **more).fits]
 
 
@@ -397,7 +392,6 @@ def _thirty_six() -> Answer:
 
 
 def main() -> None:
-    """Print the table."""
     for one in CLAIMS:
         answer = one.ask()
         text = f"{one.number:2} {one.verdict:8} {one.text}\n     {answer.says}; {one.why}"

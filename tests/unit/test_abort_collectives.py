@@ -38,7 +38,6 @@ class Group:
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in order."""
     found: list[str] = []
     monkeypatch.setattr(abort_collectives, "_close", lambda _: found.append(CLOSED) or 1)
     monkeypatch.setattr(abort_collectives, "_ends_of_others", lambda *_: set())

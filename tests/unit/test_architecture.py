@@ -106,7 +106,6 @@ def test_arrows_point_downwards() -> None:
 
 
 def dotted(path: Path) -> str:
-    """Name of a module."""
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -26,7 +26,6 @@ def message(kind: str, **content: Any) -> Any:
 
 
 def fail(cell: Cell, rank: int) -> None:
-    """An error of long ago."""
     error = message("error", ename="MemoryError", evalue="", traceback=["MemoryError"])
     error["header"]["date"] = datetime(2020, 1, 1, tzinfo=UTC)
     cell.on_message((rank,), "iopub", error)
@@ -57,7 +56,6 @@ def test_ranks_that_all_failed_are_told_of_once_at_the_end() -> None:
 
 
 def end_of(cell: Cell, ename: str, evalue: str) -> None:
-    """Rank 0 fails, rank 1 dies."""
     error = message("error", ename=ename, evalue=evalue, traceback=[f"{ename}: {evalue}"])
     error["header"]["date"] = datetime.now(UTC)
     cell.on_message((0,), "iopub", error)

@@ -49,7 +49,6 @@ def state() -> State:
 
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -236,7 +235,6 @@ def test_a_checkpoint_that_was_replaced_is_not_mixed_in(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> checkpoint.Manifest:
-    """Change what the manifest says."""
     tree = json.loads((path / "manifest.json").read_text())
     change(tree)
     (path / "manifest.json").write_text(json.dumps(tree))

@@ -45,7 +45,6 @@ FILE = checkpoint.CheckpointFile(name="model-00000-0.safetensors", size_bytes=10
 
 
 def tree(**changes: Any) -> dict[str, Any]:
-    """A good manifest's JSON, with changes."""
     return json.loads(saved.manifest((FILE,)).to_json()) | changes
 
 

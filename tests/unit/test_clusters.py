@@ -160,7 +160,6 @@ def test_what_a_place_does_not_have_is_refused(
 
 @pytest.fixture
 def outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No allocation of Slurm."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
 
@@ -275,7 +274,6 @@ if [ "$3" = n1 ]; then echo "NodeName=n1 NodeAddr=127.0.0.1 NodeHostName=n1 Port
 
 
 def install(folder: Path, **programs: str) -> None:
-    """Write programs that stand for Slurm's."""
     for name, text in programs.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o700)

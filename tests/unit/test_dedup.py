@@ -16,7 +16,6 @@ def filled(queues: dict[int, str], at: float = 0.0) -> OutputMerger[str]:
 def left(
     merge: OutputMerger[str], now: float, *, final: bool = False
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Ranks and content of what leaves."""
     return [(ranks, item.content) for ranks, item in merge.pop_ready(now, final=final)]
 
 

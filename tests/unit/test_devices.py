@@ -376,7 +376,6 @@ def test_precisions_follow_the_capability(
 
 
 def nodes_with(*capabilities: tuple[int, int]) -> list[SessionNode]:
-    """Nodes with two GPUs each."""
     names = {(7, 5): "Tesla T4", (8, 0): "NVIDIA A100", (9, 0): "NVIDIA H100"}
     return [
         SessionNode(

@@ -39,7 +39,6 @@ MB, GB = 2**20, 2**30
 
 
 def worst(found: Iterable[Finding]) -> list[Finding]:
-    """What is not ok."""
     return [one for one in found if one.level != "ok"]
 
 

@@ -25,7 +25,6 @@ MAX_BUNDLE_BYTES = 120_000
 
 @pytest.fixture(scope="module")
 def build_hook() -> ModuleType:
-    """hatch_build.py, which is in no package."""
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     assert spec
     assert spec.loader
@@ -35,7 +34,6 @@ def build_hook() -> ModuleType:
 
 
 def hook(module: ModuleType, root: Path) -> Any:
-    """The build hook of a folder."""
     return module.FrontEndHook(str(root), {}, None, None, str(root), "wheel")
 
 
@@ -81,7 +79,6 @@ def test_versions_are_exact() -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A working copy without a bundle."""
     (tmp_path / ".git").mkdir()
     shutil.copytree(WIDGETS / "src", tmp_path / "widgets" / "src")
     return tmp_path

@@ -30,7 +30,6 @@ class Bomb:
     """Makes a file wherever it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
-        """Know where."""
         self.marker = marker
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
@@ -51,14 +50,12 @@ def whole(entry: TensorEntry) -> tuple[torch.Tensor, Shard]:
 
 
 def read(found: importers.ForeignCheckpoint) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
     rooms = {key: whole(entry) for key, entry in found.keys.items()}
     found.read_into({key: shard for key, (_, shard) in rooms.items()})
     return {key: room for key, (room, _) in rooms.items()}
 
 
 def saved(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    """Write a folder of torch's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.13: that there is one process alone
         dcp.save({"model": state, "other": 5}, checkpoint_id=folder, no_dist=True)

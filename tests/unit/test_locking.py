@@ -29,7 +29,6 @@ WITHIN_S = 10.0
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is shown below the cell."""
     shown: list[str] = []
 
     class Screen:
@@ -94,7 +93,6 @@ def test_a_turn_is_taken_again_and_waited_for(lines: list[str]) -> None:
 
 
 def startable(monkeypatch: pytest.MonkeyPatch) -> Session:
-    """A session whose ranks are none."""
     session = nbdist.Session(nproc=2)
     monkeypatch.setattr(session, "_start_ranks", lambda choice, _: choice)
     monkeypatch.setattr(lifecycle, "current", [None])

@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 
 
 def cell(code: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Variables after a cell."""
     made = {"__name__": "__main__"} if names is None else names
     exec(textwrap.dedent(code), made)  # noqa: S102 - as IPython does
     return made

@@ -34,7 +34,6 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 @pytest.fixture
 def asked() -> Iterator[tuple[UsageMonitor, SimpleQueue[tuple[int, dict[str, Any]]]]]:
-    """A watch, and its answers."""
     answers: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
     made = UsageMonitor(lambda *answer: answers.put(answer))
     yield made, answers

@@ -20,7 +20,6 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Exact versions in a requirements file."""
     lines = [line.strip() for line in path.read_text().splitlines()]
     return dict(line.split("==") for line in lines if "==" in line)
 

@@ -42,17 +42,13 @@ class Opened:
         self.sent.append((message, buffers))
 
     def kinds(self, kind: str) -> list[Any]:
-        """Messages of a kind so far."""
         return [message for message, _ in list(self.sent) if message["kind"] == kind]
 
     def command(self, name: str, /, identity: str = "1", **arguments: Any) -> None:
-        """Press a button."""
         message = {"kind": "command", "id": identity, "name": name, "arguments": arguments}
         self.live.receive_message(message)
 
     def answer(self, identity: str = "1") -> Any:
-        """What comes of it."""
-
         def found() -> list[Any]:
             return [one for one in self.kinds("answer") if one["id"] == identity]
 
@@ -60,7 +56,6 @@ class Opened:
         return found()[0]
 
     def points(self) -> list[float]:
-        """All numbers in buffers."""
         return [
             number
             for _, buffers in list(self.sent)

@@ -45,7 +45,6 @@ GIB = 1 << 30
 
 @pytest.fixture
 def session() -> Session:
-    """A session that was never started."""
     return nbdist.Session(nproc=2, backend="ddp")
 
 
@@ -210,7 +209,6 @@ def test_no_plan_says_why(session: Session, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def curve(steps: Iterable[float], values: Iterable[float]) -> Any:
-    """Points whose times are their steps."""
     steps = list(steps)
     return np.column_stack([steps, steps, list(values)]).astype(float)
 
@@ -433,8 +431,6 @@ def test_colours_stand_out_from_light_and_dark() -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2 has it."""
-
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         lit = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]

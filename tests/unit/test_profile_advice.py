@@ -30,12 +30,10 @@ def no_calibration(
 
 
 def titles(found: Profile) -> list[str]:
-    """All advice by its title."""
     return [one.title for one in found.advice]
 
 
 def advised(found: Profile, title: str) -> Advice:
-    """One piece of advice."""
     return next(one for one in found.advice if one.title == title)
 
 

@@ -80,7 +80,6 @@ def loader(
 def judged(
     cells: list[str] | tuple[str, ...], *figures: RankProfile, bf16: bool = True
 ) -> list[LintFinding]:
-    """Remarks on the last cell."""
     return lint_cell(read_training_cell(named(cells)), figures, bf16=bf16)
 
 

@@ -25,12 +25,10 @@ MS = 1_000_000
 
 
 def at(begin_ms: float, end_ms: float) -> Span:
-    """A span in milliseconds."""
     return int(begin_ms * MS), int(end_ms * MS)
 
 
 def moments(spans: list[Span]) -> set[int]:
-    """All whole numbers in some spans."""
     return {moment for begin, end in spans for moment in range(begin, end)}
 
 

@@ -284,5 +284,4 @@ def test_a_note_of_one_rank_names_it() -> None:
 
 
 def kinds(found: Profile) -> list[str]:
-    """All that is blamed."""
     return [blame.kind for blame in found.bottlenecks]

@@ -28,11 +28,9 @@ class Node:
         self.now = 0.0
 
     def says(self, rank: int, text: str, key: bytes = KEY) -> list[bytes]:
-        """Have a rank print."""
         return self.sends(rank, "stream", {"name": "stdout", "text": text}, key)
 
     def sends(self, rank: int, kind: str, content: object, key: bytes = KEY) -> list[bytes]:
-        """Have a rank send a message."""
         signer = MessageSigner(key=key)
         sent = signer.msg(kind, content, parent=self.request)
         frames: list[bytes] = signer.serialize(sent, ident=b"topic of %d" % rank)

@@ -35,13 +35,11 @@ WORLD = 3
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Numbers of a type."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * 100).to(dtype)
 
 
 def whole(tensor: torch.Tensor) -> Shard:
-    """All of a tensor."""
     return cut(tensor, [0, tensor.numel()])
 
 
@@ -205,7 +203,6 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Three ranks."""
     made = Ranks()
     for name in (
         "group_size",
