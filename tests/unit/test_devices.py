@@ -1,8 +1,7 @@
-# ruff: noqa: N802 - the fake has pynvml's names
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,109 +14,10 @@ from nbdist.hardware import discovery
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.session import placement as session_placement
 from nbdist.session.placement import Placement, choose_placement
+from tests.doubles.nvml import GIB, FakeGpu, FakeNvml
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class FakeGpu:
-    uuid: str
-    name: str = "NVIDIA A100-SXM4-80GB"
-    memory_bytes: int = 80 * GIB
-    capability: tuple[int, int] | None = (8, 0)
-    instances: tuple[FakeGpu, ...] = ()
-    used: tuple[tuple[int, int], ...] = ()
-    """Process and bytes."""
-    mode: int = 0
-    """Compute mode."""
-    lost: bool = False
-    shares_memory: bool = False
-    """With the host."""
-
-
-@dataclass(eq=False)
-class FakeNvml:
-    """The functions of pynvml that are used; a GPU is its own handle."""
-
-    gpus: list[FakeGpu]
-    nvlink: bool = True
-    broken: bool = False
-    calls: list[str] = field(default_factory=list)
-    NVML_P2P_CAPS_INDEX_NVLINK = 2
-    NVML_P2P_STATUS_OK = 0
-    NVML_COMPUTEMODE_PROHIBITED = 2
-    NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 3
-    NVML_ERROR_NOT_SUPPORTED = 3
-
-    class NVMLError(Exception):
-        value = 0
-
-    class NVMLError_NotSupported(NVMLError):  # noqa: N801, N818
-        value = 3
-
-    def nvmlInit(self) -> None:
-        self.calls.append("init")
-        if self.broken:
-            raise self.NVMLError("Driver/library version mismatch")
-
-    def nvmlShutdown(self) -> None:
-        self.calls.append("shutdown")
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
-        if self.gpus[index].lost:
-            raise self.NVMLError("GPU is lost")
-        return self.gpus[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
-        for gpu in self.gpus:
-            for one in (gpu, *gpu.instances):
-                if one.uuid == uuid:
-                    return one
-        raise self.NVMLError
-
-    def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
-        return gpu.uuid
-
-    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
-        return gpu.name
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
-        if gpu.shares_memory:
-            raise self.NVMLError_NotSupported
-        taken = sum(size for _, size in gpu.used)
-        return SimpleNamespace(total=gpu.memory_bytes, free=gpu.memory_bytes - taken, used=taken)
-
-    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Any]:
-        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in gpu.used]
-
-    def nvmlDeviceGetComputeMode(self, gpu: FakeGpu) -> int:
-        return gpu.mode
-
-    def nvmlDeviceGetCudaComputeCapability(self, gpu: FakeGpu) -> tuple[int, int]:
-        if gpu.capability is None:
-            raise self.NVMLError
-        return gpu.capability
-
-    def nvmlDeviceGetMigMode(self, gpu: FakeGpu) -> list[int]:
-        if gpu.uuid.startswith("MIG-"):
-            raise self.NVMLError
-        return [int(bool(gpu.instances))] * 2
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGpu, index: int) -> FakeGpu:
-        return gpu.instances[index]
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, instance: FakeGpu) -> FakeGpu:
-        return next(gpu for gpu in self.gpus if instance in gpu.instances)
-
-    def nvmlDeviceGetP2PStatus(self, _one: FakeGpu, _other: FakeGpu, index: int) -> int:
-        assert index == self.NVML_P2P_CAPS_INDEX_NVLINK
-        return 0 if self.nvlink else 5
 
 
 def four() -> FakeNvml:
@@ -484,7 +384,7 @@ def test_a_driver_that_is_too_old_to_list_processes_keeps_no_session_from_starti
         class NVMLLibraryMismatchError(Exception):
             pass
 
-        def nvmlDeviceGetComputeRunningProcesses(self, _gpu: FakeGpu) -> list[Any]:
+        def nvmlDeviceGetComputeRunningProcesses(self, _gpu: FakeGpu) -> list[Any]:  # noqa: N802
             raise self.NVMLLibraryMismatchError
 
     assert chosen_on(OldDriver([FakeGpu("GPU-0")])) == []

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -30,6 +30,7 @@ from nbdist.doctor import (
 from nbdist.doctor.finding import Finding
 from nbdist.hardware import deepspeed_requirements
 from tests.conftest import eventually
+from tests.doubles.nvml import FakeGpu, FakeNvml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -181,52 +182,15 @@ def test_a_torch_that_cannot_use_the_gpus_is_named() -> None:
 # -- GPUs
 
 
-class NVMLError(Exception):
-    """As pynvml's."""
-
-
-class Nvml:
-    """NVML with two GPUs, the first of which somebody holds."""
-
-    NVMLError = NVMLError
-    NVML_COMPUTEMODE_PROHIBITED = 2
-    NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 3
-    NVML_P2P_CAPS_INDEX_NVLINK = 1
-    NVML_P2P_STATUS_OK = 0
-
-    def __init__(self, holder: int, mode: int = 0) -> None:
-        self.holder, self.mode = holder, mode
-
-    def __getattr__(self, name: str) -> Any:
-        answers: dict[str, Any] = {
-            "nvmlInit": None,
-            "nvmlShutdown": None,
-            "nvmlDeviceGetCount": 2,
-            "nvmlDeviceGetCudaComputeCapability": (9, 0),
-            "nvmlDeviceGetMigMode": (0, 0),
-            "nvmlDeviceGetName": "NVIDIA H100 80GB",
-            "nvmlDeviceGetP2PStatus": 0,
-            "nvmlDeviceGetComputeMode": self.mode,
-            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GB, free=70 * GB),
-        }
-        return lambda *_: answers[name]
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802 - NVML's name
-        return index
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return f"GPU-{handle}"
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
-        return int(uuid[-1])
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
-        return [] if handle else [SimpleNamespace(pid=self.holder, usedGpuMemory=10 * GB)]
+def two_gpus(holder: int, **first: Any) -> FakeNvml:
+    """Two GPUs, the first of which somebody holds."""
+    held = FakeGpu("GPU-0", "NVIDIA H100 80GB", used=((holder, 10 * GB),))
+    return FakeNvml([replace(held, **first), FakeGpu("GPU-1", "NVIDIA H100 80GB")])
 
 
 @pytest.mark.fault("F4")
 def test_who_holds_a_gpu_is_named_by_user_and_program(tmp_path: Path) -> None:
-    nvml = Nvml(os.getpid())
+    nvml = two_gpus(os.getpid())
     found = [*gpus.check_gpus(nvml=nvml, environ={}, driver=tmp_path)]
     assert found[0].says == "2 x NVIDIA H100 80GB, NVLink"
     one = only(found, "note", f"(pid {os.getpid()}, 10.0 GiB)")
@@ -237,13 +201,13 @@ def test_who_holds_a_gpu_is_named_by_user_and_program(tmp_path: Path) -> None:
 
 
 def test_a_holder_of_another_container_is_told_as_such(tmp_path: Path) -> None:
-    found = gpus.check_gpus(nvml=Nvml(99999999), environ={}, driver=tmp_path)
+    found = gpus.check_gpus(nvml=two_gpus(99999999), environ={}, driver=tmp_path)
     only(found, "note", "pid 99999999 of another container")
 
 
 def test_hidden_gpus_are_told(tmp_path: Path) -> None:
     look = lambda value: gpus.check_gpus(  # noqa: E731 - three of a kind
-        own=[1], nvml=Nvml(1), environ={"CUDA_VISIBLE_DEVICES": value}, driver=tmp_path
+        own=[1], nvml=two_gpus(1), environ={"CUDA_VISIBLE_DEVICES": value}, driver=tmp_path
     )
     only(look(""), "note", "CUDA_VISIBLE_DEVICES='' shows 0 of 2 GPUs")
     only(look("1"), "note", "shows 1 of 2 GPUs")
@@ -251,12 +215,12 @@ def test_hidden_gpus_are_told(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_nobody_may_use_is_a_problem(tmp_path: Path) -> None:
-    found = worst(gpus.check_gpus(own=[1], nvml=Nvml(1, mode=2), environ={}, driver=tmp_path))
-    assert [one.level for one in found] == ["problem", "problem"]
+    found = worst(gpus.check_gpus(own=[1], nvml=two_gpus(1, mode=2), environ={}, driver=tmp_path))
+    assert [one.level for one in found] == ["problem"]
 
 
 def test_a_gpu_that_somebody_holds_exclusively_is_a_problem(tmp_path: Path) -> None:
-    exclusive = Nvml(os.getpid(), mode=3)
+    exclusive = two_gpus(os.getpid(), mode=3)
     found = [*gpus.check_gpus(nvml=exclusive, environ={}, driver=tmp_path)]
     (one,) = [finding for finding in found if finding.level == "problem"]
     assert one.topic == "GPU 0"
@@ -267,23 +231,16 @@ def test_a_gpu_that_somebody_holds_exclusively_is_a_problem(tmp_path: Path) -> N
 
 
 def test_a_gpu_that_fails_is_a_problem(tmp_path: Path) -> None:
-    class Lost(Nvml):
-        def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-            if handle == 1:
-                raise NVMLError("GPU is lost")
-            return f"GPU-{handle}"
-
-    found = [*gpus.check_gpus(own=[1], nvml=Lost(1), environ={}, driver=tmp_path)]
+    nvml = two_gpus(1)
+    nvml.gpus[1] = replace(nvml.gpus[1], lost=True)
+    found = [*gpus.check_gpus(own=[1], nvml=nvml, environ={}, driver=tmp_path)]
     assert only(found, "problem", "GPU 1 fails (GPU is lost)").do == "run nvidia-smi"
 
 
 def test_a_driver_that_does_not_answer_is_a_problem(tmp_path: Path) -> None:
-    class Broken(Nvml):
-        def nvmlInit(self) -> None:  # noqa: N802
-            raise NVMLError("Driver/library version mismatch")
-
-    only(gpus.check_gpus(nvml=Broken(1), driver=tmp_path), "problem", "version mismatch")
-    assert worst(gpus.check_gpus(nvml=Broken(1), driver=tmp_path / "missing")) == []
+    broken = FakeNvml([], broken=True)
+    only(gpus.check_gpus(nvml=broken, driver=tmp_path), "problem", "version mismatch")
+    assert worst(gpus.check_gpus(nvml=broken, driver=tmp_path / "missing")) == []
 
 
 # -- resources

@@ -16,7 +16,7 @@ from nbdist.hardware import discovery
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.hardware.telemetry import GpuReading, UsageSnapshot
 from tests.conftest import eventually
-from tests.unit.test_panel_devices import GIB, FakeNvml
+from tests.doubles.nvml import GIB, FakeNvml, one_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ A100 = Gpu("GPU-a", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """One GPU, on which this process holds 12 GiB and another 8."""
-    fake = FakeNvml(running=[(os.getpid(), 12 * GIB), (1, 8 * GIB)])
+    fake = one_gpu((os.getpid(), 12 * GIB), (1, 8 * GIB))
     monkeypatch.setattr(discovery, "import_pynvml", lambda: fake)
     return fake
 
