@@ -9,7 +9,7 @@ import pytest
 
 from nbdist import CheckpointError, Session
 from nbdist.strategies import STRATEGIES
-from tests.e2e.test_export import MODELS
+from tests.e2e.cells import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,10 +30,11 @@ from nbdist.panel.controller import PanelData
 from nbdist.session import file_transfer_status, planner, status
 from tests.conftest import eventually
 from tests.doubles import unlike_nodes
+from tests.stopping import runs_for, stopped
 from tests.two_nodes import Here, Hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 DEAD_S = 15.0
 """5 s is promised, and 1 s seen on a machine of our own."""
@@ -108,32 +108,6 @@ def runs(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def stopped(session: Session, code: str, *, when: Callable[[], object]) -> tuple[str, float]:
-    """Run a cell, press Stop when something is so; what the cell said, and how long it took."""
-    pressed: list[float] = []
-
-    def press() -> None:
-        eventually(when, within_s=30)
-        pressed.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted) as told:
-            session.run(code)
-    finally:
-        thread.join()
-    return str(told.value), time.monotonic() - pressed[0]
-
-
-def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
-    """Whether a cell has been running for so long."""
-    return lambda: (
-        session.running is not None and time.time() - session.running.started_at > seconds
-    )
 
 
 # ---------------------------------------------------------------------------------------- cells

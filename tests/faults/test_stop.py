@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,9 +14,10 @@ from nbdist import CellError, CellInterrupted, Session
 from nbdist.protocol import messages
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
+from tests.stopping import press, runs_for, stopped, stopped_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from nbdist.cluster.rank_channels import Channel
@@ -71,46 +71,6 @@ def plain() -> Iterator[Session]:
         yield running
 
 
-def press() -> None:
-    """Press Stop: a notebook's front end sends this signal to its kernel."""
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def stopped(
-    session: Session,
-    code: str,
-    *,
-    when: Callable[[], object],
-    more: Callable[[], object] | None = None,
-) -> tuple[str, float]:
-    """Run a cell, press Stop when something is so; what the cell said, and how long it took."""
-    pressed: list[float] = []
-
-    def wait_and_press() -> None:
-        eventually(when, within_s=30)
-        pressed.append(time.monotonic())
-        press()
-        if more is not None:
-            eventually(more, within_s=30)
-            press()
-
-    thread = threading.Thread(target=wait_and_press)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted) as told:
-            session.run(code)
-    finally:
-        thread.join()
-    return str(told.value), time.monotonic() - pressed[0]
-
-
-def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
-    """Whether a cell has been running for so long."""
-    return lambda: (
-        session.running is not None and time.time() - session.running.started_at > seconds
-    )
-
-
 def can_add(session: Session) -> bool:
     code = "t = torch.ones(3)\ndist.all_reduce(t)\nt.tolist()"
     return list(session.run(code).values.values()) == [[2.0] * 3] * 2
@@ -152,28 +112,6 @@ def test_a_rank_alone_in_a_collective_is_told_and_stopped(plain: Session) -> Non
     _, seconds = stopped_with(plain, code, says="rank 0 has waited", ranks="0")
     assert seconds < 10
     assert can_add(plain)
-
-
-def stopped_with(
-    session: Session, code: str, *, says: str, ranks: str | None = None
-) -> tuple[str, float]:
-    """Run a cell on some ranks and press Stop once its standstill is told."""
-    pressed: list[float] = []
-
-    def wait_and_press() -> None:
-        eventually(lambda: says in session.standstill, within_s=30)
-        assert says in session.status()["standstill"]
-        pressed.append(time.monotonic())
-        press()
-
-    thread = threading.Thread(target=wait_and_press)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted) as told:
-            session.run(code, ranks=ranks)
-    finally:
-        thread.join()
-    return str(told.value), time.monotonic() - pressed[0]
 
 
 @pytest.mark.fault("C3")

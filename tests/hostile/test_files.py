@@ -17,8 +17,8 @@ from nbdist.errors import CheckpointError, NbdistError, OptionError, PlanError
 from nbdist.planner import memory_calibration
 from nbdist.planner.measurement_store import MeasurementStore
 from nbdist.state import importers
+from tests.doubles.foreign_checkpoints import read
 from tests.hostile import corpus
-from tests.unit.test_importers import read
 
 if TYPE_CHECKING:
     from pathlib import Path
