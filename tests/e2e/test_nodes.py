@@ -30,6 +30,7 @@ from nbdist.panel.controller import PanelData
 from nbdist.session import file_transfer_status, planner, status
 from tests.conftest import eventually
 from tests.doubles import unlike_nodes
+from tests.inside import workers
 from tests.stopping import runs_for, stopped
 from tests.two_nodes import Here, Hosts
 
@@ -205,9 +206,9 @@ def payloads(session: Session, cluster: Here) -> list[Path]:
     folders = {
         folder
         for rank in range(3)
-        for folder in session._workers.launcher_group.payload_folders(rank)
+        for folder in workers(session).launcher_group.payload_folders(rank)
     }
-    folders |= {str(folder) for folder in session._workers.launcher_group.staging_folders}
+    folders |= {str(folder) for folder in workers(session).launcher_group.staging_folders}
     assert len(folders) == 2 * (len(cluster.names) + 1)
     return [file for folder in folders for file in Path(folder).glob("*.payload")]
 
@@ -232,7 +233,7 @@ def test_the_panel_shows_memory_by_node_and_asks_each_once(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    fleet: Any = session._workers.launcher_group
+    fleet: Any = workers(session).launcher_group
     send = fleet.agent_server.send
 
     def counted(index: int, *what: Any) -> None:
@@ -262,7 +263,7 @@ def test_an_open_panel_asks_every_second_and_a_closed_one_does_not(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
-    fleet: Any = session._workers.launcher_group
+    fleet: Any = workers(session).launcher_group
     now = fleet.node_usage
 
     def counted(within_s: float) -> Any:

@@ -15,6 +15,7 @@ from nbdist.profiler.measurements import RankProfile
 from nbdist.protocol import messages
 from nbdist.session.worker_group import WorkerGroup
 from tests.conftest import eventually
+from tests.inside import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -96,7 +97,7 @@ class Profiler:
         replies: dict[int, Any] = {}
         for rank in (0, 1):
             ours = {**asked, "cell": (cells or {}).get(rank, "")}
-            replies |= self.session._workers.request_all(
+            replies |= workers(self.session).request_all(
                 [rank], messages.PROFILE, ours, channel="control"
             )
         return name, replies

@@ -16,6 +16,7 @@ from nbdist import CellError, Session
 from nbdist.launcher.__main__ import WARM_UP_IMPORTS
 from tests.conftest import eventually
 from tests.faults import training
+from tests.inside import workers
 
 MB = 1e6
 RSS_TOLERANCE = 8 * MB
@@ -53,7 +54,7 @@ def everything(session: Session) -> Everything:
     ranks = [psutil.Process(rank["pid"]) for rank in session.status()["ranks"]]
     held = {"kernel": of(psutil.Process().pid), "launcher": of(ranks[0].ppid())}
     held |= {f"rank {rank}": of(process.pid) for rank, process in enumerate(ranks)}
-    folder = session._workers.launcher_group.run_dir
+    folder = workers(session).launcher_group.run_dir
     files = Counter(
         # numbers and random parts of names do not count
         re.sub(r"(?<=_)\w{8}(?=/|$)|\d+", "*", str(path.relative_to(top)))
@@ -129,7 +130,7 @@ def warmed_up(session: Session) -> None:
     imported = False
     while not imported:
         launcher = psutil.Process(psutil.Process(session.status()["ranks"][0]["pid"]).ppid())
-        session._workers.stop_ranks()
+        workers(session).stop_ranks()
         eventually(lambda: launcher.cpu_percent(0.5) == 0, within_s=120)  # noqa: B023
         session.restart()
         imported = bool(

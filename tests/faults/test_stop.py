@@ -13,6 +13,7 @@ import nbdist
 from nbdist import CellError, CellInterrupted, Session
 from nbdist.protocol import messages
 from tests.conftest import eventually
+from tests.inside import num_stops, workers
 from tests.live_kernel import LiveKernel
 from tests.stopping import press, runs_for, stopped, stopped_with
 
@@ -288,13 +289,13 @@ def test_groups_are_aborted_on_all_ranks_before_new_ones_are_made(
     plain: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, int]] = []
-    post = plain._workers.queue_request
+    post = workers(plain).queue_request
 
     def noted(ranks: range, channel: Channel, kind: str, *args: object, **kwargs: object) -> str:
         sent.append((kind, len(ranks)))
         return post(ranks, channel, kind, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(plain._workers, "queue_request", noted)
+    monkeypatch.setattr(workers(plain), "queue_request", noted)
     code = "if rank == 0:\n    dist.all_reduce(torch.ones(1), async_op=True)\n    raise ValueError"
     with pytest.raises(CellError, match="ValueError"):
         plain.run(code)  # one collective has begun on rank 0 alone
@@ -334,10 +335,9 @@ def test_a_slow_rank_is_told_and_never_stopped(plain: Session) -> None:
 
 @pytest.mark.fault("C12")
 def test_a_second_stop_aborts_the_groups_and_keeps_the_model(session: Session) -> None:
-    def asked() -> bool:
-        return session._cells.escalation is not None and session._cells.escalation.stops == 1
-
-    said, _ = stopped(session, IN_STEP, when=runs_for(session, 2.5), more=asked)
+    said, _ = stopped(
+        session, IN_STEP, when=runs_for(session, 2.5), more=lambda: num_stops(session) == 1
+    )
     assert "all variables are kept" in said
     assert trains_on(session)
 
@@ -374,11 +374,8 @@ def test_ranks_that_nothing_stops_are_ended_by_a_further_stop() -> None:
             eventually(runs_for(session, 1.5), within_s=30)
             press()
             for count in (1, 2):
-                eventually(lambda count=count: stops() == count, within_s=30)  # type: ignore[misc]
+                eventually(lambda count=count: num_stops(session) == count, within_s=30)  # type: ignore[misc]
                 press()
-
-        def stops() -> int:
-            return session._cells.escalation.stops if session._cells.escalation is not None else 0
 
         thread = threading.Thread(target=press_on)
         thread.start()

@@ -32,6 +32,7 @@ from nbdist.session.checkpoints import Save
 from nbdist.session.placement import Placement
 from nbdist.session.training_events import TrainingEvent
 from nbdist.strategies import Options
+from tests.inside import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -397,9 +398,9 @@ def test_what_is_no_number_has_a_sign_that_is_explained(face: Any, session: Sess
 def on_nodes(session: Session, monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on two nodes, of which the second does not answer."""
     bare = Machine((), None, 8, 64 * GIB)
-    session._workers.nodes = [SessionNode("alpha", (0,), bare), SessionNode("b&ta", (1,), bare)]
+    workers(session).nodes = [SessionNode("alpha", (0,), bare), SessionNode("b&ta", (1,), bare)]
     told = {"alpha": UsageSnapshot(40 * GIB, {0: GpuReading(used_bytes=3 * GIB)})}
-    monkeypatch.setattr(session._workers, "node_usage", lambda _within_s: told)
+    monkeypatch.setattr(workers(session), "node_usage", lambda _within_s: told)
     session.state = "ready"
     return session
 
