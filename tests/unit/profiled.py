@@ -117,10 +117,12 @@ def setting(devices_: str = "", **options: Any) -> ProfiledConfig:
 
 
 def both(**changes: Any) -> list[RankProfile]:
+    """Two ranks alike."""
     return [rank(number, **changes) for number in (0, 1)]
 
 
 def profile(*figures: RankProfile, where: ProfiledConfig | None = None, **more: Any) -> Profile:
+    """The profile of these ranks."""
     return Profile.of(figures, where or setting(), **more)
 
 

@@ -42,6 +42,7 @@ GIB = 1 << 30
 
 
 def llama(hidden: int, ff: int, layers: int, heads: int, kv: int, vocab: int, **more: Any) -> Any:
+    """A Llama-like of published shape."""
     config = {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -105,9 +106,11 @@ class Setting:
 
     @property
     def cluster(self) -> cluster_spec.ClusterSpec:
+        """The devices."""
         return device_parser.parse_devices(self.devices)
 
     def setup(self, *, checkpointing: bool) -> TrainingSetup:
+        """The same in the planner's terms."""
         options = Options(
             backend=self.backend,
             precision=self.precision,
@@ -121,6 +124,7 @@ class Setting:
         )
 
     def workload(self, *, checkpointing: bool) -> Workload:
+        """One rank's micro-batch."""
         return Workload(
             batch_size=self.batch_size,
             seq_len=self.seq_len,
@@ -129,12 +133,14 @@ class Setting:
         )
 
     def cost(self, *, checkpointing: bool | None = None) -> StepCost:
+        """What a step takes."""
         again = self.recompute == "full" if checkpointing is None else checkpointing
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
         return step_time.estimate_step_cost(self.model, work, setup, self.cluster)
 
     @property
     def tokens_per_s(self) -> float:
+        """The planner's, of one GPU."""
         if self.recompute != "selective":
             return self.cost().tokens_per_gpu_s
         both = [self.cost(checkpointing=again).tokens_per_gpu_s for again in (False, True)]
@@ -142,6 +148,7 @@ class Setting:
 
     @property
     def peak(self) -> MemoryUsage:
+        """The planner's, of tensors."""
         again = self.recompute != "off"
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
         model = HalfRecomputed(self.model) if self.recompute == "selective" else self.model
@@ -175,6 +182,7 @@ class HalfRecomputed:
     plain: Any
 
     def __getattr__(self, name: str) -> Any:
+        """Everything else is the model's own."""
         return getattr(self.plain, name)
 
     def micro_batch_activations(self, workload: Workload) -> MicroBatchActivations:
@@ -439,6 +447,7 @@ class Pick:
 
     @property
     def plan(self) -> Plan:
+        """The planner's, without offload or recomputation."""
         plans = [
             self._plan(_AS_COMPARED.get(one, {}) | {"backend": one}) for one in self.candidates
         ]

@@ -21,25 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TRICKS = [
-    "",
-    ".",
-    "..",
-    ".hidden",
-    "../../x",
-    "a/b",
-    "/etc/passwd",
-    "a\0b",
-    "a" * 65,
-    "a" * 300,
-    "<img src=x onerror=alert(1)>",
-    "a b",
-    "ä",
-    "a\n",
-    "\u202ea",
-    "a\\b",
-    "~",
-    "$HOME",
-    "con|",
+    *("", ".", "..", ".hidden", "../../x", "a/b", "/etc/passwd", "a\0b", "a" * 65, "a" * 300),
+    *("<img src=x onerror=alert(1)>", "a b", "ä", "a\n", "\u202ea", "a\\b", "~", "$HOME", "con|"),
 ]
 FILE = checkpoint.CheckpointFile(name="model-00000-0.safetensors", size_bytes=10, crc32=1)
 

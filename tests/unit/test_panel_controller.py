@@ -13,7 +13,6 @@ import nbdist
 from nbdist import panel
 from nbdist.panel.controller import PanelController, PanelData
 from nbdist.panel.curves import curve_history
-from nbdist.panel.plan_view import NO_MODEL_MESSAGE, view_from_plan
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -117,7 +116,6 @@ def test_text_that_no_message_can_carry_back_is_refused(opened: Opened, text: st
     opened.command("save", identity=text, name="a")  # not even answered
     opened.command(text, identity="2")
     assert not opened.answer("2")["ok"]
-    opened.live._take_answer({"kind": "answer", "id": "3", "ok": False, "text": text})
     opened.live.receive_message({"kind": "hello"})
     eventually(lambda: opened.kinds("reset"), within_s=WITHIN_S)
 
@@ -129,29 +127,6 @@ def test_a_failure_to_send_is_not_the_end(opened: Opened) -> None:
     eventually(lambda: not opened.failing, within_s=WITHIN_S)
     opened.live.receive_message({"kind": "hello"})
     eventually(lambda: opened.kinds("reset"), within_s=WITHIN_S)
-
-
-def test_a_restart_begins_new_curves(opened: Opened) -> None:
-    opened.session.metrics.add_rows(0, [{"step": 0, "time": 1.0, "loss": 0.5}])
-    opened.session._configure({"nproc": 2})
-    eventually(lambda: opened.kinds("reset"), within_s=WITHIN_S)
-    assert opened.kinds("reset")[-1]["series"] == []
-
-
-def test_a_restart_clears_what_the_old_ranks_held_and_ran(opened: Opened) -> None:
-    view = opened.live._view
-    plan = nbdist.plan("1b", devices="2x24GB,pcie", seq_len=512)
-    view.plan_view = view_from_plan(plan, opened.session.options)
-    view.devices.peak_bytes[0] = view.devices.strategy_peak_bytes[0] = 1 << 40
-    assert view.snapshot()["strategies"]["rows"]
-    opened.session.state = "starting"  # what a cell or the driver would plan must wait for it
-    opened.session._configure({"nproc": 2})
-    found = view.snapshot()
-    assert found["strategies"] == {"rows": [], "note": NO_MODEL_MESSAGE}
-    assert [one["predicted_bytes"] for one in found["devices"]] == [None, None]
-    assert (found["devices"][0]["peak_bytes"] or 0) < 1 << 40
-    view.plan_view = view_from_plan(plan, opened.session.options)  # of the new ranks: it stays
-    assert view.snapshot()["strategies"]["rows"]
 
 
 # ---------------------------------------------------------------------------- stop

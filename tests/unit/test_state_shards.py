@@ -422,6 +422,15 @@ def test_any_element_wise_optimizer_is_carried(
     assert torch.equal(other(torch.ones(2, 5)), model(torch.ones(2, 5)))
 
 
+def test_a_model_before_its_first_step_has_no_state() -> None:
+    model = Small()
+    optimizer = torch.optim.AdamW(one for one in model.parameters() if one.requires_grad)
+    layout = layouts.layout_for(model, [optimizer])
+    assert layout.optimizer_state(owned=True) == {}
+    assert layout.scalar_state() == {}
+    assert not optimizer.state
+
+
 class Counting(torch.optim.Optimizer):
     """An optimizer of a user's, which counts in whole numbers."""
 
