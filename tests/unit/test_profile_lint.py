@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nbdist.profiler.lint import lint_cell, read_training_cell
-from nbdist.profiler.measurements import DataLoaderStats, LineProfile, ProfiledModel, RankProfile
+from nbdist.profiler.measurements import DataLoaderStats, LineProfile, RankProfile
+from tests.unit import profiled
 from tests.unit.loops import BAD, GOOD, LOOP, MAKE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nbdist.profiler.lint import LintFinding
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
@@ -31,36 +35,18 @@ def kinds(found: list[LintFinding]) -> list[str]:
 def rank(
     number: int = 0,
     *,
-    kind: str = "cuda",
-    loaders: list[DataLoaderStats] | None = None,
-    lines: list[LineProfile] | None = None,
+    kind: Literal["cuda", "cpu"] = "cuda",
+    loaders: Sequence[DataLoaderStats] = (),
+    lines: Sequence[LineProfile] = (),
     training: bool = True,
     precision: str = "no",
     **parts: float,
 ) -> RankProfile:
     """Figures of a rank with steps of a second."""
-    model = ProfiledModel(
-        backend="ddp",
-        params=10,
-        units=0,
-        largest_unit=0,
-        training=training,
-        precision=precision,
-        optimizer="AdamW",
-        samples=4,
-        seq_len=8,
-        accumulate=1,
-    )
-    rest = {"forward": 1 - sum(parts.values())}
-    return RankProfile(
-        rank=number,
-        kind=kind,
-        device=kind,
-        ends=[0.0, 1.0, 2.0],
-        parts=parts | rest,
-        loaders=loaders or [],
-        lines=lines or [],
-        model=model,
+    figures = profiled.rank(number, kind=kind, model={"training": training, "precision": precision})
+    parts["forward"] = 1 - sum(parts.values())
+    return replace(
+        figures, ends=[0.0, 1.0, 2.0], parts=parts, loaders=list(loaders), lines=list(lines)
     )
 
 
