@@ -20,7 +20,7 @@ from nbdist import checkpoint
 from nbdist.checkpoint import FolderStorage, PendingFolderCheckpoint
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.errors import CheckpointError
-from nbdist.state import shard_io, tensor_index
+from nbdist.state import shard_io
 from nbdist.state.shards import Piece, Shard
 
 if TYPE_CHECKING:
@@ -170,17 +170,6 @@ def test_numbers_are_converted(tmp_path: Path) -> None:
     read_bytes = shard_io.read_shards(path, checkpoint.verify_files(path), target)
     assert read_bytes == 4 * 329
     assert_filled(target, {"model.w": full["model.w"].bfloat16()})
-
-
-def test_large_tensors_are_converted_in_slices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_index, "BLOCK_ELEMENTS", 16)
-    full = {"model.w": torch.randn(50, 7)}
-    path = save(tmp_path, full)
-    target = {"model.w": shard(torch.zeros(50, 7, dtype=torch.float64), [(0, 350)])}
-    shard_io.read_shards(path, checkpoint.verify_files(path), target)
-    assert_filled(target, {"model.w": full["model.w"].double()})
 
 
 @pytest.mark.parametrize("name", sorted(SAFETENSORS_DTYPES))
