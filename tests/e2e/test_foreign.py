@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from nbdist import CheckpointError, Session
 from nbdist.strategies import STRATEGIES
 from tests.e2e.cells import MODELS
+from tests.e2e.training import one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,11 +52,6 @@ def trained() -> Iterator[Session]:
         session.run(MODELS)
         session.run(TRAINING)
         yield session
-
-
-def one(session: Session, code: str) -> Any:
-    """The value of a cell on rank 0."""
-    return session.run(code).values[0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -31,6 +31,7 @@ from nbdist.session import file_transfer_status, planner, status
 from tests.conftest import eventually
 from tests.doubles import unlike_nodes
 from tests.inside import workers
+from tests.processes import gone
 from tests.stopping import runs_for, stopped
 from tests.two_nodes import Here, Hosts
 
@@ -97,18 +98,6 @@ def pids(session: Session, node: str = "") -> list[int]:
     """Ranks' processes, of one node where it is named."""
     members = session.status()["ranks"]
     return [one["pid"] for one in members if node in {"", one["node"]}]
-
-
-def gone(processes: list[int]) -> bool:
-    """Whether none of them runs."""
-    return not any(map(runs, processes))
-
-
-def runs(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 # ---------------------------------------------------------------------------------------- cells

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 from nbdist import CellError, RankDied, Session
@@ -23,6 +22,7 @@ from tests.conftest import eventually
 from tests.doubles.unkillable import Unkillable
 from tests.inside import workers
 from tests.live_kernel import ANSI
+from tests.processes import gone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,18 +67,6 @@ def pids(session: Session) -> list[int]:
 
 def launcher(session: Session) -> int:
     return int(session.status()["launcher"]["pid"])
-
-
-def gone(processes: list[int]) -> bool:
-    """Whether none of them runs."""
-    return not any(map(runs, processes))
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def told(session: Session, *, within_s: float = TOLD_S) -> str:
