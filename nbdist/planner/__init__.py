@@ -1,7 +1,7 @@
 """Predicts which strategies fit on which devices, how fast a step is, and which one to use.
 
 Pure arithmetic on a model's shape, in any process. Reading order: `model_spec` (the planner's view
-of a model), built by `models.analytic` (formulas) or `models.traced`; `memory_model` with the
+of a model), built by `models.analytic` (formulas) or `models.traced`; `memory` with the
 timelines in `memory`; `step_time` on a `cluster_spec`; `search`; `result`.
 """
 

@@ -25,7 +25,7 @@ from nbdist.planner.measurements import (
     LoopEfficiency,
     slowest_curves,
 )
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:

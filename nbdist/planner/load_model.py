@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from nbdist.errors import PlanError
 from nbdist.paths import expand_user
-from nbdist.planner.memory.training_setup import compute_modes
+from nbdist.planner.memory.timeline import compute_modes
 from nbdist.planner.model_spec import with_notes
-from nbdist.planner.models import analytic, parameter_count, traced
+from nbdist.planner.models import analytic, traced
 
 if TYPE_CHECKING:
     from nbdist.planner.model_spec import ModelSpec
@@ -78,11 +78,9 @@ def load_model_spec(
         return _measured(spec, _module_config(given), _length_of_inputs(spec, seq_len) or length)
     # Path.exists() raises if a name is too long
     if (
-        isinstance(given, str)
-        and parameter_count.is_parameter_count(given)
-        and not os.path.exists(given)  # noqa: PTH110
+        isinstance(given, str) and analytic.is_parameter_count(given) and not os.path.exists(given)  # noqa: PTH110
     ):
-        return parameter_count.spec_from_parameter_count(given), seq_len or DEFAULT_SEQ_LEN
+        return analytic.spec_from_parameter_count(given), seq_len or DEFAULT_SEQ_LEN
     config = _config(given)
     length = seq_len or default_seq_len(config)
     if analytic.is_supported(config):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nbdist import strategies
 from nbdist.display.units import GIB, format_gib, memory_part_text
 from nbdist.errors import OptionError, PlanError
-from nbdist.planner import memory_model, step_time, suggestions
-from nbdist.planner.memory.training_setup import MEMORY_PARTS, TrainingSetup, compute_mode
+from nbdist.planner import memory, step_time, suggestions
+from nbdist.planner.memory.timeline import MEMORY_PARTS, TrainingSetup, compute_mode
 from nbdist.planner.memory_calibration import MemoryCalibration
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.plan_request import PlanRequest, hardware_for_cluster
@@ -242,7 +242,7 @@ class _PlanVariant:
         )
         self._question, self._options = question, options
         self._compute = compute_mode(setup)
-        self._story = memory_model.build_timeline(question.model, setup)
+        self._story = memory.build_timeline(question.model, setup)
         self._costs = step_time.StepCostModel(question.model, setup, cluster)
         self._calibration = learned.overhead_for(
             cluster.smallest_device.name,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from nbdist.planner.cluster_spec import ClusterSpec, CollectiveScope
     from nbdist.planner.measurements import Collective
-    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.memory.timeline import TrainingSetup
     from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, Workload
 
 StepBound = Literal["compute", "communication", "optimizer", "offload"]

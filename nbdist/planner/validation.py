@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist.display.elements import element, html_row, html_table, join
 from nbdist.display.units import format_bytes
-from nbdist.planner import memory_model, optimizers
-from nbdist.planner.memory.timeline import MemoryUsage
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner import memory, optimizers
+from nbdist.planner.memory.timeline import MemoryUsage, TrainingSetup, compute_mode
 from nbdist.planner.memory_calibration import DeviceOverhead, MemoryCalibration
 from nbdist.planner.model_spec import Workload
 
@@ -229,7 +228,7 @@ def validate_plan(
 
 def predict_peak(model: ModelSpec, setup: TrainingSetup, found: MeasuredMemory) -> MemoryUsage:
     """Predict the peak of a rank's tensors; on CPU ranks offloaded parts are in the same memory."""
-    moments = memory_model.step_memory_usage(model, workload_from_measurement(setup, found), setup)
+    moments = memory.step_memory_usage(model, workload_from_measurement(setup, found), setup)
     if found.kind == "cpu":
         moments = map(_with_host, moments)
     return max(moments, key=lambda moment: moment.device_bytes)

@@ -98,7 +98,7 @@ def plan_model(
     )
     batch_size = arguments.get("batch_size")
     with StatusLine() as line:
-        line.show("nbdist: inspecting the model")
+        line.show("nbdist: inspecting the model (tracing an unknown one takes some seconds)")
         description = session.model_spec(
             name,
             batch_size=batch_size[0] if isinstance(batch_size, (list, tuple)) else batch_size,

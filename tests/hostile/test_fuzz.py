@@ -28,7 +28,7 @@ from nbdist.panel.snapshot import ProfileViewCache
 from nbdist.planner import cache, device_parser, memory_calibration
 from nbdist.planner.measurement_store import MeasurementStore
 from nbdist.planner.measurements import CommSpeed, ComputeSpeed, DiskSpeed
-from nbdist.planner.models import analytic, transformers_registry
+from nbdist.planner.models import analytic, traced
 from nbdist.profiler.measurements import (
     CollectiveStats,
     DataLoaderStats,
@@ -245,7 +245,7 @@ CONFIG = {
 def test_configs_of_models(examples: int) -> None:
     def check(config: Any) -> None:
         def read() -> None:
-            transformers_registry.check_model_type(config)
+            traced.check_model_type(config)
             analytic.spec_from_config(config)
 
         with contextlib.suppress(PlanError):

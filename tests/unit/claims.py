@@ -14,7 +14,7 @@ from published import LLAMA_7B, LLAMA_13B, LLAMA_34B, LLAMA_70B, Setting, llama
 
 from nbdist.hardware.discovery import Gpu, Machine
 from nbdist.planner import cluster_spec, device_parser, model_spec, step_time
-from nbdist.planner.memory import zero3_prefetch
+from nbdist.planner.memory.zero_common import PrefetchLimits
 from nbdist.planner.models import analytic
 from nbdist.strategies import STRATEGIES
 
@@ -470,7 +470,7 @@ def _twenty_eight() -> Answer:
 
 @claim(29, "ZeRO-3 settings: persistence 1e5, prefetch 5e7", "agrees", "DeepSpeed's defaults")
 def _twenty_nine() -> Answer:
-    rules = zero3_prefetch.PrefetchLimits()
+    rules = PrefetchLimits()
     agrees = (rules.param_persistence_threshold, rules.prefetch_bucket_size) == (
         100_000,
         50_000_000,

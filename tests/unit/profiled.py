@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.planner import cluster_spec, device_parser
-from nbdist.planner.models import parameter_count
+from nbdist.planner.models import analytic
 from nbdist.profiler.measurements import (
     STEP_PARTS,
     CollectiveStats,
@@ -112,7 +112,7 @@ def setting(devices_: str = "", **options: Any) -> ProfiledConfig:
     return ProfiledConfig(
         options=Options(**chosen),
         cluster=cluster,
-        model_spec=parameter_count.spec_from_parameter_count("7b" if devices_ else "1m"),
+        model_spec=analytic.spec_from_parameter_count("7b" if devices_ else "1m"),
     )
 
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from nbdist.planner import (
     cluster_spec,
     device_parser,
+    memory,
     memory_calibration,
-    memory_model,
     optimizers,
     search,
     step_time,
 )
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
 from nbdist.planner.plan_request import PlanRequest
@@ -152,7 +152,7 @@ class Setting:
         again = self.recompute != "off"
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
         model = HalfRecomputed(self.model) if self.recompute == "selective" else self.model
-        return memory_model.peak_memory(model, work, setup)
+        return memory.peak_memory(model, work, setup)
 
     @property
     def calibration(self) -> memory_calibration.DeviceOverhead:
@@ -190,9 +190,9 @@ class HalfRecomputed:
         model = self.plain
         kept = 2 * (
             2 * model.hidden
-            + model.num_q_features
-            + model.num_q_features
-            + model.num_kv_features
+            + model.heads * model.head_dim
+            + model.heads * model.head_dim
+            + model.kv_heads * model.head_dim
             + model.ff
         )
         kept += 4 * model.heads

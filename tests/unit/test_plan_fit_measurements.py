@@ -17,7 +17,7 @@ from nbdist.planner import (
     step_time,
 )
 from nbdist.planner.measurement_store import MeasurementStore
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.memory_calibration import MemoryCalibration
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic

@@ -173,6 +173,9 @@ def _tasks(config: Any) -> Sequence[str]:
     # Encoder and decoder are trained together, although a decoder has a class of its own.
     if getattr(config, "is_encoder_decoder", False):
         return sorted(_TASKS, key=lambda task: "Seq2Seq" not in task)
+    # transformers can turn an encoder (BERT) into a decoder, which the config has to request.
+    if not getattr(config, "is_decoder", False):
+        return sorted(_TASKS, key=lambda task: task != "MaskedLM")
     return _TASKS
 
 
@@ -224,6 +227,10 @@ def make_sample_batch(model: nn.Module, batch_size: int, seq_len: int) -> Sample
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:  # sequence classifiers need one
         text.pad_token_id = 0
+    if getattr(config, "is_encoder_decoder", False) and not hasattr(
+        config, "decoder_start_token_id"
+    ):
+        config.decoder_start_token_id = text.pad_token_id  # T5 shifts its labels with it
     labels = _labels(model, batch_size, inputs.text)
     return SampleBatch(((), inputs.named | labels), inputs.has_tokens, inputs.notes)
 

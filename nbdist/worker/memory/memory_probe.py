@@ -7,7 +7,7 @@ operation on CPU ranks; on GPUs, the allocator's peak statistics are used from t
 that step a hook costs microseconds. A new `prepare()` restarts the measurement.
 
 By the third step the optimizer state exists and ZeRO-3 has its prefetch trace;
-`planner.memory_model` predicts the same step.
+`planner.memory` predicts the same step.
 """
 
 from __future__ import annotations
