@@ -17,7 +17,7 @@ from nbdist.errors import OptionError, SessionError
 from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
 from nbdist.planner import fit_measurements, local_devices, step_time
-from nbdist.planner.measurements import COLLECTIVES, DiskSpeed
+from nbdist.planner.measurements import COLLECTIVES, is_memory_filesystem
 from nbdist.protocol import messages
 from nbdist.session.recovery import TransactionalRequest
 
@@ -175,9 +175,9 @@ def _lines(
     kinds: list[str],
 ) -> Iterator[CalibrationRow]:
     """Yield measured values and the values that plans used so far."""
-    curves = {} if after.comm_speed is None else after.comm_speed.curves
     for name in COLLECTIVES:
-        for size, taken in curves.get(name, ()):
+        measured = (after.comm_speed or {}).get(name)
+        for size, taken in measured.curve if measured else ():
             then = step_time.collective_time_s(name, size, before)
             yield CalibrationRow(
                 what=f"{name} of {format_bytes(size)}", measured=_time(taken), before=_time(then)
@@ -224,7 +224,7 @@ def _notes(figures: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
         name = disks[0]["filesystem"]
         cache = "bypassing" if disks[0]["direct"] else "through"
         yield f"The filesystem is {name}, measured {cache} the page cache."
-        if DiskSpeed.is_memory_filesystem(name):
+        if is_memory_filesystem(name):
             yield "That is memory, not a disk: plans do not use it. Use another folder."
 
 

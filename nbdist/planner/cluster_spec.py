@@ -16,13 +16,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from nbdist.planner.gpu_catalog import FP32_EFFICIENCY, GB, GIB, GPU_CATALOG, DeviceSpec, find_gpu
+from nbdist.planner.measurements import COLLECTIVES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from nbdist.hardware.discovery import Gpu, GpuFreeMemory, Machine
-    from nbdist.planner.measurement_store import MeasurementStore
-    from nbdist.planner.measurements import Collective, CommSpeed, DiskSpeed
+    from nbdist.planner.measurements import Collective, Measurement, MeasurementStore
 
 __all__ = ["GPU_CATALOG", "ClusterSpec", "DeviceSpec", "cluster_for_machine", "cpu_cluster"]
 
@@ -75,9 +75,9 @@ class ClusterSpec:
     kind: Literal["cuda", "cpu"] = "cuda"
     measurement_store: MeasurementStore | None = None
     """Measurements of this machine; None for devices given as text."""
-    comm_speed: CommSpeed | None = None
-    """Measured collectives between exactly these ranks."""
-    disk_speed: DiskSpeed | None = None
+    comm_speed: Mapping[str, Measurement] | None = None
+    """Measured collectives between exactly these ranks, by name; None if there are none."""
+    disk_speed: Measurement | None = None
     """The disk measured last."""
 
     @property
@@ -145,24 +145,47 @@ class ClusterSpec:
 
     def measured_collective_s(self, collective: Collective, size: float) -> float | None:
         """Return the measured time of a collective of this size, or None if not measured."""
-        return (
-            None if self.comm_speed is None else self.comm_speed.collective_time_s(collective, size)
-        )
+        measured = (self.comm_speed or {}).get(collective)
+        return None if measured is None else measured.collective_time_s(size)
+
+    @property
+    def comm_measured_date(self) -> str:
+        """Date on which collectives were measured here, or "" for catalogue figures."""
+        return max((measured.day for measured in (self.comm_speed or {}).values()), default="")
 
     def with_measurements(self, store: MeasurementStore | None) -> ClusterSpec:
         """Return this cluster with measured speeds in place of the catalogue's."""
         if store is None:
             return self
-        disk = store.disk_speed()
+        curves = {
+            name: store.get("collective", f"{name}, {self.describe()}") for name in COLLECTIVES
+        }
+        measured: dict[str, Measurement] = {
+            name: curve for name, curve in curves.items() if curve is not None
+        }
+        _, disk = store.latest("disk") or ("", None)
+        nvme_bandwidth = self.nvme_bandwidth
+        if disk is not None:  # a step reads as much as it writes
+            nvme_bandwidth = 2 / (1 / disk.values["read"] + 1 / disk.values["write"])
         return replace(
             self,
             measurement_store=store,
-            comm_speed=store.comm_speed(self.describe()),
-            devices=tuple(
-                _paced(device, store, self.compute_speed_key(device)) for device in self.devices
-            ),
+            comm_speed=measured or None,
+            devices=tuple(self._with_measured_speed(device, store) for device in self.devices),
             disk_speed=disk,
-            nvme_bandwidth=self.nvme_bandwidth if disk is None else disk.mixed_bandwidth,
+            nvme_bandwidth=nvme_bandwidth,
+        )
+
+    def _with_measured_speed(self, device: DeviceSpec, store: MeasurementStore) -> DeviceSpec:
+        place = self.compute_speed_key(device)
+        compute = store.get("compute", place)
+        loops = {kind: store.get("loop", f"{place}, {kind}") for kind in DTYPES}
+        host_link = compute.values.get("host_link") if compute is not None else None
+        return replace(
+            device,
+            compute_speed=compute,
+            loop_speeds={kind: loop for kind, loop in loops.items() if loop is not None},
+            host_link=host_link or device.host_link,
         )
 
     def compute_speed_key(self, device: DeviceSpec) -> str:
@@ -240,12 +263,6 @@ class ClusterSpec:
 
 def _cpu_words(ranks: int) -> str:
     return f"{ranks} CPU {'rank' if ranks == 1 else 'ranks'}"
-
-
-def _paced(device: DeviceSpec, store: MeasurementStore, place: str) -> DeviceSpec:
-    pace = store.compute_speed(place)
-    host_link = (pace and pace.host_link) or device.host_link
-    return replace(device, compute_speed=pace, host_link=host_link)
 
 
 def with_default_network(cluster: ClusterSpec) -> ClusterSpec:

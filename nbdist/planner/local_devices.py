@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from nbdist.hardware import discovery
 from nbdist.planner import cluster_spec, device_parser
 from nbdist.planner.cluster_spec import ClusterSpec
-from nbdist.planner.measurement_store import MeasurementStore
+from nbdist.planner.measurements import MeasurementStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

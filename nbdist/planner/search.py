@@ -16,8 +16,8 @@ from nbdist import strategies
 from nbdist.display.units import GIB, format_gib, memory_part_text
 from nbdist.errors import OptionError, PlanError
 from nbdist.planner import memory, step_time, suggestions
+from nbdist.planner.measurements import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import MEMORY_PARTS, TrainingSetup, compute_mode
-from nbdist.planner.memory_calibration import MemoryCalibration
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.plan_request import PlanRequest, hardware_for_cluster
 from nbdist.planner.plan_table import PlanRow
@@ -93,7 +93,7 @@ def _replicates(fixed: Mapping[str, Any]) -> bool:
 
 def evaluate_rows(question: PlanRequest) -> list[PlanRow]:
     """Evaluate all rows of a request, without explanations."""
-    learned = MemoryCalibration()
+    learned = MeasurementStore()
     return [row for options in _variants(question) for row in _rows(question, options, learned)]
 
 
@@ -195,7 +195,7 @@ def _makes_a_difference(strategy: Strategy, options: Options) -> bool:
 # ---------------------------------------------------------------- rows of a variant
 
 
-def _rows(question: PlanRequest, options: Options, learned: MemoryCalibration) -> Iterator[PlanRow]:
+def _rows(question: PlanRequest, options: Options, learned: MeasurementStore) -> Iterator[PlanRow]:
     """One row per micro-batch, with an explanation if the backend or the model refuses."""
     refusal, variant = _refusal(options, question), None
     if not refusal:
@@ -231,7 +231,7 @@ class _PlanVariant:
         PlanError: the model does not support this engine's compute mode; also raised by `row`.
     """
 
-    def __init__(self, question: PlanRequest, options: Options, learned: MemoryCalibration) -> None:
+    def __init__(self, question: PlanRequest, options: Options, learned: MeasurementStore) -> None:
         cluster = question.cluster
         setup = TrainingSetup(
             options=options,
@@ -244,7 +244,8 @@ class _PlanVariant:
         self._compute = compute_mode(setup)
         self._story = memory.build_timeline(question.model, setup)
         self._costs = step_time.StepCostModel(question.model, setup, cluster)
-        self._calibration = learned.overhead_for(
+        self._overhead = device_overhead(
+            learned,
             cluster.smallest_device.name,
             options.backend,
             options.offload_device,
@@ -262,8 +263,8 @@ class _PlanVariant:
             kind=self._question.cluster.kind,
         )
         peak = self._story.peak_memory(self._question.model.micro_batch_activations(workload))
-        allocated, context = peak.device_bytes, self._calibration.context_bytes
-        device_bytes = self._calibration.device_bytes(allocated)
+        allocated, context = peak.device_bytes, self._overhead.context_bytes
+        device_bytes = self._overhead.device_bytes(allocated)
         extra = {"context": context, "margin": device_bytes - allocated - context}
         row = PlanRow(
             options=self._options,
@@ -275,7 +276,7 @@ class _PlanVariant:
             host_bytes=sum(peak.host_parts.values()),
             nvme_bytes=peak.nvme_bytes,
             peak_moment=peak.name,
-            learned=self._calibration.day,
+            learned=self._overhead.day,
             cost=self._costs.cost_for(workload),
         )
         return replace(row, fits=not _shortage(row, self._question))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from nbdist.display.elements import element, html_row, html_table, join
 from nbdist.display.units import format_bytes
 from nbdist.planner import memory, optimizers
+from nbdist.planner.measurements import DeviceOverhead, MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import MemoryUsage, TrainingSetup, compute_mode
-from nbdist.planner.memory_calibration import DeviceOverhead, MemoryCalibration
 from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:
@@ -201,7 +201,8 @@ def validate_plan(
         for name in (*fullest.distinct_part_names, OTHER_MODELS_PART, REMAINING_PART)
         if parts.get(name) or seen.get(name)
     ]
-    calibration = MemoryCalibration().overhead_for(
+    overhead = device_overhead(
+        MeasurementStore(),
         fullest.device_name,
         options.backend,
         options.offload_device,
@@ -217,12 +218,12 @@ def validate_plan(
         peak_moment=moment.name,
         lines=tuple(PartComparison(name, parts.get(name, 0), seen.get(name)) for name in names),
         allocated=PartComparison("all tensors", expected, fullest.allocated_bytes),
-        device=_device_line(fullest, calibration, expected),
+        device=_device_line(fullest, overhead, expected),
         measured_by_rank=dict(measured),
         output_bytes=model.micro_batch_activations(
             workload_from_measurement(setup, fullest)
         ).output_bytes,
-        num_calibration_runs=calibration.runs,
+        num_calibration_runs=overhead.runs,
     )
 
 

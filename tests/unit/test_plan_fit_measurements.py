@@ -16,9 +16,8 @@ from nbdist.planner import (
     optimizers,
     step_time,
 )
-from nbdist.planner.measurement_store import MeasurementStore
+from nbdist.planner.measurements import MeasurementStore, record_device_memory
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
-from nbdist.planner.memory_calibration import MemoryCalibration
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
@@ -114,9 +113,7 @@ def test_a_second_profile_counts_as_much_as_those_before() -> None:
             profiled(factor * once), spec=SPEC, options=OPTIONS, cluster=ranks()
         )
     assert once < predicted(ranks()).compute_s < 2 * once
-    pace = ranks().slowest_device.compute_speed
-    assert pace is not None
-    assert pace.loop_efficiency["fp32"].runs == 2
+    assert ranks().slowest_device.loop_speeds["fp32"].runs == 2
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
@@ -128,7 +125,7 @@ def test_times_that_no_speed_explains_are_not_learned(factor: float) -> None:
         )
         == []
     )
-    assert ranks().slowest_device.compute_speed is None
+    assert not ranks().slowest_device.loop_speeds
 
 
 def test_a_step_that_launches_bind_teaches_no_speed() -> None:
@@ -150,11 +147,9 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
     )
     links = ranks().comm_speed
     assert links is not None
-    assert links.collective_time_s("all_reduce", 25 * MIB) == pytest.approx(0.2)
-    assert links.collective_time_s("all_reduce", 4096) is None, "far from that size"
-    assert links.collective_time_s("all_gather", 64) is None, (
-        "too small to tell a link from its latency"
-    )
+    assert links["all_reduce"].collective_time_s(25 * MIB) == pytest.approx(0.2)
+    assert links["all_reduce"].collective_time_s(4096) is None, "far from that size"
+    assert "all_gather" not in links, "too small to tell a link from its latency"
 
 
 def test_devices_in_words_learn_nothing() -> None:
@@ -216,7 +211,7 @@ def test_a_plan_for_devices_in_words_says_catalogue_whatever_was_measured() -> N
 
 def test_memory_that_a_session_measured_on_this_gpu_is_said() -> None:
     found = ranks("2xA100-80GB")
-    MemoryCalibration().record_session(
+    record_device_memory(
         found.smallest_device.name,
         "ddp",
         "none",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.magics import arguments
-from nbdist.planner.measurements import CommSpeed
+from nbdist.planner.measurements import Measurement
 from nbdist.planner.models import analytic
 from nbdist.profiler.advice import MIN_GAIN, Advice
 from nbdist.profiler.lint import LintFinding, read_training_cell
@@ -307,11 +307,14 @@ def test_the_planner_at_what_was_measured_says_what_was_measured() -> None:
 
 
 def test_a_link_that_was_measured_on_another_day_does_not_favour_another_engine() -> None:
+    small, large = str(1 << 16), str(1 << 24)
     curves = {
-        "all_reduce": ((1 << 16, 0.1), (1 << 24, 10.0)),
-        "all_gather": ((1 << 16, 1e-4), (1 << 24, 1e-3)),
+        "all_reduce": {small: 0.1, large: 10.0},
+        "all_gather": {small: 1e-4, large: 1e-3},
     }
-    fast_gathers = CommSpeed(curves=curves, day="2026-01-01")
+    fast_gathers = {
+        name: Measurement(values=curve, day="2026-01-01") for name, curve in curves.items()
+    }
     where = setting()
     where = replace(where, cluster=replace(where.cluster, comm_speed=fast_gathers))
     found = profile(*both(communication=0.3), where=where)

@@ -233,7 +233,12 @@ def spec_from_module(
     """
     from nbdist.planner.tracing import trace_module
 
-    micro_batch = {"batch_size": batch_size, "seq_len": seq_len, "inputs": inputs, "kinds": kinds}
+    micro_batch: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "inputs": inputs,
+        "kinds": kinds,
+    }
     if batches is None:
         known = find_known_spec(module, **micro_batch)
         if known is not None:
