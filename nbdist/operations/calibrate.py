@@ -16,7 +16,7 @@ from nbdist.display.units import format_bytes
 from nbdist.errors import OptionError, SessionError
 from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
-from nbdist.planner import fit_measurements, local_devices, step_time
+from nbdist.planner import devices, fit_measurements, step_time
 from nbdist.planner.measurements import COLLECTIVES, is_memory_filesystem
 from nbdist.protocol import messages
 from nbdist.session.recovery import TransactionalRequest
@@ -127,7 +127,7 @@ def calibrate(
             listen(None)
         line.show(f"nbdist: measured in {time.monotonic() - began:.1f} s")
     figures = {rank: replies[rank]["figures"] for rank in range(world_size)}
-    before = local_devices.resolve_cluster(cluster, world_size)
+    before = devices.resolve_cluster(cluster, world_size)
     after = fit_measurements.apply_calibration(list(figures.values()), before)
     return CalibrationReport(
         place=after.describe(),

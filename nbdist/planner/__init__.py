@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from nbdist.planner.plan_request import PlanRequest
+from nbdist.planner.plan_table import PlanRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,10 +55,11 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         PlanError: the model, the devices or a number is invalid.
         OptionError: an unknown option, or an invalid value.
     """
-    from nbdist.planner import load_model, local_devices, optimizers, search
+    from nbdist.planner import load_model, optimizers, search
+    from nbdist.planner.devices import print_progress, resolve_cluster
 
     batch_sizes = _batch_sizes(batch_size)
-    cluster = local_devices.resolve_cluster(devices, _maybe("world_size", world_size))
+    cluster = resolve_cluster(devices, _maybe("world_size", world_size))
     settled = search.validate_options(fixed, precision, cluster)
     spec, length = load_model.load_model_spec(
         model,
@@ -67,7 +68,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         kind=cluster.kind,
         precision=settled["precision"],
         inputs=inputs,
-        progress=local_devices.print_progress,
+        progress=print_progress,
     )
     return search.search_plan(
         PlanRequest(

@@ -1,6 +1,6 @@
 """Devices of a plan and the links between them, and the cluster found on this machine.
 
-Pure. `device_parser` parses them from text; `cluster_for_machine` takes what NVML reports.
+Pure. `devices` parses them from text; `cluster_for_machine` takes what NVML reports.
 Speeds come from `gpu_catalog`. Memory is in bytes, speeds are in bytes/s and FLOP/s; a link's
 speed is for one direction.
 """

@@ -1,4 +1,4 @@
-"""What was measured on this machine, in one file of the user's cache folder; pure.
+"""Measurements of this machine, in one file of the user's cache folder; pure.
 
 The catalogue holds typical speeds. A calibration (`worker.benchmarks.calibration`), a profile of
 the user's loop and a session's third optimizer step measure this machine; `fit_measurements` turns
@@ -28,7 +28,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 """Measured data types; fp8 is derived from bf16."""
 
 MeasurementKind = Literal["collective", "compute", "loop", "disk", "memory"]
-"""What was measured, and where.
+"""Kinds of measurements.
 
 collective: seconds by size of one collective between these ranks.
 compute: one rank while all ranks compute: FLOP/s of large matrix products by data type, bytes/s of

@@ -3,7 +3,7 @@
 `search` makes a row for each backend and offload, with and without activation checkpointing, at
 each requested micro-batch; about 30 rows per micro-batch. The best row is the fastest that fits
 with a margin; if a simpler row is within 3 % of it, the simplest is chosen. Every row explains why
-it was chosen or not.
+it was chosen or not. If nothing fits, single changes are searched that would help.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from nbdist import strategies
 from nbdist.display.units import GIB, format_gib, memory_part_text
 from nbdist.errors import OptionError, PlanError
-from nbdist.planner import memory, step_time, suggestions
+from nbdist.planner import memory, step_time
 from nbdist.planner.measurements import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import MEMORY_PARTS, TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
-from nbdist.planner.plan_request import PlanRequest, hardware_for_cluster
-from nbdist.planner.plan_table import PlanRow
+from nbdist.planner.plan_table import PlanRequest, PlanRow, hardware_for_cluster
 from nbdist.planner.result import Plan
 
 if TYPE_CHECKING:
@@ -33,6 +32,13 @@ FREE_MEMORY_MARGIN = 0.05
 """Fraction of a row's memory that must stay free in addition: the memory model's error."""
 SIMPLER_PLAN_TOLERANCE = 0.03
 """Fraction of the fastest row's speed that a simpler row may lose."""
+MAX_SUGGESTED_RANKS = 1024
+SUGGESTED_LORA_RANK = 16
+NO_CHANGE_FITS = (
+    "No tested change makes it fit: neither a micro-batch of 1, nor LoRA, nor"
+    f" {MAX_SUGGESTED_RANKS} of these devices. Use a smaller model, a shorter sequence or larger"
+    " devices."
+)
 _IN_PERCENT = 1.2
 """Speed ratios below this are shown in percent."""
 
@@ -47,7 +53,7 @@ def search_plan(question: PlanRequest) -> Plan:
     _check_planned(rows, question)
     best = _best(rows)
     top_speed = max((row.tokens_per_s for row in rows if row.fits), default=0.0)
-    advice = () if best else tuple(suggestions.suggest_changes(question, fastest_row))
+    advice = () if best else tuple(suggest_changes(question)) or (NO_CHANGE_FITS,)
     return Plan(
         question=question,
         rows=tuple(replace(row, why=_why(row, best, question, top_speed)) for row in rows),
@@ -67,8 +73,9 @@ def validate_options(
     given = {"precision": precision, **fixed}
     if given.get("offload") == "nvme":
         given["offload"] = "nvme:PATH"
-    of_fsdp = fixed.get("fsdp_config") is not None or _replicates(fixed)
-    able = strategies.canonical_backend("fsdp") if of_fsdp else _ABLE
+    replicates = fixed.get("replicate_across", "none") != "none"
+    needs_fsdp = fixed.get("fsdp_config") is not None or replicates
+    able = strategies.canonical_backend("fsdp") if needs_fsdp else _ABLE
     requested = strategies.Options.from_fields({"backend": able, **given})
     validated = requested.validate(hardware_for_cluster(cluster))
     from_config = [name for name in _FILED if getattr(validated, name) != getattr(requested, name)]
@@ -84,11 +91,6 @@ _ABLE = max(
     key=lambda strategy: (len(strategy.offloads), strategy.offload_params),
 ).name
 """The most capable backend: options that it refuses, all refuse."""
-
-
-def _replicates(fixed: Mapping[str, Any]) -> bool:
-    """True if replicas across nodes were requested."""
-    return bool(fixed.get("replicate_across", "none") != "none")
 
 
 def evaluate_rows(question: PlanRequest) -> list[PlanRow]:
@@ -136,10 +138,11 @@ def _backends(fixed: Mapping[str, Any]) -> list[str]:
     engines = {
         engine for engine in ("fsdp", "deepspeed") if fixed.get(f"{engine}_config") is not None
     }
+    replicates = fixed.get("replicate_across", "none") != "none"
     return [
         name
         for name, strategy in strategies.STRATEGIES.items()
-        if {strategy.engine} >= engines and (strategy.can_replicate or not _replicates(fixed))
+        if {strategy.engine} >= engines and (strategy.can_replicate or not replicates)
     ]
 
 
@@ -403,3 +406,53 @@ def _reason(row: PlanRow, best: PlanRow, question: PlanRequest) -> str:
         return float(mine / tokens[id(row)] - theirs / tokens[id(best)])
 
     return causes[max(causes, key=lost)]
+
+
+# ------------------------------------------------------------------------ suggestions
+
+
+def suggest_changes(question: PlanRequest) -> Iterator[str]:
+    """Yield the single changes that make the model fit, smallest first.
+
+    Tries a smaller micro-batch, searching activation checkpointing, offload and backend if the
+    user fixed them, LoRA, and more devices of the same kind.
+    """
+    # The largest smaller micro-batch; accumulation keeps the batch size of an optimizer step.
+    size = before = min(question.batch_sizes)
+    while size > 1:
+        size //= 2
+        row = fastest_row(replace(question, batch_sizes=(size,)))
+        if row is not None:
+            accumulate = -(-before // size) * row.options.accumulate
+            yield f"micro-batch {size} with --accumulate {accumulate}: {_fits_with(row)}"
+            break
+    for change, changed in _single_changes(question):
+        row = fastest_row(changed)
+        if row is not None:
+            yield f"{change}: {_fits_with(row)}"
+    ranks = question.world_size
+    while ranks * 2 <= MAX_SUGGESTED_RANKS:
+        ranks *= 2
+        row = fastest_row(replace(question, cluster=question.cluster.with_num_ranks(ranks)))
+        if row is not None:
+            yield f"{ranks} of these devices instead of {question.world_size}: {_fits_with(row)}"
+            return
+
+
+def _single_changes(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Each option that the user fixed set free; then LoRA."""
+    names = {"activation_checkpointing": "activation checkpointing", "offload": "offload"}
+    for key in ("activation_checkpointing", "offload", "backend"):
+        if key in question.fixed_options:
+            freed = {name: value for name, value in question.fixed_options.items() if name != key}
+            yield f"another choice of {names.get(key, key)}", replace(question, fixed_options=freed)
+    # Low-rank adapters (Hu et al. 2021) need an analytic spec.
+    with_lora = getattr(question.model, "with_lora", None)
+    if with_lora is not None:
+        adapted = replace(question, model=with_lora(SUGGESTED_LORA_RANK))
+        yield f"LoRA of rank {SUGGESTED_LORA_RANK} instead of all parameters", adapted
+
+
+def _fits_with(row: PlanRow) -> str:
+    """Describe the result of a change: "zero3, offload cpu fits with 18.4 GiB a device"."""
+    return f"{row.variant} fits with {format_gib(row.device_bytes, unit=True)} a device"

@@ -89,10 +89,10 @@ def plan_model(
     Raises:
         PlanError: no such model, or one that cannot be planned.
     """
-    from nbdist.planner import local_devices
+    from nbdist.planner import devices
 
     cluster = (
-        local_devices.resolve_cluster(arguments["devices"], arguments.get("world_size"))
+        devices.resolve_cluster(arguments["devices"], arguments.get("world_size"))
         if "devices" in arguments
         else cluster_spec(session)
     )
@@ -146,14 +146,12 @@ def plan_described_model(
 
 def cluster_spec(session: SessionView) -> ClusterSpec:
     """Return the session's devices for the planner; memory used by its own ranks counts as free."""
-    from nbdist.planner import local_devices
+    from nbdist.planner import devices
 
     nodes = session.nodes
     if not nodes:
         own = {rank["pid"] for rank in session.status()["ranks"]}
-        return local_devices.detect_local_cluster(
-            session.world_size, kind=session.hardware.kind, own=own
-        )
+        return devices.detect_local_cluster(session.world_size, kind=session.hardware.kind, own=own)
     now = session.nodes_now()
     silent = {
         node.name: UsageSnapshot(node.machine.memory_bytes)
@@ -161,7 +159,7 @@ def cluster_spec(session: SessionView) -> ClusterSpec:
         if node.name not in now
     }
     now = silent | now
-    return local_devices.cluster_for_session_nodes(
+    return devices.cluster_for_session_nodes(
         [
             (node, now[node.name].gpu_memory_usage(node), now[node.name].host_free_bytes)
             for node in nodes

@@ -25,7 +25,7 @@ from nbdist.hardware import discovery
 from nbdist.magics import arguments, magics, plan
 from nbdist.panel import commands
 from nbdist.panel.snapshot import ProfileViewCache
-from nbdist.planner import device_parser
+from nbdist.planner import devices
 from nbdist.planner.measurements import MeasurementStore, device_overhead
 from nbdist.planner.models import analytic, traced
 from nbdist.profiler.measurements import (
@@ -260,7 +260,7 @@ def test_devices_in_words(examples: int) -> None:
     words = st.one_of(texts, st.lists(parts, max_size=5).map("".join))
 
     def check(text: str) -> None:
-        quietly(lambda: device_parser.parse_devices(text))
+        quietly(lambda: devices.parse_devices(text))
 
     hold(check, words, examples)
 
@@ -461,9 +461,7 @@ FIGURES = RankProfile(
 @often
 @pytest.mark.fault("G1")
 def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
-    setting = ProfiledConfig(
-        options=strategies.Options(), cluster=device_parser.parse_devices("2xcpu")
-    )
+    setting = ProfiledConfig(options=strategies.Options(), cluster=devices.parse_devices("2xcpu"))
     good = RankProfile.from_json({**FIGURES, "rank": 0})
 
     def check(told: Any) -> None:

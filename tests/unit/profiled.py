@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist.planner import cluster_spec, device_parser
+from nbdist.planner import cluster_spec, devices
 from nbdist.planner.models import analytic
 from nbdist.profiler.measurements import (
     STEP_PARTS,
@@ -105,7 +105,7 @@ def setting(devices_: str = "", **options: Any) -> ProfiledConfig:
     """Two CPU ranks under DDP with a small model, or other devices and options."""
     chosen = {"backend": "ddp", "precision": "no", **options}
     cluster = (
-        device_parser.parse_devices(devices_)
+        devices.parse_devices(devices_)
         if devices_
         else cluster_spec.cpu_cluster(2, host_memory_bytes=16 << 30, num_cpus=2)
     )

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.planner import (
     cluster_spec,
-    device_parser,
+    devices,
+    measurements,
     memory,
-    memory_calibration,
     optimizers,
     search,
     step_time,
@@ -27,7 +27,7 @@ from nbdist.planner import (
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
-from nbdist.planner.plan_request import PlanRequest
+from nbdist.planner.plan_table import PlanRequest
 from nbdist.strategies import STRATEGIES, Options
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Setting:
     @property
     def cluster(self) -> cluster_spec.ClusterSpec:
         """The devices."""
-        return device_parser.parse_devices(self.devices)
+        return devices.parse_devices(self.devices)
 
     def setup(self, *, checkpointing: bool) -> TrainingSetup:
         """The same in the planner's terms."""
@@ -136,7 +136,7 @@ class Setting:
         """What a step takes."""
         again = self.recompute == "full" if checkpointing is None else checkpointing
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
-        return step_time.estimate_step_cost(self.model, work, setup, self.cluster)
+        return step_time.StepCostModel(self.model, setup, self.cluster).cost_for(work)
 
     @property
     def tokens_per_s(self) -> float:
@@ -155,9 +155,9 @@ class Setting:
         return memory.peak_memory(model, work, setup)
 
     @property
-    def calibration(self) -> memory_calibration.DeviceOverhead:
+    def calibration(self) -> measurements.DeviceOverhead:
         """The default one, of a device that was never measured."""
-        return memory_calibration.default_overhead("cuda", self.cluster.world_size)
+        return measurements.default_overhead("cuda", self.cluster.world_size)
 
     @property
     def reserved_gib(self) -> float:
@@ -457,7 +457,7 @@ class Pick:
     def _plan(self, fixed: dict[str, Any]) -> Plan:
         question = PlanRequest(
             model=self.model,
-            cluster=device_parser.parse_devices(self.devices),
+            cluster=devices.parse_devices(self.devices),
             batch_sizes=self.batch_sizes,
             seq_len=self.seq_len,
             precision=self.precision,

@@ -10,9 +10,8 @@ import pytest
 import nbdist
 from nbdist.planner import (
     cache,
-    device_parser,
+    devices,
     fit_measurements,
-    local_devices,
     optimizers,
     step_time,
 )
@@ -51,7 +50,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ranks(words: str = "2xcpu") -> ClusterSpec:
-    return device_parser.parse_devices(words).with_measurements(MeasurementStore(HOST))
+    return devices.parse_devices(words).with_measurements(MeasurementStore(HOST))
 
 
 def predicted(cluster: ClusterSpec, options: Options = OPTIONS) -> step_time.StepCost:
@@ -153,7 +152,7 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
 
 
 def test_devices_in_words_learn_nothing() -> None:
-    words = device_parser.parse_devices("2xcpu")
+    words = devices.parse_devices("2xcpu")
     assert (
         fit_measurements.learn_from_profile(
             profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words
@@ -192,7 +191,7 @@ def test_a_plan_says_what_was_measured_here_and_when() -> None:
     before = nbdist.plan(LLAMA, precision="no", **BATCH)
     line = "sources: link and compute speed from the catalogue (%nbdist profile --calibrate"
     assert line in str(before)
-    calibrate(local_devices.detect_local_cluster(2))
+    calibrate(devices.detect_local_cluster(2))
     after = nbdist.plan(LLAMA, precision="no", **BATCH)
     line = f"sources: link and compute speed measured here ({today})"
     assert line in str(after)
@@ -204,7 +203,7 @@ def test_a_plan_says_what_was_measured_here_and_when() -> None:
 
 
 def test_a_plan_for_devices_in_words_says_catalogue_whatever_was_measured() -> None:
-    calibrate(local_devices.detect_local_cluster(2))
+    calibrate(devices.detect_local_cluster(2))
     plan = nbdist.plan(LLAMA, devices="2xcpu", precision="no", **BATCH)
     assert "sources: link and compute speed from the catalogue\n" in str(plan)
 

@@ -13,7 +13,7 @@ import pytest
 from nbdist.planner import (
     cache,
     cluster_spec,
-    device_parser,
+    devices,
     fit_measurements,
     measurements,
     step_time,
@@ -131,14 +131,14 @@ def test_it_counts_for_this_machine_these_ranks_and_this_torch_alone(
     assert ranks(file, host="Another Processor, 2 cores").comm_speed is None
     assert ranks(file, count=4).with_num_ranks(2).comm_speed is not None
     assert ranks(file).with_num_ranks(4).comm_speed is None
-    assert device_parser.parse_devices("2xcpu").comm_speed is None
-    assert device_parser.parse_devices("2xcpu").slowest_device.compute_speed is None
+    assert devices.parse_devices("2xcpu").comm_speed is None
+    assert devices.parse_devices("2xcpu").slowest_device.compute_speed is None
     monkeypatch.setattr(measurements, "_torch", lambda: "9.0")
     assert ranks(file).comm_speed is None
 
 
 def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path) -> None:
-    words = device_parser.parse_devices("2xH100")
+    words = devices.parse_devices("2xH100")
     gpu = {"device": "H100-80GB", "copies": {"to_device_pinned": 30e9}}
     found = words.with_measurements(MeasurementStore(HOST, file))
     measured = rank(**gpu, products={"fp32": 5e13, "bf16": 6e14}, memory=2e12)
@@ -153,7 +153,7 @@ def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path
     assert after.with_num_ranks(4).slowest_device.compute_speed is not None, (
         "one GPU computes as before among more"
     )
-    assert device_parser.parse_devices("2xH100") == words
+    assert devices.parse_devices("2xH100") == words
     assert words.slowest_device.sustained_flops("bf16") == pytest.approx(989.4e12 * 0.52)
 
 
@@ -196,7 +196,7 @@ def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
     loop = Measurement(values={"flops": 3e10, "memory": 2e9}, day=cache.today())
     assert before.compute_speed is not None
     looped = replace(before, loop_speeds={"fp32": loop})
-    for one in (before, looped, device_parser.parse_devices("2xcpu").slowest_device):
+    for one in (before, looped, devices.parse_devices("2xcpu").slowest_device):
         assert one.scaled(2).sustained_flops("no") == pytest.approx(2 * one.sustained_flops("no"))
         assert one.scaled(2).sustained_memory_bandwidth("no") == pytest.approx(
             2 * one.sustained_memory_bandwidth("no")

@@ -11,7 +11,7 @@ from torch import nn
 import nbdist
 from nbdist.errors import PlanError
 from nbdist.planner.models import traced
-from nbdist.planner.tracing import build_model, subprocess_worker, trace_runs
+from nbdist.planner.tracing import build_model, trace_runs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ def figures(
     asked = trace_runs.TraceRequest(
         batch_size=2, seq_len=None, device_kinds=("cuda",), compute_modes=computes
     )
-    return subprocess_worker.trace_module_fields(
+    return trace_runs.trace_module_fields(
         model, ((torch.empty(2, 4, 16),), {}), asked, lambda _: None
     )
 

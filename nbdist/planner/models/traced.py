@@ -386,13 +386,12 @@ def _answer(
         PlanError: it failed or timed out.
     """
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipe, last = subprocess.PIPE, "nothing"
+    pipe, last, begin = subprocess.PIPE, "nothing", time.monotonic()
     with subprocess.Popen(  # noqa: S603 - our own module
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environ
     ) as child:
         timer = threading.Timer(TRACE_TIMEOUT_S, child.kill)
         timer.start()
-        begin = time.monotonic()
         try:
             assert child.stdin and child.stdout and child.stderr  # all are pipes  # noqa: PT018, S101
             child.stdin.write(json.dumps(request))

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from nbdist.errors import PlanError
-from nbdist.planner.tracing import build_model, subprocess_worker, trace_runs
+from nbdist.planner.tracing import build_model, trace_runs
 from nbdist.planner.tracing import fsdp_groups as module_groups
 from nbdist.planner.tracing.build_model import SampleBatch
 
@@ -81,7 +81,7 @@ def trace_in_child(
         target = _without_data(module) if copied else module
         sample, size, length = _example(target, inputs, batches, batch_size, seq_len)
         options = trace_runs.TraceRequest(batch_size=size, seq_len=length, device_kinds=kinds)
-        return subprocess_worker.trace_module_fields(target, sample.batch, options, say) | {
+        return trace_runs.trace_module_fields(target, sample.batch, options, say) | {
             "notes": list(sample.notes)
         }
 
@@ -90,8 +90,7 @@ def trace_in_child(
         fields = work(progress, copied=True)
     if "error" in fields:
         raise PlanError(fields["error"])
-    params = subprocess_worker.format_num_params(subprocess_worker.num_model_params(fields))
-    return fields | {"name": f"{type(module).__name__}, {params}"}
+    return fields
 
 
 def _example(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbdist.errors import PlanError
-from nbdist.planner.tracing import cuda_semantics, fake_conversion, fit, tracer
+from nbdist.planner.tracing import fake_tensors, fit, tracer
 from nbdist.planner.tracing import fsdp_groups as module_groups
 
 if TYPE_CHECKING:
@@ -46,6 +47,35 @@ ForwardBatch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a forward."""
 
 
+def trace_module_fields(
+    model: nn.Module, batch: ForwardBatch, request: TraceRequest, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Trace a module; return the fields of a `TracedModel`, or {"error": message}."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a model's own warnings are irrelevant here
+            fields = trace_all_modes(model, batch, request, progress)
+    except PlanError as error:
+        return {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+        message = (
+            f"Cannot trace the model ({trace_error_text(model, error)}). Give"
+            " example inputs that its forward accepts, nbdist.plan(model, inputs=...), or plan"
+            " for a size such as '7b'."
+        )
+        return {"error": message}
+    count = sum(g["count"] * (g["trainable"] + g["frozen"]) for g in fields["groups"])
+    return fields | {"name": f"{type(model).__name__}, {_format_num_params(count)}"}
+
+
+def _format_num_params(params: int) -> str:
+    """Format a number of parameters: "1.50B parameters"."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if params >= scale:
+            return f"{params / scale:.3g}{unit} parameters"
+    return f"{params} parameters"
+
+
 def trace_all_modes(
     model: nn.Module, batch: ForwardBatch, request: TraceRequest, progress: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -72,7 +102,6 @@ def trace_all_modes(
     passes = _passes(run, request)
     return {
         "depth": "traced",
-        "name": type(model).__name__,
         "tied": run.tied,
         "element": run.element,
         "batch_size": request.batch_size,
@@ -157,7 +186,7 @@ class _TraceRunner:
         }
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._half: bool | None = None
-        self._batch = fake_conversion.fake_like(batch, self.mode)
+        self._batch = fake_tensors.fake_like(batch, self.mode)
 
     def figured(self, kind: str, compute: str) -> dict[str, Any]:
         """Trace one compute mode at two batch sizes."""
@@ -170,10 +199,8 @@ class _TraceRunner:
     def _parts(self, kind: str, compute: str, size: int) -> fit.GroupedRecording:
         """Trace one micro-batch."""
         self.model.zero_grad(set_to_none=True)
-        batch = fake_conversion.with_batch_size(
-            self._batch, self.mode, self.request.batch_size, size
-        )
-        behaviour = cuda_semantics.emulate_cuda() if kind == "cuda" else contextlib.nullcontext()
+        batch = fake_tensors.with_batch_size(self._batch, self.mode, self.request.batch_size, size)
+        behaviour = fake_tensors.emulate_cuda() if kind == "cuda" else contextlib.nullcontext()
         with self.mode, behaviour:
             step = _step(self.model, compute)
             return fit.split_by_group(
@@ -184,7 +211,7 @@ class _TraceRunner:
         """Replace the parameters by fake ones of the dtype that they are used in."""
         if self._half == half:
             return
-        fakes = fake_conversion.replace_with_fakes(self.model, self.mode, self._types, half=half)
+        fakes = fake_tensors.replace_with_fakes(self.model, self.mode, self._types, half=half)
         for group in self.found:
             group.own_params = [fakes[parameter] for parameter in group.own_params]
         self._types = {fakes[old]: dtype for old, dtype in self._types.items()}

@@ -28,7 +28,7 @@ from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.launcher import deepspeed_builds
 from nbdist.planner import cluster_spec, search, validation
-from nbdist.planner.plan_request import PlanRequest
+from nbdist.planner.plan_table import PlanRequest
 from nbdist.state import meta_model
 from nbdist.strategies import Hardware, Options
 from nbdist.worker.memory import memory_accounting, memory_probe, model_description
