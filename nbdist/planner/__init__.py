@@ -1,16 +1,14 @@
 """Predicts which strategies fit on which devices, how fast a step is, and which one to use.
 
 Pure arithmetic on a model's shape, in any process. Reading order: `model_spec` (the planner's view
-of a model), built by `models.analytic` (formulas) or `models.traced`; `memory` with the
-timelines in `memory`; `step_time` on a `cluster_spec`; `search`; `result`.
+of a model), built by `models.analytic` (formulas of decoders) or `models.traced` (all others);
+`memory` with a timeline per engine; `step_time` on a `cluster_spec`; `search`; `result`.
 """
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
-
-from nbdist.planner.plan_table import PlanRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +55,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     """
     from nbdist.planner import load_model, optimizers, search
     from nbdist.planner.devices import print_progress, resolve_cluster
+    from nbdist.planner.plan_table import PlanRequest
 
     batch_sizes = _batch_sizes(batch_size)
     cluster = resolve_cluster(devices, _maybe("world_size", world_size))

@@ -83,7 +83,7 @@ def plan_model(
     Args:
         session: session whose ranks hold the model.
         name: a variable of the ranks that holds an nn.Module.
-        quick: use the closed form only; takes milliseconds.
+        quick: use the closed form or a cached trace only; takes milliseconds.
         arguments: of `nbdist.plan`.
 
     Raises:
