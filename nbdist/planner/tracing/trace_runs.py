@@ -118,25 +118,22 @@ def _passes(run: _TraceRunner, request: TraceRequest) -> dict[str, dict[str, Any
         if checkpointing:
             checkpoint_activations(run.model, run.blocks)
         for way in ways:
-            name = run_key(*way, checkpointing=checkpointing)
+            name = f"{way[0]} {way[1]}{' checkpointing' * checkpointing}"
             if way not in errors:  # modes that fail without checkpointing also fail with it
                 try:
                     passes[name] = run.figured(*way)
                 except Exception as error:  # noqa: BLE001 - a user's module may raise anything
                     errors[way] = error
             if way in errors:
-                passes[name] = {"error": _failure(run.model, way[1], errors[way])}
+                reason = f"{_WAYS[way[1]]} ({trace_error_text(run.model, errors[way])})"
+                message = (
+                    f"Forward or backward fails {reason}. Use another backend or precision, or make"
+                    " the model follow the dtype of its parameters."
+                )
+                passes[name] = {"error": message}
         if len(errors) == len(ways):
             raise errors[ways[0]]
     return passes
-
-
-def _failure(model: nn.Module, compute: str, error: Exception) -> str:
-    """Error message for a model that fails in one compute mode."""
-    return (
-        f"Forward or backward fails {_WAYS[compute]} ({trace_error_text(model, error)}). Use"
-        " another backend or precision, or make the model follow the dtype of its parameters."
-    )
 
 
 _WAYS = {
@@ -155,11 +152,6 @@ def trace_error_text(model: nn.Module, error: Exception) -> str:
         kind = "its shapes depend on tensor values"
     first = (str(error).strip() or "no reason given").splitlines()[0]
     return f"{type(model).__name__} on fake tensors: {kind}: {first}"
-
-
-def run_key(kind: str, compute: str, *, checkpointing: bool) -> str:
-    """Return the name of one way to run a micro-batch."""
-    return f"{kind} {compute}{' checkpointing' * checkpointing}"
 
 
 class _TraceRunner:
@@ -252,7 +244,11 @@ def loss_of(outputs: Any) -> torch.Tensor:
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    means = [leaf.mean() for leaf in tree_leaves(outputs) if _has_gradient(leaf)]
+    means = [
+        leaf.mean()
+        for leaf in tree_leaves(outputs)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
     if not means:
         message = (
             "The model's output has no gradient. Give inputs for which it returns a loss or a"
@@ -260,11 +256,6 @@ def loss_of(outputs: Any) -> torch.Tensor:
         )
         raise PlanError(message)
     return torch.stack(means).sum() if len(means) > 1 else means[0]
-
-
-def _has_gradient(value: object) -> bool:
-    """Return whether a value is a tensor with a gradient."""
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -289,8 +280,7 @@ def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> 
     times = [len(group.represented_indices) for group in found]
     passes = {name: fit.extend_to_full_depth(run, times) for name, run in passes.items()}
     parts = {
-        name: {part["place"]: _without_place(part) for part in run["groups"]}
-        for name, run in passes.items()
+        name: {part.pop("place"): part for part in run["groups"]} for name, run in passes.items()
     }
     nothing = {"saved": (0, 0), "gradient": (0, 0), "forward": [], "backward": [], "flops": 0}
     rows = [
@@ -388,7 +378,3 @@ def _names(merged: Sequence[_RepeatedGroup]) -> list[str]:
         last = single and row.group.first_block_index not in stacks[number + 1 :]
         names.append("first " * first + "last " * last + row.group.name)
     return names
-
-
-def _without_place(part: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in part.items() if name != "place"}
