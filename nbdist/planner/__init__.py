@@ -57,7 +57,9 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     from nbdist.planner.devices import print_progress, resolve_cluster
     from nbdist.planner.plan_table import PlanRequest
 
-    batch_sizes = _batch_sizes(batch_size)
+    several = batch_size if isinstance(batch_size, (list, tuple, range)) else [batch_size]
+    batch_sizes = tuple(_whole("batch_size", size) for size in several)
+    batch_sizes = batch_sizes or (_whole("batch_size", batch_size),)
     cluster = resolve_cluster(devices, _maybe("world_size", world_size))
     settled = search.validate_options(fixed, precision, cluster)
     spec, length = load_model.load_model_spec(
@@ -86,12 +88,6 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
 
 _MOST = 10**7
 """Upper limit of samples, tokens or ranks; a larger number is a typing error."""
-
-
-def _batch_sizes(given: int | Sequence[int]) -> tuple[int, ...]:
-    several = given if isinstance(given, (list, tuple, range)) else [given]
-    sizes = tuple(_whole("batch_size", size) for size in several)
-    return sizes or (_whole("batch_size", given),)
 
 
 def _maybe(name: str, given: object) -> int | None:

@@ -219,15 +219,14 @@ class ClusterSpec:
         words += [self.link] if self.link != "none" else []
         if self.num_nodes == 1:
             return ", ".join(words)
-        return f"{self._in_nodes(words)}, {8 * self.network_bandwidth / GB:g} Gb/s"
-
-    def _in_nodes(self, words: Sequence[str]) -> str:
-        """Describe several nodes, which differ only if a number of ranks was requested."""
-        kinds, each = {device.name for device in self.devices}, self.ranks_per_node
+        # Nodes differ only if a number of ranks was requested.
+        each = self.ranks_per_node
         if len(kinds) > 1 or each * self.num_nodes != self.world_size:
-            return f"{', '.join(words)} on {self.num_nodes} nodes"
-        node = f"{each} x {kinds.pop()}"
-        return f"{self.num_nodes} x ({', '.join([node, *words[1:]])})"
+            nodes = f"{', '.join(words)} on {self.num_nodes} nodes"
+        else:
+            node = ", ".join([f"{each} x {next(iter(kinds))}", *words[1:]])
+            nodes = f"{self.num_nodes} x ({node})"
+        return f"{nodes}, {8 * self.network_bandwidth / GB:g} Gb/s"
 
     def with_num_ranks(self, ranks: int) -> ClusterSpec:
         """Return this cluster with another number of ranks; add nodes if needed."""
@@ -457,7 +456,9 @@ def _scarce(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
 def _known(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
     """A detected GPU under the driver's name, with the catalogue's speeds."""
     notes: tuple[str, ...] = ()
-    share = _instance(gpu.name)
+    # A MIG instance has a fraction of a GPU: 3/7 for "MIG 3g.40gb".
+    slices = re.search(r"MIG ([1-7])g\.", gpu.name)
+    share = int(slices[1]) / 7 if slices else 1.0
     device = find_gpu(gpu.name, memory_bytes=gpu.memory_bytes if share == 1 else None)
     if device is None:
         device, notes = device_with_memory(gpu.memory_bytes, f"{gpu.name} is not in the catalogue")
@@ -470,12 +471,6 @@ def _known(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
         flops=MappingProxyType({kind: share * peak for kind, peak in device.flops.items()}),
         memory_bandwidth=bandwidth * (gpu.memory_bytes / device.memory_bytes if share < 1 else 1),
     ), notes
-
-
-def _instance(name: str) -> float:
-    """Return the fraction of a GPU that a MIG instance has: 3/7 for "MIG 3g.40gb"."""
-    slices = re.search(r"MIG ([1-7])g\.", name)
-    return int(slices[1]) / 7 if slices else 1.0
 
 
 def _held(devices: Sequence[DeviceSpec], usage: Sequence[GpuFreeMemory]) -> Iterator[str]:

@@ -50,7 +50,11 @@ def search_plan(question: PlanRequest) -> Plan:
         PlanError: no row can be planned for this model.
     """
     rows = evaluate_rows(question)
-    _check_planned(rows, question)
+    if all(row.cost is None for row in rows):
+        # The model refuses every row that its backend allows.
+        refused = [row.why for row in rows if not _refusal(row.options, question)]
+        if refused:
+            raise PlanError(refused[0])
     best = _best(rows)
     top_speed = max((row.tokens_per_s for row in rows if row.fits), default=0.0)
     advice = () if best else tuple(suggest_changes(question)) or (NO_CHANGE_FITS,)
@@ -127,8 +131,16 @@ def _variants(question: PlanRequest) -> Iterator[Options]:
             agrees = all(searched[key] == fixed.get(key, searched[key]) for key in _SEARCHED)
             if agrees and _makes_a_difference(strategy, options):
                 yield options
-                if question.world_size > 1 and _may_keep_gathered(options):
-                    yield _kept_gathered(options)
+                config = options.fsdp_config or {}
+                # Kept gathered from forward to backward; with an offload that would use the
+                # memory that the offload saves.
+                if (
+                    question.world_size > 1
+                    and strategy.can_skip_resharding
+                    and offload == "none"
+                    and "reshard_after_forward" not in config
+                ):
+                    yield replace(options, fsdp_config={**config, "reshard_after_forward": False})
 
 
 def _backends(fixed: Mapping[str, Any]) -> list[str]:
@@ -144,19 +156,6 @@ def _backends(fixed: Mapping[str, Any]) -> list[str]:
         for name, strategy in strategies.STRATEGIES.items()
         if {strategy.engine} >= engines and (strategy.can_replicate or not replicates)
     ]
-
-
-def _may_keep_gathered(options: Options) -> bool:
-    """True if keeping parameters gathered is an option to search."""
-    decided = "reshard_after_forward" in (options.fsdp_config or {})
-    # With an offload it would use the memory that the offload saves.
-    return options.strategy.can_skip_resharding and options.offload == "none" and not decided
-
-
-def _kept_gathered(options: Options) -> Options:
-    """The same options with parameters kept gathered from forward to backward."""
-    config = {**(options.fsdp_config or {}), "reshard_after_forward": False}
-    return replace(options, fsdp_config=config)
 
 
 _PLACE_NAMES = {"cpu": "host memory", "nvme": "NVMe"}
@@ -214,17 +213,6 @@ def _rows(question: PlanRequest, options: Options, learned: MeasurementStore) ->
             yield variant.row(batch_size)
         except PlanError as error:  # a model may fail in the compute mode of one engine only
             yield PlanRow(options=options, batch_size=batch_size, why=str(error))
-
-
-def _check_planned(rows: Sequence[PlanRow], question: PlanRequest) -> None:
-    """Check that the model did not refuse every row that its backend allows.
-
-    Raises:
-        PlanError: with the first refusal.
-    """
-    refused = [row.why for row in rows if row.cost is None and not _refusal(row.options, question)]
-    if refused and all(row.cost is None for row in rows):
-        raise PlanError(refused[0])
 
 
 class _PlanVariant:

@@ -114,7 +114,11 @@ class Zero12Timeline(ZeroTimeline):
         if step.phase == "backward" and self._at_once:
             # A bucket is reduced when the next gradient exists, and so is a large gradient
             # (stage_1_and_2.py:1420, 1450).
-            number = bisect_left(self._moved, finished - self.tied_head_size)
+            number = bisect_left(
+                self._kept,
+                finished - self.tied_head_size,
+                key=lambda kept: kept.reduction.num_reduced,
+            )
             reduced = self._kept[number - 1].after if number else 0
         kept = self._mine(reduced)
         if self._adds_up:
@@ -128,10 +132,6 @@ class Zero12Timeline(ZeroTimeline):
         if not self._at_once:
             return self._bucket | {"gradients": self.element_bytes * finished}
         return self._bucket | {"gradients": kept} | self.pending_gradient_parts(step)
-
-    @cached_property
-    def _moved(self) -> list[int]:
-        return [kept.reduction.num_reduced for kept in self._kept]
 
     @cached_property
     def _kept(self) -> tuple[RetainedGradients, ...]:

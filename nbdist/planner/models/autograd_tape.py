@@ -103,7 +103,10 @@ class AutogradTape:
         weight: tuple[TapeTensor, ...] = ()
         if self.autocast:
             if self.element_bytes == FULL_BYTES:
-                weight = (self._weight_cast(wide * narrow, trainable=trainable),)
+                # The bf16 copy of the weight, whose gradient is cast back.
+                copy = TapeTensor(wide * narrow, HALF_BYTES)
+                grad_elements = wide * narrow if trainable else 0
+                weight = (self._add(TapeNode(copy, (), weights=grad_elements)),)
             x = self.cast(x, HALF_BYTES)
         own = trainable and not weight
         out = TapeTensor(tokens * wide, x.width)
@@ -304,11 +307,6 @@ class AutogradTape:
     def _add(self, node: TapeNode) -> TapeTensor:
         self.nodes.append(node)
         return node.out
-
-    def _weight_cast(self, elements: int, *, trainable: bool) -> TapeTensor:
-        """Record autocast's bf16 copy of a weight, whose gradient is cast back."""
-        copy = TapeTensor(elements, HALF_BYTES)
-        return self._add(TapeNode(copy, (), weights=elements if trainable else 0))
 
     def _kept(self) -> dict[TapeTensor, None]:
         """Storages that nodes save, each once."""

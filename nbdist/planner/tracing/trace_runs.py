@@ -329,7 +329,16 @@ def _merged(rows: Sequence[_RepeatedGroup]) -> list[_RepeatedGroup]:
         if merged and _same(merged[-1]) == _same(row):
             last = merged.pop()
             both = zip(last.parts, row.parts, strict=True)
-            row = _RepeatedGroup(row.group, last.count + 1, [_larger(a, b) for a, b in both])  # noqa: PLW2901
+            larger = [
+                first
+                | {
+                    name: fit.pareto_front({*first[name], *second[name]})
+                    for name in ("forward", "backward")
+                }
+                | {"gradient": max(first["gradient"], second["gradient"], key=sum)}
+                for first, second in both
+            ]
+            row = _RepeatedGroup(row.group, last.count + 1, larger)  # noqa: PLW2901
         merged.append(row)
     return merged
 
@@ -339,14 +348,6 @@ def _same(row: _RepeatedGroup) -> list[Any]:
     group = row.group
     own = [(part["saved"], part["flops"]) for part in row.parts]
     return [group.first_block_index, group.role, group.parameter_counts(), own]
-
-
-def _larger(entry: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the maxima of two groups."""
-    worst = {
-        name: fit.pareto_front({*entry[name], *other[name]}) for name in ("forward", "backward")
-    }
-    return entry | worst | {"gradient": max(entry["gradient"], other["gradient"], key=sum)}
 
 
 def _forward_order(found: Sequence[FsdpGroup], run: dict[str, Any]) -> list[int]:
