@@ -173,7 +173,8 @@ class AutoStrategy:
         except KeyboardInterrupt:
             return {"stopped": True}  # the other ranks wait for a broadcast
         except PlanError as error:
-            advice = _WITHOUT_A_LOADER if micro_batch and micro_batch.assumption else ""
+            assumed = micro_batch is not None and micro_batch.assumption
+            advice = _WITHOUT_A_LOADER if assumed else _WITHOUT_A_PLAN
             return {"error": f"{error}{advice}"}
         except NbdistError as error:
             return {"error": str(error)}
