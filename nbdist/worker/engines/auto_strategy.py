@@ -58,6 +58,7 @@ _WITHOUT_A_LOADER = (
     " With --auto, pass the data loader to accelerator.prepare() too, so that its first batch is"
     " used as the example, or choose a --backend."
 )
+_WITHOUT_A_PLAN = " Or choose a --backend: --auto cannot decide without a plan."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
