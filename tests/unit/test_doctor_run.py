@@ -18,7 +18,7 @@ from nbdist.doctor import training_run
 from nbdist.doctor.report import Diagnosis
 from nbdist.doctor.training_run import RunErrors
 from nbdist.magics.arguments import switch_parser
-from nbdist.planner import cluster_spec, device_parser
+from nbdist.planner import cluster_spec, devices
 from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
 from nbdist.profiler.profile_data import ProfiledConfig
