@@ -16,8 +16,8 @@ from nbdist.display.units import format_bytes
 from nbdist.errors import OptionError, SessionError
 from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
-from nbdist.planner import fit_measurements, local_devices, step_time
-from nbdist.planner.measurements import COLLECTIVES, DiskSpeed
+from nbdist.planner import devices, fit_measurements, step_time
+from nbdist.planner.measurements import COLLECTIVES, is_memory_filesystem
 from nbdist.protocol import messages
 from nbdist.session.recovery import TransactionalRequest
 
@@ -127,7 +127,7 @@ def calibrate(
             listen(None)
         line.show(f"nbdist: measured in {time.monotonic() - began:.1f} s")
     figures = {rank: replies[rank]["figures"] for rank in range(world_size)}
-    before = local_devices.resolve_cluster(cluster, world_size)
+    before = devices.resolve_cluster(cluster, world_size)
     after = fit_measurements.apply_calibration(list(figures.values()), before)
     return CalibrationReport(
         place=after.describe(),
@@ -175,9 +175,9 @@ def _lines(
     kinds: list[str],
 ) -> Iterator[CalibrationRow]:
     """Yield measured values and the values that plans used so far."""
-    curves = {} if after.comm_speed is None else after.comm_speed.curves
     for name in COLLECTIVES:
-        for size, taken in curves.get(name, ()):
+        measured = (after.comm_speed or {}).get(name)
+        for size, taken in measured.curve if measured else ():
             then = step_time.collective_time_s(name, size, before)
             yield CalibrationRow(
                 what=f"{name} of {format_bytes(size)}", measured=_time(taken), before=_time(then)
@@ -224,7 +224,7 @@ def _notes(figures: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
         name = disks[0]["filesystem"]
         cache = "bypassing" if disks[0]["direct"] else "through"
         yield f"The filesystem is {name}, measured {cache} the page cache."
-        if DiskSpeed.is_memory_filesystem(name):
+        if is_memory_filesystem(name):
             yield "That is memory, not a disk: plans do not use it. Use another folder."
 
 
