@@ -1,4 +1,4 @@
-"""What a session does with the models and variables of its ranks: push, pull, switch, save, load.
+"""Operations of a session on models and variables: push, pull, switch, save, load, export.
 
 Runs in the notebook's kernel. The methods check their arguments and the state of the session; the
 work is in `operations` and in `session.checkpoints`.
