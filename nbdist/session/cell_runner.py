@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CellInterrupted
 from nbdist.protocol import messages
-from nbdist.session import cell_source, recovery
+from nbdist.session import cell_source, collective_request
 from nbdist.session.interrupt import InterruptEscalation
 
 if TYPE_CHECKING:
@@ -124,7 +124,9 @@ class CellRunner:
         """Resynchronize the ranks if needed. Returns an error message, or ""."""
         if self.escalation is None:
             return ""
-        problem = recovery.resync_ranks(self.escalation, self._workers, world_size=world_size)
+        problem = collective_request.resync_ranks(
+            self.escalation, self._workers, world_size=world_size
+        )
         self.escalation = None
         return problem
 

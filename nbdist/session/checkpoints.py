@@ -22,8 +22,15 @@ from nbdist.operations.switch import format_bytes
 from nbdist.output.sink import FinishedCellSink
 from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
-from nbdist.protocol import messages
-from nbdist.session.recovery import TransactionalRequest
+from nbdist.protocol.operations import (
+    LOAD,
+    SAVE,
+    LoadRequest,
+    SaveRequest,
+    distinct_notes,
+    slowest_phases,
+)
+from nbdist.session.collective_request import CollectiveRequest
 
 if TYPE_CHECKING:
     import os
@@ -32,9 +39,8 @@ if TYPE_CHECKING:
     import torch
 
     from nbdist.checkpoint import CheckpointSummary, PendingCheckpoint
+    from nbdist.protocol import messages
     from nbdist.session.worker_group import WorkerGroup
-
-    Listen = Callable[[Callable[[str], object] | None], None]
 
 DEFAULT_FOLDER = "checkpoints"
 """Default root of checkpoints, beside the notebook."""
@@ -408,28 +414,21 @@ class BackgroundSaves:
             if not self.running_saves():
                 atexit.unregister(self.wait_for_running)
 
-    def start_save(
-        self, request: messages.SaveRequest, ranks: Sequence[int], workers: WorkerGroup
-    ) -> Save:
+    def start_save(self, request: SaveRequest, workers: WorkerGroup, world_size: int) -> Save:
         """Have the ranks copy their state and start to write it.
 
         Raises:
             CheckpointError: nothing was written.
         """
-        title = f"nbdist: checkpoint {names.check_name(request['name'])}"
+        title = f"nbdist: checkpoint {names.check_name(request.name)}"
         with StatusLine() as line:
-            work = TransactionalRequest(
-                workers,
-                ranks,
-                messages.SAVE,
-                raises=CheckpointError,
-                show=lambda text: line.show(f"{title}: {text}"),
-            )
-            replies = work.send_and_wait(request)
+            reports = CollectiveRequest(
+                workers, SAVE, world_size, lambda text: line.show(f"{title}: {text}")
+            ).run(request)
         with self._lock:
-            save = self._saves.setdefault(replies[0]["id"], Save())
+            save = self._saves.setdefault(reports[0].id, Save())
         if not save.name:
-            save.name, save.root = request["name"], checkpoint.parse_location(request["root"])
+            save.name, save.root = request.name, checkpoint.parse_location(request.root)
         return save
 
     def running_saves(self) -> list[Save]:
@@ -581,61 +580,38 @@ class LoadReport:
 
 
 def load_checkpoint(
-    name: str,
-    root: Path | Url,
-    ranks: Sequence[int],
-    workers: WorkerGroup,
-    listen: Listen,
-    *,
-    weights_only: bool,
+    workers: WorkerGroup, world_size: int, name: str, root: Path | Url, *, weights_only: bool
 ) -> LoadReport:
     """Load a checkpoint into the prepared models of the ranks.
 
     Raises:
         CheckpointError: the models are unchanged, or the message says otherwise.
     """
+    title = f"nbdist: loading {name}"
     with (
         checkpoint.storage_for(root).open_checkpoint(name) as (path, manifest),
         StatusLine() as line,
     ):
-        title = f"nbdist: loading {name}"
-        content = messages.LoadRequest(
+        request = LoadRequest(
             path=checkpoint.location_with_password(path), id=manifest.id, weights_only=weights_only
         )
-
-        def show(text: str) -> None:
-            line.show(f"{title}: {text}")
-
-        listen(show)
         try:
-            work = TransactionalRequest(
-                workers, ranks, messages.LOAD, raises=CheckpointError, show=show
-            )
-            replies = work.send_and_wait(content)
+            reports = CollectiveRequest(
+                workers, LOAD, world_size, lambda text: line.show(f"{title}: {text}")
+            ).run(request)
         except CheckpointError:
-            show("failed")
+            line.show(f"{title}: failed")
             raise
-        finally:
-            listen(None)
-        reports = [replies[rank]["report"] for rank in ranks]
-        report = _merge_reports(name, reports)
+        first = reports[0]
+        report = LoadReport(
+            name=name,
+            step=first.step,
+            written=f"{first.backend} on {first.world_size} ranks",
+            seconds=slowest_phases(reports),
+            read_bytes=sum(report.read_bytes for report in reports),
+            verified=first.verified,
+            loaded=tuple(first.loaded),
+            notes=distinct_notes(reports),
+        )
         line.show(f"{title}: done in {report.total_s:.1f} s")
     return report
-
-
-def _merge_reports(name: str, reports: Sequence[Mapping[str, Any]]) -> LoadReport:
-    """Merge the reports of all ranks."""
-    first = reports[0]
-    return LoadReport(
-        name=name,
-        step=first["step"],
-        written=f"{first['backend']} on {first['world_size']} ranks",
-        seconds={
-            phase: max(report["seconds"].get(phase, 0.0) for report in reports)
-            for phase in first["seconds"]
-        },
-        read_bytes=sum(report["read_bytes"] for report in reports),
-        verified=first["verified"],
-        loaded=tuple(first["loaded"]),
-        notes=tuple(dict.fromkeys(note for report in reports for note in report["notes"])),
-    )

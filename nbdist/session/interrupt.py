@@ -3,7 +3,7 @@
     interrupted   KeyboardInterrupt on every rank, during training after the same optimizer step;
                   ends Python code and collectives that Python waits for; nothing is broken
     aborted       the process groups of all ranks are aborted, which ends waits in C code;
-                  `session.recovery` creates new groups afterwards
+                  `session.collective_request` creates new groups afterwards
     ended         the ranks are ended; their variables are lost
 
 Each interrupt permits one more stage whatever the ranks do: the second returns the prompt, the

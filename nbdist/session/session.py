@@ -39,6 +39,7 @@ from nbdist.output.sink import FinishedCellSink, RunningCellSink
 from nbdist.output.status_line import StatusLine
 from nbdist.planner.validation import MeasuredMemory
 from nbdist.protocol import messages
+from nbdist.protocol.operations import SaveRequest
 from nbdist.redaction import redact_secrets
 from nbdist.session import (
     cell_source,
@@ -145,7 +146,6 @@ class Session:
         self.panel_model: object = None
         """Model of the panel, owned by `nbdist.panel`."""
         self._at_stop: list[Callable[[], object]] = []
-        self._on_phase: Callable[[str], object] | None = None
         self._saves = session_checkpoints.BackgroundSaves(options.pop("checkpoints", None))
         self._saving: dict[str, TrainingEvent] = {}
         """Events of saves that are not finished."""
@@ -670,7 +670,9 @@ class Session:
         elif message["header"]["msg_type"] == messages.PROFILE_RESULT:
             self._profiler.add_rank_measurements(rank, content)
         elif message["header"]["msg_type"] == messages.PROGRESS:
-            (self._on_phase or self._profiler.update_progress)(content["text"])
+            request = self._workers.collective_request
+            show = self._profiler.update_progress if request is None else request.show_progress
+            show(content["text"])
 
     def _take_saved(self, content: messages.SaveStatus) -> None:
         self._saves.update_status(content)
@@ -728,15 +730,8 @@ class Session:
         (chosen,) = rank_names.resolve_ranks([rank], self.world_size, option="rank")
         self._ensure_free()
         self.start()
-        everyone = range(self.world_size)
         values = push_pull.pull_variables(
-            names,
-            chosen,
-            self._workers,
-            as_numpy=as_numpy,
-            gather=lambda name, folders: operations_export.gather_model(
-                name, folders, everyone, self._workers, self._listen
-            ),
+            names, chosen, self._workers, world_size=self.world_size, as_numpy=as_numpy
         )
         return values[names[0]] if len(names) == 1 else [values[name] for name in names]
 
@@ -793,26 +788,18 @@ class Session:
             report = self._hand_over(new_config, reset_optimizer=reset_optimizer)
             self._requested_options = requested
             return report
-        with StatusLine() as line:
-            request = operations_switch.BackendSwitch(
-                before=self._choice,
-                after=new_config,
-                reset_optimizer=reset_optimizer,
-                status_line=line,
-            )
 
-            def switched() -> None:
-                self._requested_options, self._choice = requested, new_config
-                self._mark_ready()
+        def switched() -> None:
+            self._requested_options, self._choice = requested, new_config
+            self._mark_ready()
 
-            try:
-                report = request.run(self._workers, self._listen)
-            except CellInterrupted:
-                if (collective_request := self._workers.collective_request) is not None:
-                    collective_request.late = (
-                        switched  # the prompt returns while the switch continues
-                    )
-                raise
+        report = operations_switch.switch_backend(
+            self._workers,
+            self._choice,
+            new_config,
+            reset_optimizer=reset_optimizer,
+            on_late_success=switched,
+        )
         switched()
         return report
 
@@ -824,18 +811,17 @@ class Session:
         )
         with StatusLine() as line:
             change = resize.RankResize(
-                worker_group=self._workers,
+                workers=self._workers,
                 before=self._choice,
                 after=new_config,
                 reset_optimizer=reset_optimizer,
                 status_line=line,
-                subscribe_progress=self._listen,
                 start_ranks=self._start_ranks,
             )
             try:
                 report = change.run()
             except SwitchError as error:
-                if change.are_ranks_lost:
+                if change.kept_folder is not None:
                     self.state, self._death = "dead", RankDied(str(error))
                     self._ended_by_stop = False
                 else:
@@ -849,10 +835,6 @@ class Session:
 
     def _mark_ready(self) -> None:
         self.state, self._death, self._ended_by_stop = "ready", None, False
-
-    def _listen(self, on_phase: Callable[[str], object] | None) -> None:
-        """Set the callback for progress messages of a long request."""
-        self._on_phase = on_phase
 
     # -- checkpoints
 
@@ -910,11 +892,11 @@ class Session:
         root = self._folder(folder)
         if isinstance(root, Path):
             self._workers.launcher_group.check_shared_folder(root)
-        request = messages.SaveRequest(
+        request = SaveRequest(
             root=location_with_password(root), name=name, overwrite=overwrite, keep=keep
         )
         with self.operation.track("saving", f"copying the state for checkpoint {name}"):
-            save = self._saves.start_save(request, range(self.world_size), self._workers)
+            save = self._saves.start_save(request, self._workers, self.world_size)
             if wait:
                 save.wait_shown()
         return save
@@ -953,10 +935,9 @@ class Session:
                 return self.load_foreign(path, trust=trust)
         self._ensure_free()
         self.start()
-        ranks = range(self.world_size)
         with self.operation.track("loading", f"loading {last}"):
             report = session_checkpoints.load_checkpoint(
-                last, root, ranks, self._workers, self._listen, weights_only=weights_only
+                self._workers, self.world_size, last, root, weights_only=weights_only
             )
         self.events.add(TrainingEvent(self.metrics.last_step, "load", last))
         return report
@@ -996,16 +977,14 @@ class Session:
                 left.
             SessionBusy: a cell is still running.
         """
-        content = operations_export.make_export_request(
+        request = operations_export.make_export_request(
             folder, dtype, model=model, max_shard_size=max_shard_size, overwrite=overwrite
         )
         self._ensure_free()
         self.start()
-        self._workers.launcher_group.check_shared_folder(Path(content["folder"]).parent)
+        self._workers.launcher_group.check_shared_folder(Path(request.folder).parent)
         with self.operation.track("exporting", f"exporting to {folder}"):
-            return operations_export.export(
-                content, range(self.world_size), self._workers, self._listen
-            )
+            return operations_export.export(self._workers, self.world_size, request)
 
     @exclusive_for_current_ranks
     def load_foreign(
@@ -1030,10 +1009,9 @@ class Session:
         """
         self._ensure_free()
         self.start()
-        ranks = range(self.world_size)
         with self.operation.track("loading", f"loading {path}"):
             return import_checkpoint.import_checkpoint(
-                path, ranks, self._workers, self._listen, trust=trust, model=model
+                self._workers, self.world_size, path, trust=trust, model=model
             )
 
     # -- the profiler
@@ -1160,9 +1138,8 @@ class Session:
         with self.operation.track("calibrating", "measuring links and devices"):
             return operations_calibrate.calibrate(
                 self._workers,
-                self._listen,
+                self.world_size,
                 options=self.options,
-                world_size=self.world_size,
                 hardware=self.hardware,
                 cluster=planner.cluster_spec(self),
                 disk=disk,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import NbdistError
 from nbdist.protocol import messages
-from nbdist.worker.operations import consensus
+from nbdist.worker.operations.transaction import error_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ def reply_to(work: Callable[[Any], Any], request: Any) -> Any:
 
 def error_reply(error: BaseException) -> messages.ErrorReply:
     """Return the error reply for an exception; unexpected exceptions are logged in full."""
-    text = consensus.error_text(error) or ""
+    text = error_text(error) or ""
     if isinstance(error, NbdistError):
         text = str(error)
     else:

@@ -13,6 +13,7 @@ from nbdist.protocol import messages, serialization
 from nbdist.worker.engines import accelerator as accelerators
 from nbdist.worker.initial_namespace import InitialNamespace
 from nbdist.worker.memory import memory_probe, oom_advice
+from nbdist.worker.operations import RankContext
 from nbdist.worker.operations.save import CheckpointSaver
 from nbdist.worker.profiling import kineto, requests, window
 from nbdist.worker.report import Reporter
@@ -51,10 +52,18 @@ def add_kernel_functions(
     )
     kernel.oom_advice_for = oom_advice.advice_for
     sender = Sender(kernel, [bulk, spare])
-    kernel.saver = CheckpointSaver(checkpoints, cwd, Publisher(kernel).saved, kernel.warn_async)
-    kernel.shell.push({"report": reporter.report, "send": sender.send, "save": kernel.saver.save})
-    kernel.initial_namespace = InitialNamespace(
-        names=dict(kernel.shell.user_ns), environ=dict(os.environ), reporter=reporter
+    saver = CheckpointSaver(checkpoints, cwd, Publisher(kernel).saved, kernel.warn_async)
+    kernel.set_checkpoint_root = saver.set_root
+    kernel.shell.push({"report": reporter.report, "send": sender.send, "save": saver.save})
+    kernel.operation_context = RankContext(
+        variables=kernel.shell.user_ns,
+        initial_namespace=InitialNamespace(
+            names=dict(kernel.shell.user_ns), environ=dict(os.environ), reporter=reporter
+        ),
+        on_phase=kernel.publish_phase,
+        begin_save=saver.begin,
+        barrier=kernel.collective_barrier,
+        folder=run_dir,
     )
 
 

@@ -23,7 +23,8 @@ import random
 import shutil
 import sys
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,28 +36,26 @@ from torch import distributed
 from nbdist import checkpoint
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
+from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import collectives, digest, optimizer_recipes, reshard, shard_io
 from nbdist.state.shards import Shard, total_bytes
+from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator as accelerators
 from nbdist.worker.engines import wrap_policy
-from nbdist.worker.memory import memory_check, memory_probe
+from nbdist.worker.memory import memory_probe
 from nbdist.worker.operations import namespace_pickle, switch
-from nbdist.worker.operations.transaction import (
-    CHECKING_PHASE,
-    Transaction,
-    UncoordinatedTransaction,
-)
-from nbdist.worker.training import dataloader_state, model_cleanup, prepared_models, rng_state
+from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
+from nbdist.worker.training import dataloader_state, prepared_models, rng_state
 from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping, Sequence
-    from pathlib import Path
 
     from nbdist.checkpoint import CheckpointFile, Manifest
-    from nbdist.strategies import Options
+    from nbdist.protocol.operations import ResizeLoadRequest, ResizeSaveRequest
     from nbdist.worker.initial_namespace import InitialNamespace
+    from nbdist.worker.operations import RankContext
     from nbdist.worker.operations.namespace_pickle import ExternalObject
     from nbdist.worker.training.dataloader_state import LoaderPosition
     from nbdist.worker.training.prepared_models import PreparedModel
@@ -69,26 +68,6 @@ _DEFINITIONS = (types.ModuleType, types.FunctionType, type)
 """Types of variables that are unpickled first because others may call them."""
 _ENGINES_OWN = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "NBDIST_", "CUDA_VISIBLE_DEVICES", "OMP_")
 """Prefixes of environment variables that are not carried."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RankResizeReport:
-    """Result of one half of a resize on this rank."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds."""
-    folder: str = ""
-    """Folder with the files."""
-    state_bytes: int = 0
-    """Size of this rank's shards of weights and optimizer state."""
-    sent_bytes: int = 0
-    """Bytes that this rank wrote to the folder."""
-    verified: int = 0
-    bound: list[str] = field(default_factory=list)
-    carried: list[str] = field(default_factory=list)
-    not_carried: dict[str, str] = field(default_factory=dict)
-    will_differ: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +98,29 @@ class _LoaderState:
     """Seed of Accelerate's SeedableRandomSampler, which would otherwise draw a new one."""
 
 
+def save_for_resize(request: ResizeSaveRequest, rank: RankContext) -> RankSwitchReport:
+    """Save everything that the ranks after a resize need; collective."""
+    return ResizeSave(
+        Options.from_json(request.options),
+        rank.variables,
+        rank.initial_namespace,
+        on_phase=rank.on_phase,
+        world_size=request.world_size,
+        reset_optimizer=request.reset_optimizer,
+    ).run([Path(folder) for folder in request.folders])
+
+
+def load_after_resize(request: ResizeLoadRequest, rank: RankContext) -> RankSwitchReport:
+    """Restore what the ranks before a resize saved; collective."""
+    return ResizeRestore(
+        Path(request.folder),
+        rank.variables,
+        rank.initial_namespace,
+        on_phase=rank.on_phase,
+        old_world_size=request.world_size,
+    ).run()
+
+
 class ResizeSave:
     """First half, on the old ranks: writes everything to files and changes nothing."""
 
@@ -143,13 +145,13 @@ class ResizeSave:
             reset_optimizer: drop the state of the optimizers.
         """
         self._phase = Transaction("Switch", on_phase, SwitchError)
-        self.report = RankResizeReport(seconds=self._phase.seconds)
+        self.report = RankSwitchReport(seconds=self._phase.seconds)
         self._then, self._names, self._initial_namespace = new_options, names, initial_namespace
         self._world_size, self._reset = world_size, reset_optimizer
         self._rank = distributed.get_rank()
         self._share: dict[str, Shard] = {}
 
-    def run(self, folders: Sequence[Path]) -> RankResizeReport:
+    def run(self, folders: Sequence[Path]) -> RankSwitchReport:
         """Write everything to the first folder with enough free space.
 
         Raises:
@@ -158,18 +160,12 @@ class ResizeSave:
         generators = rng_state.get_rng_state()
         try:
             with self._phase(CHECKING_PHASE):
-                model_cleanup.release_unused_models()
+                self.report.notes += switch.check_models(
+                    self._then, self._world_size, reset_optimizer=self._reset
+                )
                 trained = prepared_models.all_models()
                 for prepared in trained:
-                    switch.check_switchable(prepared, self._then, reset_optimizer=self._reset)
-                    hardware = accelerators.current_config().hardware
-                    self.report.notes += [
-                        *memory_check.check_memory(
-                            prepared, self._then, hardware, world_size=self._world_size
-                        ),
-                        *switch.describe_left_behind(prepared),
-                        *_hooks_left(prepared),
-                    ]
+                    self.report.notes += _hooks_left(prepared)
             with self._phase("packing"):
                 packed = self._packed(trained, generators)
             with self._phase("making room"):
@@ -371,8 +367,8 @@ class ResizeRestore:
             on_phase: called with the name of each phase.
             old_world_size: number of old ranks.
         """
-        self._phase = UncoordinatedTransaction("Switch", on_phase, SwitchError)
-        self.report = RankResizeReport(seconds=self._phase.seconds)
+        self._phase = Transaction("Switch", on_phase, SwitchError, coordinated=False)
+        self.report = RankSwitchReport(seconds=self._phase.seconds)
         self._folder, self._names, self._initial_namespace = folder, names, initial_namespace
         self._old_world_size, self._rank = old_world_size, distributed.get_rank()
         self._from = self._rank if self._rank < old_world_size else 0
@@ -380,7 +376,7 @@ class ResizeRestore:
         self._made: list[Any] = []
         """References to prepared objects until the user's variables are bound."""
 
-    def run(self) -> RankResizeReport:
+    def run(self) -> RankSwitchReport:
         """Restore everything.
 
         Raises:
