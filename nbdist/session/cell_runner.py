@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nbdist.errors import RankDied
     from nbdist.output.sink import FinishedCellSink
     from nbdist.session.cell import Cell
-    from nbdist.session.rank_activity import RankActivityPoller
+    from nbdist.session.rank_polling import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 MAX_CELLS = 64

@@ -30,7 +30,7 @@ from nbdist.protocol import messages, operations
 from nbdist.protocol.operations import ReportT, RequestT
 from nbdist.session.hang_detection import have_collectives_diverged
 from nbdist.session.interrupt import InterruptEscalation, Stage, release_request
-from nbdist.session.rank_activity import RankActivityPoller
+from nbdist.session.rank_polling import RankActivityPoller
 from nbdist.session.suppress_interrupt import suppress_interrupt
 
 if TYPE_CHECKING:

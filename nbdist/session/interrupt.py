@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.rank_channels import Channel, Message
     from nbdist.errors import RankDied
     from nbdist.session.hang_detection import Hang
-    from nbdist.session.rank_activity import RankActivityPoller
+    from nbdist.session.rank_polling import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 TO_ABORT, TO_END = 2, 3

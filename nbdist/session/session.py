@@ -59,11 +59,10 @@ from nbdist.session.cluster_options import FIXED_OPTIONS, OPTION_NAMES, ClusterO
 from nbdist.session.config import SessionConfig
 from nbdist.session.locking import exclusive, exclusive_for_current_ranks, show_wait_reason
 from nbdist.session.metrics import Metrics
-from nbdist.session.model_query import PreparedModelQuery
 from nbdist.session.placement import check_usable, mixed_gpus_warning
 from nbdist.session.profiler import ProfileOptions, ProfileRun, SessionProfiler
 from nbdist.session.progress import CurrentOperation
-from nbdist.session.rank_activity import RankActivityPoller
+from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
 from nbdist.session.training_events import TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
 
@@ -168,7 +167,7 @@ class Session:
         )
         self.rank_activity = RankActivityPoller(self._workers)
         self._cells = CellRunner(self._workers, self.rank_activity)
-        self.model_query = PreparedModelQuery(self._workers)
+        self.model_query = PreparedModelPoller(self._workers)
         self._profiler = SessionProfiler(
             self._workers, lambda run: profile_builder.build_profile(self, self._workers, run)
         )
