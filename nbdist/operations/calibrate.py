@@ -13,12 +13,12 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError
-from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
 from nbdist.planner import fit_measurements, local_devices, step_time
 from nbdist.planner.measurements import COLLECTIVES, DiskSpeed
 from nbdist.protocol.operations import CALIBRATE, CalibrateRequest
 from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from nbdist.checkpoint import atomic_folder
 from nbdist.errors import OptionError
 from nbdist.operations.switch import format_bytes
-from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
 from nbdist.protocol.operations import EXPORT, ExportRequest, slowest_phases
 from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     import os

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.operations.switch import format_bytes
-from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
 from nbdist.protocol.operations import IMPORT, ImportRequest
 from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     import os

@@ -31,9 +31,9 @@ from nbdist.session.suppress_interrupt import suppress_interrupt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.output.status_line import StatusLine
     from nbdist.protocol.operations import Operation, RankSwitchReport, RequestT
     from nbdist.session.config import SessionConfig
+    from nbdist.session.progress import StatusLine
     from nbdist.session.worker_group import WorkerGroup
 
 

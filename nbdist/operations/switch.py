@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from nbdist.output.status_line import StatusLine
 from nbdist.protocol.operations import SWITCH, SwitchRequest, distinct_notes, slowest_phases
 from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -20,26 +20,20 @@ from nbdist.checkpoint import Url, UrlStorage, names
 from nbdist.errors import CheckpointError
 from nbdist.operations.switch import format_bytes
 from nbdist.output.sink import FinishedCellSink
-from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
-from nbdist.protocol.operations import (
-    LOAD,
-    SAVE,
-    LoadRequest,
-    SaveRequest,
-    distinct_notes,
-    slowest_phases,
-)
+from nbdist.protocol.operations import SAVE
 from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     import torch
 
     from nbdist.checkpoint import CheckpointSummary, PendingCheckpoint
     from nbdist.protocol import messages
+    from nbdist.protocol.operations import SaveRequest
     from nbdist.session.worker_group import WorkerGroup
 
 DEFAULT_FOLDER = "checkpoints"
@@ -277,29 +271,21 @@ class Checkpoints(Sequence[Checkpoint]):
     def _now(self) -> list[Checkpoint]:
         """List the checkpoints; a folder is read again only if its mtime changed."""
         if isinstance(self.root, Url):
-            return self._at(self.root)
-        try:
-            stamp = self.root, self.root.stat().st_mtime_ns
-        except OSError:
-            return []
-        if stamp != self._seen:
-            entries = checkpoint.list_checkpoints(self.root)
-            self._entries = [
-                Checkpoint.of(entry, self._seconds.get(entry.path)) for entry in entries
-            ]
-            self._seen = stamp
-        return self._entries
-
-    def _at(self, url: Url) -> list[Checkpoint]:
-        try:
-            entries = checkpoint.storage_for(url).list_checkpoints()
-        except CheckpointError as error:
-            self.list_error = str(error)
-        else:
-            self._entries = [
-                Checkpoint.of(entry, self._seconds.get(entry.path)) for entry in entries
-            ]
+            try:
+                entries = checkpoint.storage_for(self.root).list_checkpoints()
+            except CheckpointError as error:
+                self.list_error = str(error)
+                return self._entries
             self.list_error = ""
+        else:
+            try:
+                stamp = self.root, self.root.stat().st_mtime_ns
+            except OSError:
+                return []
+            if stamp == self._seen:
+                return self._entries
+            self._seen, entries = stamp, checkpoint.list_checkpoints(self.root)
+        self._entries = [Checkpoint.of(entry, self._seconds.get(entry.path)) for entry in entries]
         return self._entries
 
     @property
@@ -410,7 +396,10 @@ class BackgroundSaves:
         save.receive(content)
         if save.done:
             self.checkpoints.add_save(save)
-            self._forget_oldest()
+            with self._lock:  # keep the last ones: `start_save` may ask for a save after its end
+                finished = [number for number, other in self._saves.items() if other.done]
+                for number in finished[:-REMEMBERED]:
+                    del self._saves[number]
             if not self.running_saves():
                 atexit.unregister(self.wait_for_running)
 
@@ -435,13 +424,6 @@ class BackgroundSaves:
         """Return the saves that have not finished."""
         with self._lock:
             return [save for save in self._saves.values() if not save.done]
-
-    def _forget_oldest(self) -> None:
-        """Drop the oldest finished saves; `start_save` may ask for one after its end."""
-        with self._lock:
-            over = [number for number, save in self._saves.items() if save.done]
-            for number in over[:-REMEMBERED]:
-                del self._saves[number]
 
     def wait_for_running(self, within_s: float = FINISH_TIMEOUT_S) -> None:
         """Wait for running saves before the ranks are ended; an interrupt ends the wait."""
@@ -499,9 +481,6 @@ def make_async_warning() -> Callable[[str], object]:
     return complain
 
 
-# -- load
-
-
 def checkpoint_hint(checkpoint: Checkpoint | None) -> str:
     """Return how to continue from a checkpoint; "" for None."""
     if checkpoint is None:
@@ -541,77 +520,3 @@ def check_root(given: str | os.PathLike[str]) -> Path | Url:
 def is_not_checkpoint_folder(path: Path) -> bool:
     """Return whether the path exists and was not written by nbdist."""
     return path.exists() and not (path / names.MANIFEST_NAME).exists()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """Result of a load."""
-
-    name: str
-    step: int
-    written: str
-    """Backend and number of ranks that wrote it."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase, of the slowest rank."""
-    read_bytes: int = 0
-    """Sum over all ranks."""
-    verified: int = 0
-    """Number of tensors whose digest matches the saved one."""
-    loaded: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Differences from the saved state, with reasons."""
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of all phases."""
-        return sum(self.seconds.values())
-
-    def __str__(self) -> str:
-        """Return a summary of a few lines."""
-        lines = [
-            f"{self.name} (step {self.step}, {self.written}) loaded in {self.total_s:.1f} s",
-            f"  loaded: {'; '.join(self.loaded)}",
-            f"  {self.verified} tensors verified; {format_bytes(self.read_bytes)} read",
-        ]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        printer.text("LoadReport(...)" if cycle else str(self))
-
-
-def load_checkpoint(
-    workers: WorkerGroup, world_size: int, name: str, root: Path | Url, *, weights_only: bool
-) -> LoadReport:
-    """Load a checkpoint into the prepared models of the ranks.
-
-    Raises:
-        CheckpointError: the models are unchanged, or the message says otherwise.
-    """
-    title = f"nbdist: loading {name}"
-    with (
-        checkpoint.storage_for(root).open_checkpoint(name) as (path, manifest),
-        StatusLine() as line,
-    ):
-        request = LoadRequest(
-            path=checkpoint.location_with_password(path), id=manifest.id, weights_only=weights_only
-        )
-        try:
-            reports = CollectiveRequest(
-                workers, LOAD, world_size, lambda text: line.show(f"{title}: {text}")
-            ).run(request)
-        except CheckpointError:
-            line.show(f"{title}: failed")
-            raise
-        first = reports[0]
-        report = LoadReport(
-            name=name,
-            step=first.step,
-            written=f"{first.backend} on {first.world_size} ranks",
-            seconds=slowest_phases(reports),
-            read_bytes=sum(report.read_bytes for report in reports),
-            verified=first.verified,
-            loaded=tuple(first.loaded),
-            notes=distinct_notes(reports),
-        )
-        line.show(f"{title}: done in {report.total_s:.1f} s")
-    return report

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Generic
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CellInterrupted, RankDied, SessionError, SwitchError
 from nbdist.output import tracebacks
-from nbdist.output.status_line import StatusLine
 from nbdist.protocol import messages, operations
 from nbdist.protocol.operations import ReportT, RequestT
 from nbdist.session.hang_detection import have_collectives_diverged
 from nbdist.session.interrupt import InterruptEscalation, Stage, release_request
+from nbdist.session.progress import StatusLine
 from nbdist.session.rank_polling import RankActivityPoller
 from nbdist.session.suppress_interrupt import suppress_interrupt
 

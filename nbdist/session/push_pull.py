@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from nbdist.errors import CellInterrupted, PayloadError
 from nbdist.operations.switch import format_bytes
-from nbdist.output.status_line import StatusLine
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import PULL_MODEL, PullModelRequest
 from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

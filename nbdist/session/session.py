@@ -31,12 +31,12 @@ from nbdist.hardware import discovery
 from nbdist.operations import calibrate as operations_calibrate
 from nbdist.operations import export as operations_export
 from nbdist.operations import import_checkpoint, resize
+from nbdist.operations import load as operations_load
 from nbdist.operations import switch as operations_switch
 from nbdist.operations.switch import SwitchReport
 from nbdist.output.rank_log import RankLog
 from nbdist.output.renderer import OutputRenderer
 from nbdist.output.sink import FinishedCellSink, RunningCellSink
-from nbdist.output.status_line import StatusLine
 from nbdist.planner.validation import MeasuredMemory
 from nbdist.protocol import messages
 from nbdist.protocol.operations import SaveRequest
@@ -61,7 +61,7 @@ from nbdist.session.locking import exclusive, exclusive_for_current_ranks, show_
 from nbdist.session.metrics import Metrics
 from nbdist.session.placement import check_usable, mixed_gpus_warning
 from nbdist.session.profiler import ProfileOptions, ProfileRun, SessionProfiler
-from nbdist.session.progress import CurrentOperation
+from nbdist.session.progress import CurrentOperation, StatusLine
 from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
 from nbdist.session.training_events import TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
@@ -77,9 +77,10 @@ if TYPE_CHECKING:
     from nbdist.operations.calibrate import CalibrationReport
     from nbdist.operations.export import ExportReport
     from nbdist.operations.import_checkpoint import ForeignReport
+    from nbdist.operations.load import LoadReport
     from nbdist.output.renderer import ShownRanks
     from nbdist.profiler.report import Profile
-    from nbdist.session.checkpoints import Checkpoints, LoadReport, Save
+    from nbdist.session.checkpoints import Checkpoints, Save
     from nbdist.session.failure_causes import WorkerFailure
     from nbdist.session.placement import Placement
 
@@ -935,7 +936,7 @@ class Session:
         self._ensure_free()
         self.start()
         with self.operation.track("loading", f"loading {last}"):
-            report = session_checkpoints.load_checkpoint(
+            report = operations_load.load_checkpoint(
                 self._workers, self.world_size, last, root, weights_only=weights_only
             )
         self.events.add(TrainingEvent(self.metrics.last_step, "load", last))

@@ -306,14 +306,9 @@ class RankKernel(IPythonKernel):
 
     def pull(self, request: messages.PullRequest) -> messages.PayloadFileReply:
         """Write variables of the user's namespace to a payload file."""
-        from nbdist.worker.operations import pull as operations_pull
+        from nbdist.worker.operations.pull import write_variables
 
-        values = self._find_variables(request["names"])
-        if prepared := operations_pull.prepared_names(values):
-            return messages.PayloadFileReply(status="ok", prepared=prepared)
-        plain = {name: operations_pull.to_state_dict(value) for name, value in values.items()}
-        path = serialization.write_payload_where_room(plain, request["folders"])
-        return messages.PayloadFileReply(status="ok", path=str(path))
+        return write_variables(request, self.shell.user_ns)
 
     def describe_model(self, request: messages.ModelRequest) -> messages.ModelReply:
         """Describe a model from the user's namespace, or the prepared one, for the planner."""
@@ -378,15 +373,6 @@ class RankKernel(IPythonKernel):
         return requests.start_profile(
             request, self.profile_context, running=self.running_request, over=self.finished_request
         )
-
-    def _find_variables(self, names: list[str]) -> dict[str, object]:
-        missing = [name for name in names if name not in self.shell.user_ns]
-        if missing:
-            msg = (
-                f"No variable {', '.join(missing)} on this rank. Define it in a %%distribute cell."
-            )
-            raise PayloadError(msg)
-        return {name: self.shell.user_ns[name] for name in names}
 
     def publish(self, kind: str, content: Any) -> None:
         """Send a message on iopub with the running cell as its parent; thread-safe."""

@@ -29,7 +29,7 @@ from nbdist.cluster.protocol import MAX_UNREAD_BATCHES
 from nbdist.cluster.rank_distribution import RankDistribution
 from nbdist.cluster.remote import ClusterLauncherProvider
 from nbdist.hardware import discovery
-from nbdist.output.status_line import StatusLine
+from nbdist.session.progress import StatusLine
 from nbdist.panel.controller import PanelData
 from nbdist.session import planner, push_pull, status
 from tests.conftest import eventually

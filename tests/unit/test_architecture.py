@@ -35,8 +35,7 @@ MAY_IMPORT = {
     # texts and pages of what these packages compute
     "display": {"output", "panel", "planner", "profiler"},
     "cluster": {"_version", "errors", "hardware", "paths", "protocol", "redaction"},
-    # of "session" the settings of the notebook's own process
-    "output": {"protocol", "session"},
+    "output": {"protocol"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
     | {"profiler", "state"},

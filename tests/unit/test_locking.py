@@ -10,12 +10,10 @@ import pytest
 
 import nbdist
 from nbdist.errors import OptionError, RankDied
-from nbdist.output import status_line
-from nbdist.output.status_line import StatusLine
 from nbdist.session import progress
 from nbdist.session import session as session_module
 from nbdist.session.locking import exclusive
-from nbdist.session.progress import CurrentOperation, parse_fraction_done
+from nbdist.session.progress import CurrentOperation, StatusLine, parse_fraction_done
 from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
 from nbdist.session.session import Session
 from nbdist.session.training_events import MAX_EVENTS, TrainingEvent, TrainingEvents
@@ -40,7 +38,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def flush(self) -> None:
             pass
 
-    monkeypatch.setattr(status_line, "RunningCellSink", Screen)
+    monkeypatch.setattr(progress, "RunningCellSink", Screen)
     return shown
 
 
@@ -267,7 +265,9 @@ def test_what_a_button_asked_for_has_no_line_below_a_cell(lines: list[str]) -> N
         assert activity.progress is not None
         assert activity.progress.text == "ddp -> zero3: verifying"
     assert lines == []
-    assert progress.is_status_line_shown()
+    with StatusLine() as line:
+        line.show("nbdist: shown")
+    assert lines == ["nbdist: shown"]
 
 
 # ---------------------------------------------------------------------------- marks

@@ -20,6 +20,7 @@ from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankImportReport
 from nbdist.state import hf_export_plan, importers, shards
 from nbdist.state.shards import Shard
+from nbdist.worker.operations.load import back_up, restore, zero_shards
 from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
 from nbdist.worker.training import prepared_models
 from nbdist.worker.training.model_state import ModelState
@@ -66,9 +67,8 @@ def import_checkpoint(request: ImportRequest, rank: RankContext) -> RankImportRe
             if key.startswith("optim.")
         }
     with phase("keeping"):
-        counts, live = state.scalar_state(), state.owned_shards()
-        copies = shards.copy_to_host(live)
-        buffers = {key: value.detach().clone() for key, value in state.buffers().items()}
+        counts = state.scalar_state()
+        backup = back_up(state, prepared, state.owned_shards(), counts)
     try:
         with phase("loading"):
             state.allocate_optimizer_state(optimizer_state)
@@ -77,12 +77,10 @@ def import_checkpoint(request: ImportRequest, rank: RankContext) -> RankImportRe
         with phase("taking over"):
             state.finalize_state(saved.scalar_state if optimizer_state else counts)
     except CheckpointError:
-        state.load_from(copies, counts)
-        for key, value in state.buffers().items():
-            value.copy_(buffers[key])
+        restore(state, prepared, backup, optimizers=True)
         raise
     finally:
-        copies.clear()
+        backup.tensors.clear()
         shards.give_back()
     steps = [value.get("step", 0.0) for value in saved.scalar_state.values()]
     report.steps = max(steps, default=0.0) if optimizer_state else None
@@ -212,9 +210,8 @@ def _fill(
         for key, shard in targets.items()
         if key.startswith("optim")
     }
-    for key in [key for key in optimizer_state if key not in saved.keys]:
-        for piece in optimizer_state.pop(key).pieces:
-            piece.view.zero_()
+    absent = [key for key in optimizer_state if key not in saved.keys]
+    zero_shards(optimizer_state.pop(key) for key in absent)
     return read_bytes + saved.read_into(optimizer_state)
 
 

@@ -57,8 +57,8 @@ _BAD_LOADERS = "Cannot read the loader positions in the checkpoint. Load another
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _StateBackup:
-    """Copy of one model's state, made before the load."""
+class ModelBackup:
+    """Copy of one model's state, to restore it after a failure."""
 
     tensors: dict[str, Shard]
     buffers: dict[str, torch.Tensor]
@@ -89,7 +89,7 @@ class _CheckpointLoad:
         self._download: CheckpointDownload | None = None
         """Download of a checkpoint at a URL: at first only of its manifest and headers."""
         self._models: list[tuple[ModelState, PreparedModel]] = []
-        self._backups: list[_StateBackup] = []
+        self._backups: list[ModelBackup] = []
         self._positions: list[tuple[Any, LoaderPosition]] = []
         """Prepared loaders and their saved positions."""
         self._rng: rng_state.RngState | None = None
@@ -126,7 +126,7 @@ class _CheckpointLoad:
             ]
         with self._phase("keeping"):
             for (state, prepared), (tensors, counts) in zip(self._models, live, strict=True):
-                self._backups.append(_back_up(state, prepared, tensors, counts))
+                self._backups.append(back_up(state, prepared, tensors, counts))
             loaders = [
                 (loader, dataloader_state.position_of(loader))
                 for loader in prepared_models.all_loaders()
@@ -446,7 +446,7 @@ class _CheckpointLoad:
         try:
             with self._phase("going back"):
                 for (state, prepared), backup in zip(self._models, self._backups, strict=True):
-                    _restore(state, prepared, backup, optimizers=not self._weights_only)
+                    restore(state, prepared, backup, optimizers=not self._weights_only)
                 for loader, position in loaders:
                     dataloader_state.seek(loader, position)
         except CheckpointError as second:
@@ -523,11 +523,11 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{len(names)} {what}: {', '.join(names[:_LISTED])}{more}" if names else ""
 
 
-def _back_up(
+def back_up(
     state: ModelState, prepared: PreparedModel, live: Mapping[str, Shard], counts: ScalarState
-) -> _StateBackup:
+) -> ModelBackup:
     """Copy one model's state, so that it can be restored."""
-    return _StateBackup(
+    return ModelBackup(
         tensors=shards.copy_to_host(live),
         buffers={key: tensor.detach().clone() for key, tensor in state.buffers().items()},
         counts=counts,
@@ -541,8 +541,8 @@ def _back_up(
     )
 
 
-def _restore(
-    state: ModelState, prepared: PreparedModel, backup: _StateBackup, *, optimizers: bool
+def restore(
+    state: ModelState, prepared: PreparedModel, backup: ModelBackup, *, optimizers: bool
 ) -> None:
     """Restore one model's state from the copy; a collective."""
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Pull of a prepared model: all ranks write its state dict to one file; runs on a rank."""
+"""Pull of variables of one rank, and of a prepared model of all ranks; runs on a rank."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from nbdist.errors import CheckpointError
-from nbdist.protocol import serialization
+from nbdist.errors import CheckpointError, PayloadError
+from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import RankPullReport
 from nbdist.state import collectives, parallel_writer
 from nbdist.state.shards import total_bytes
 from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
-from nbdist.worker.training import model_tensors
-from nbdist.worker.training.model_tensors import ModelTensors
+from nbdist.worker.training.model_tensors import ModelTensors, find_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,14 +22,31 @@ if TYPE_CHECKING:
     from nbdist.worker.operations import RankContext
 
 
-def prepared_names(values: Mapping[str, object]) -> list[str]:
-    """Return the names of prepared models: a single rank does not have their whole weights."""
-    return [name for name, value in values.items() if model_tensors.find_model(value) is not None]
+def write_variables(
+    request: messages.PullRequest, variables: Mapping[str, object]
+) -> messages.PayloadFileReply:
+    """Write variables of this rank to a payload file; modules as their state dict.
 
+    If some are prepared models, return their names instead: a single rank does not have their
+    whole weights.
 
-def to_state_dict(value: object) -> object:
-    """Return the state dict of a module; any other value unchanged."""
-    return dict(value.state_dict()) if isinstance(value, nn.Module) else value
+    Raises:
+        PayloadError: no such variable, or it cannot be moved.
+    """
+    if missing := [name for name in request["names"] if name not in variables]:
+        raise PayloadError(
+            f"No variable {', '.join(missing)} on this rank. Define it in a %%distribute cell."
+        )
+    values = {name: variables[name] for name in request["names"]}
+    prepared = [name for name, value in values.items() if find_model(value) is not None]
+    if prepared:
+        return messages.PayloadFileReply(status="ok", prepared=prepared)
+    plain = {
+        name: dict(value.state_dict()) if isinstance(value, nn.Module) else value
+        for name, value in values.items()
+    }
+    path = serialization.write_payload_where_room(plain, request["folders"])
+    return messages.PayloadFileReply(status="ok", path=str(path))
 
 
 def pull_model(request: PullModelRequest, rank: RankContext) -> RankPullReport:
@@ -45,7 +61,7 @@ def pull_model(request: PullModelRequest, rank: RankContext) -> RankPullReport:
     name = request.name
     phase = Transaction(f"Pull of {name}", rank.on_phase, CheckpointError)
     with phase(CHECKING_PHASE):
-        reference = model_tensors.find_model(rank.variables.get(name))
+        reference = find_model(rank.variables.get(name))
         if reference is None:
             raise CheckpointError(
                 f"{name} is a prepared model on some ranks but not on others. Prepare it on all"
