@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What the operations need from this rank."""
+    """Parts of this rank that the operations use."""
 
     variables: MutableMapping[str, Any]
     """The user's variables."""
