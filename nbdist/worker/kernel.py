@@ -24,18 +24,18 @@ from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
 from traitlets import DottedObjectName, Float, Type
 from traitlets.config import Config
 
-from nbdist.errors import PayloadError, SessionError, StartError
+from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import OPERATIONS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
 from nbdist.worker import stacks
-from nbdist.worker.error_replies import error_reply, reply_to
 from nbdist.worker.interrupt import abort_collectives, current_line
 from nbdist.worker.interrupt.interrupt_flag import interrupt_flag
 from nbdist.worker.interrupt.progress_status import MainThreadMonitor
 from nbdist.worker.interrupt.step_gate import step_gate
 from nbdist.worker.memory import memory_probe, model_description, oom_advice
 from nbdist.worker.operations import run_operation
+from nbdist.worker.operations.transaction import error_text
 from nbdist.worker.output_truncation import MAX_ERROR_CHARS, truncate
 from nbdist.worker.profiling import requests
 from nbdist.worker.stream import log_to_launcher
@@ -435,6 +435,29 @@ class RankApp(IPKernelApp):
         """Open iopub without a high-water mark."""
         context.SNDHWM = 0  # ZMQ silently drops messages above the mark
         super().init_iopub(context)
+
+
+def reply_to(work: Callable[[Any], Any], request: Any) -> Any:
+    """Do the work and return its reply, or an error reply if it raises anything.
+
+    Without a reply the kernel would wait for its whole timeout.
+    """
+    try:
+        return work(request)
+    except BaseException as error:  # noqa: BLE001 - a model's own code may even call sys.exit
+        return error_reply(error)
+
+
+def error_reply(error: BaseException) -> messages.ErrorReply:
+    """Return the error reply for an exception; unexpected exceptions are logged in full."""
+    text = error_text(error) or ""
+    if isinstance(error, NbdistError):
+        text = str(error)
+    else:
+        log.error("a request of the kernel failed", exc_info=error)
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted before it finished"
+    return messages.ErrorReply(status="error", error=text, ename=type(error).__name__)
 
 
 def refuse_breakpoint(*_: object, **__: object) -> NoReturn:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from nbdist.protocol.operations import Operation, SaveRequest
     from nbdist.worker.collective_check import CollectiveBarrier
-    from nbdist.worker.initial_namespace import InitialNamespace
+    from nbdist.worker.report import Reporter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,10 @@ class RankContext:
 
     variables: MutableMapping[str, Any]
     """The user's variables."""
-    initial_namespace: InitialNamespace
+    predefined: dict[str, Any]
+    """The variables before the first cell; later differences are the user's."""
+    initial_environ: dict[str, str]
+    reporter: Reporter
     on_phase: Callable[[str], None]
     """Called with the name of each phase and with progress texts."""
     begin_save: Callable[[SaveRequest], str]

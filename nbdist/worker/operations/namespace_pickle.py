@@ -106,8 +106,10 @@ class PickledNamespace:
 
     def hash_blocks(self) -> list[tuple[str, int]]:
         """Return the digest and the size in bytes of each block."""
-        contents = map(_as_bytes, self.blocks)
-        return [(hashlib.blake2b(content, digest_size=20).hexdigest(), content.nbytes) for content in contents]
+        return [
+            (hashlib.blake2b(content, digest_size=20).hexdigest(), content.nbytes)
+            for content in map(_as_bytes, self.blocks)
+        ]
 
 
 def pickle_stages(

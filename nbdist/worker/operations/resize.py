@@ -55,10 +55,9 @@ from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from nbdist.protocol.operations import ResizeLoadRequest, ResizeSaveRequest
-    from nbdist.worker.initial_namespace import InitialNamespace
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.dataloader_state import LoaderPosition
     from nbdist.worker.training.prepared_models import PreparedModel
@@ -115,7 +114,6 @@ def save_for_resize(request: ResizeSaveRequest, rank: RankContext) -> RankSwitch
 class _ResizeSave:
     def __init__(self, request: ResizeSaveRequest, rank: RankContext) -> None:
         self._request, self._context = request, rank
-        self._predefined = rank.initial_namespace.names
         self._phase = Transaction("Switch", rank.on_phase, SwitchError)
         self.report = RankSwitchReport(seconds=self._phase.seconds)
         self._shards: dict[str, Shard] = {}
@@ -155,10 +153,10 @@ class _ResizeSave:
         built, trained = accelerators.built_accelerators(), prepared_models.all_models()
         plan = _BuildPlan(
             random=generators,
-            next_step=self._context.initial_namespace.reporter.next_step,
+            next_step=self._context.reporter.next_step,
             accelerators=[
                 (
-                    accelerator is self._predefined["accelerator"],
+                    accelerator is self._context.predefined["accelerator"],
                     dict(vars(accelerator).get("_nbdist_arguments", {})),
                     {
                         name: vars(accelerator)[name]
@@ -186,7 +184,7 @@ class _ResizeSave:
             if (state := _loader_state(loader, built)) is not None
         ]
         external = _external_objects(
-            self._context.initial_namespace, built, trained, [loader for loader, _ in loaders]
+            self._context.predefined, built, trained, [loader for loader, _ in loaders]
         )
         training = schedulers, [state for _, state in loaders]
         variables = self._variables()
@@ -211,7 +209,7 @@ class _ResizeSave:
     ) -> namespace_pickle.PickledNamespace:
         """Pickle and test, dropping variables that fail; they are recorded with the reason."""
         early = {name for name, value in variables.items() if isinstance(value, _DEFINITIONS)}
-        process = _process_state(self._context.initial_namespace)
+        process = _process_state(self._context.initial_environ)
         while True:
             carried = [name for name in variables if name not in self.report.not_carried]
             stages = [
@@ -223,7 +221,7 @@ class _ResizeSave:
             ]
             try:
                 pickled = namespace_pickle.pickle_stages(stages, external, self._context.variables)
-                namespace_pickle.verify_unpickles(pickled, external, self._predefined)
+                namespace_pickle.verify_unpickles(pickled, external, self._context.predefined)
             except namespace_pickle.PickleStageError as error:
                 name = stages[error.stage_index].name
                 if not name:
@@ -252,7 +250,7 @@ class _ResizeSave:
             history = name.strip("_") in {"", "i", "ii", "iii"} or numbered
             if name.startswith("_") and history:
                 continue
-            if name not in self._predefined or self._predefined[name] is not value:
+            if name not in self._context.predefined or self._context.predefined[name] is not value:
                 variables[name] = value
         return variables
 
@@ -316,7 +314,7 @@ class _ResizeSave:
 
 
 def _external_objects(
-    initial_namespace: InitialNamespace,
+    predefined: Mapping[str, Any],
     built: list[Accelerator],
     trained: list[PreparedModel],
     loaders: list[Any],
@@ -324,7 +322,7 @@ def _external_objects(
     """Return the objects that a new rank creates itself, which are pickled by key."""
     external = [
         ExternalObject(value, ("name", name), 0)
-        for name, value in initial_namespace.names.items()
+        for name, value in predefined.items()
         if not isinstance(value, _PLAIN)
     ]
     external += [
@@ -420,7 +418,7 @@ class _ResizeLoad:
         self._phase = Transaction("Switch", rank.on_phase, SwitchError, coordinated=False)
         self.report = RankSwitchReport(seconds=self._phase.seconds)
         self._folder, self._variables = Path(request.folder), rank.variables
-        self._initial_namespace = rank.initial_namespace
+        self._context = rank
         self._old_world_size = request.world_size
         self._rank, self._world_size = collectives.rank(), collectives.group_size()
         self._built: list[Accelerator] = []
@@ -428,7 +426,7 @@ class _ResizeLoad:
         """References to prepared objects until the user's variables are bound."""
 
     def run(self) -> RankSwitchReport:
-        predefined = self._initial_namespace.names
+        predefined = self._context.predefined
         with self._phase("unpacking"):
             old_rank = self._rank if self._rank < self._old_world_size else 0
             reader = namespace_pickle.NamespaceReader(self._folder, old_rank, predefined["device"])
@@ -440,7 +438,7 @@ class _ResizeLoad:
             _restore_process_state(reader.read_stage())
             self.report.bound += reader.bind_variables()
             plan: _BuildPlan = reader.read_stage()
-            self._initial_namespace.reporter.next_step = plan.next_step
+            self._context.reporter.next_step = plan.next_step
         with self._phase("building"):
             self._build(plan, reader)
         models = list(
@@ -470,7 +468,7 @@ class _ResizeLoad:
         """Create and prepare accelerators, models, optimizers, schedulers and loaders."""
         for place, (is_predefined, arguments, attributes) in enumerate(plan.accelerators):
             if is_predefined:
-                accelerator: Accelerator = self._initial_namespace.names["accelerator"]
+                accelerator: Accelerator = self._context.predefined["accelerator"]
                 accelerator._build(())  # noqa: SLF001 - as the first prepare() does
             else:
                 accelerator = Accelerator(**arguments)
@@ -599,9 +597,8 @@ class _ResizeLoad:
 # -- the process
 
 
-def _process_state(initial_namespace: InitialNamespace) -> dict[str, Any]:
+def _process_state(before: Mapping[str, str]) -> dict[str, Any]:
     """Return the process state that the user may have changed, besides variables."""
-    before = initial_namespace.environ
     return {
         "cwd": os.getcwd(),  # noqa: PTH109 - a str
         "path": list(sys.path),
