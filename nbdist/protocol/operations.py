@@ -7,6 +7,7 @@ A request is answered with the rank's report or, on an error, with an `ErrorRepl
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -21,14 +22,12 @@ RequestT = TypeVar("RequestT", bound="DataclassInstance")
 ReportT = TypeVar("ReportT")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation(Generic[RequestT, ReportT]):
     """A collective operation."""
 
     name: str
     """Name in messages: "switch". Several steps of one operation have the same name."""
-    message_type: str
-    """Type of the request's message."""
     request: type[RequestT]
     report: type[ReportT]
     function: str
@@ -42,6 +41,12 @@ class Operation(Generic[RequestT, ReportT]):
     """True if a rank that fails replies immediately, and the others need not finish."""
     resync: bool = True
     """True if the ranks are resynchronized after a failure."""
+
+    @property
+    def message_type(self) -> str:
+        """Type of the request's message: "nbdist_switch_request"."""
+        words = re.findall("[A-Z][a-z]*", self.request.__name__)
+        return "_".join(["nbdist", *words]).lower()
 
 
 class TimedReport(Protocol):
@@ -97,12 +102,11 @@ class RankSwitchReport:
 
 
 SWITCH = Operation(
-    name="switch",
-    message_type="nbdist_switch_request",
-    request=SwitchRequest,
-    report=RankSwitchReport,
-    function="nbdist.worker.operations.switch:switch",
-    raises=SwitchError,
+    "switch",
+    SwitchRequest,
+    RankSwitchReport,
+    "nbdist.worker.operations.switch:switch",
+    SwitchError,
 )
 
 
@@ -120,12 +124,11 @@ class ResizeSaveRequest:
 
 
 RESIZE_SAVE = Operation(
-    name="switch",
-    message_type="nbdist_resize_save_request",
-    request=ResizeSaveRequest,
-    report=RankSwitchReport,
-    function="nbdist.worker.operations.resize:save_for_resize",
-    raises=SwitchError,
+    "switch",
+    ResizeSaveRequest,
+    RankSwitchReport,
+    "nbdist.worker.operations.resize:save_for_resize",
+    SwitchError,
 )
 
 
@@ -139,12 +142,11 @@ class ResizeLoadRequest:
 
 
 RESIZE_LOAD = Operation(
-    name="switch",
-    message_type="nbdist_resize_load_request",
-    request=ResizeLoadRequest,
-    report=RankSwitchReport,
-    function="nbdist.worker.operations.resize:load_after_resize",
-    raises=SwitchError,
+    "switch",
+    ResizeLoadRequest,
+    RankSwitchReport,
+    "nbdist.worker.operations.resize:load_after_resize",
+    SwitchError,
     fails_alone=True,  # the kernel then ends all new ranks
     resync=False,
 )
@@ -172,12 +174,11 @@ class RankRebuildReport:
 
 
 REBUILD_MODELS = Operation(
-    name="recovery",
-    message_type="nbdist_rebuild_request",
-    request=RebuildRequest,
-    report=RankRebuildReport,
-    function="nbdist.worker.operations.recover:rebuild_models",
-    raises=SwitchError,
+    "recovery",
+    RebuildRequest,
+    RankRebuildReport,
+    "nbdist.worker.operations.recover:rebuild_models",
+    SwitchError,
     resync=False,  # it is the resynchronization
 )
 
@@ -203,12 +204,11 @@ class RankSaveReport:
 
 
 SAVE = Operation(
-    name="save",
-    message_type="nbdist_save_request",
-    request=SaveRequest,
-    report=RankSaveReport,
-    function="nbdist.worker.operations.save:save",
-    raises=CheckpointError,
+    "save",
+    SaveRequest,
+    RankSaveReport,
+    "nbdist.worker.operations.save:save",
+    CheckpointError,
     in_phases=False,
 )
 
@@ -245,12 +245,11 @@ class RankLoadReport:
 
 
 LOAD = Operation(
-    name="load",
-    message_type="nbdist_load_request",
-    request=LoadRequest,
-    report=RankLoadReport,
-    function="nbdist.worker.operations.load:load",
-    raises=CheckpointError,
+    "load",
+    LoadRequest,
+    RankLoadReport,
+    "nbdist.worker.operations.load:load",
+    CheckpointError,
 )
 
 
@@ -282,12 +281,11 @@ class RankImportReport:
 
 
 IMPORT = Operation(
-    name="load",
-    message_type="nbdist_import_request",
-    request=ImportRequest,
-    report=RankImportReport,
-    function="nbdist.worker.operations.import_checkpoint:import_checkpoint",
-    raises=CheckpointError,
+    "load",
+    ImportRequest,
+    RankImportReport,
+    "nbdist.worker.operations.import_checkpoint:import_checkpoint",
+    CheckpointError,
 )
 
 
@@ -330,12 +328,11 @@ class RankExportReport:
 
 
 EXPORT = Operation(
-    name="export",
-    message_type="nbdist_export_request",
-    request=ExportRequest,
-    report=RankExportReport,
-    function="nbdist.worker.operations.export:export",
-    raises=CheckpointError,
+    "export",
+    ExportRequest,
+    RankExportReport,
+    "nbdist.worker.operations.export:export",
+    CheckpointError,
 )
 
 
@@ -358,12 +355,11 @@ class RankPullReport:
 
 
 PULL_MODEL = Operation(
-    name="pull",
-    message_type="nbdist_pull_model_request",
-    request=PullModelRequest,
-    report=RankPullReport,
-    function="nbdist.worker.operations.pull:pull_model",
-    raises=CheckpointError,
+    "pull",
+    PullModelRequest,
+    RankPullReport,
+    "nbdist.worker.operations.pull:pull_model",
+    CheckpointError,
 )
 
 
@@ -386,12 +382,11 @@ class RankCalibrateReport:
 
 
 CALIBRATE = Operation(
-    name="calibration",
-    message_type="nbdist_calibrate_request",
-    request=CalibrateRequest,
-    report=RankCalibrateReport,
-    function="nbdist.worker.benchmarks.calibration:calibrate",
-    raises=SessionError,
+    "calibration",
+    CalibrateRequest,
+    RankCalibrateReport,
+    "nbdist.worker.benchmarks.calibration:calibrate",
+    SessionError,
     in_phases=False,
 )
 
