@@ -10,13 +10,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from nbdist import checkpoint
-from nbdist.checkpoint import Url, UrlStorage, names
+from nbdist.checkpoint import CheckpointSummary, Url, UrlStorage, names
 from nbdist.errors import CheckpointError
 from nbdist.operations.switch import format_bytes
 from nbdist.output.sink import FinishedCellSink
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nbdist.checkpoint import CheckpointSummary, PendingCheckpoint
+    from nbdist.checkpoint import PendingCheckpoint
     from nbdist.protocol import messages
     from nbdist.protocol.operations import SaveRequest
     from nbdist.session.worker_group import WorkerGroup
@@ -48,17 +48,9 @@ EXIT_TIMEOUT_S = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(CheckpointSummary):
     """A complete checkpoint on disk or at a URL."""
 
-    name: str
-    step: int
-    """Optimizer steps taken."""
-    size_bytes: int
-    backend: str
-    """Backend that wrote it; any backend can load it."""
-    created: datetime
-    path: Path | Url
     seconds: float | None = None
     """Time that this session took to write it; None if another session wrote it."""
 
@@ -66,13 +58,7 @@ class Checkpoint:
     def of(cls, entry: CheckpointSummary, seconds: float | None = None) -> Checkpoint:
         """Create from a catalog entry."""
         return cls(
-            name=entry.name,
-            step=entry.step,
-            size_bytes=entry.size_bytes,
-            backend=entry.backend,
-            created=entry.created,
-            path=entry.path,
-            seconds=seconds,
+            seconds=seconds, **{item.name: getattr(entry, item.name) for item in fields(entry)}
         )
 
     def state_dict(self, prefix: str = "model.") -> dict[str, torch.Tensor]:
