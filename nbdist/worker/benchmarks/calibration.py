@@ -55,7 +55,7 @@ _COPIED = 256 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def calibrate(request: CalibrateRequest, rank: RankContext) -> RankCalibrateReport:
+def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateReport:
     """Run all benchmarks; collective.
 
     Raises:
@@ -64,18 +64,18 @@ def calibrate(request: CalibrateRequest, rank: RankContext) -> RankCalibrateRepo
     device = memory_probe.probe_state.device
     results: dict[str, Any] = {"device": _name(device)}
     with torch.no_grad(), _release_memory_after(device):
-        rank.on_phase("collectives")
+        context.on_phase("collectives")
         results["curves"] = _collectives(device)
-        rank.on_phase("matrix products")
+        context.on_phase("matrix products")
         results["products"] = {
             kind: _measure_matmul(device, DTYPES[kind]) for kind in request.kinds
         }
         results["memory"] = _elementwise(device)
         if device.type == "cuda":
-            rank.on_phase("copies between host and device")
+            context.on_phase("copies between host and device")
             results["copies"] = _copies(device)
     if request.disk is not None:
-        rank.on_phase(f"disk of {request.disk}")
+        context.on_phase(f"disk of {request.disk}")
         results["disk"] = _disk(request.disk)
     return RankCalibrateReport(figures=results)
 

@@ -62,18 +62,18 @@ class _OutputFile:
     size_bytes: int
 
 
-def export(request: ExportRequest, rank: RankContext) -> RankExportReport:
+def export(request: ExportRequest, context: RankContext) -> RankExportReport:
     """Write the folder; returns when it is on disk under its final name; a collective.
 
     Raises:
         CheckpointError: the export failed; raised on all ranks, and partial output is removed.
     """
-    phase = Transaction("Export", rank.on_phase, CheckpointError)
+    phase = Transaction("Export", context.on_phase, CheckpointError)
     report = RankExportReport(seconds=phase.seconds)
     target = Path(request.folder)
     dtype: torch.dtype | None = None if request.dtype is None else getattr(torch, request.dtype)
     with phase(CHECKING_PHASE):
-        tensors = ModelTensors(select_model(request.model, rank.variables))
+        tensors = ModelTensors(select_model(request.model, context.variables))
         model = tensors.to_meta()
         outline = hf_export_plan.plan_export(model, tensors.parameter_keys(), dtype)
         assigned = hf_export_plan.assign_to_files(outline, request.max_shard_size)
@@ -95,7 +95,7 @@ def export(request: ExportRequest, rank: RankContext) -> RankExportReport:
             if collectives.rank() == 0:
                 temporary = atomic_folder.create_temporary(target)
                 hf_export_plan.write_configs(model, temporary, dtype or tensors.widest_dtype)
-                for name, value in find_processors(rank.variables, report.notes).items():
+                for name, value in find_processors(context.variables, report.notes).items():
                     value.save_pretrained(str(temporary))
                     report.companions.append(name)
                 if len(files) > 1:
@@ -117,7 +117,7 @@ def export(request: ExportRequest, rank: RankContext) -> RankExportReport:
                 tensors,
                 model,
                 outline,
-                on_phase=rank.on_phase,
+                on_phase=context.on_phase,
             )
         with phase("finishing"):
             if temporary is not None:

@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 _LISTED = 10
 
 
-def import_checkpoint(request: ImportRequest, rank: RankContext) -> RankImportReport:
+def import_checkpoint(request: ImportRequest, context: RankContext) -> RankImportReport:
     """Load a checkpoint that another tool wrote; a collective.
 
     Raises:
         CheckpointError: the load failed; raised on all ranks, and the state is unchanged.
     """
     began, report = time.perf_counter(), RankImportReport()
-    phase = Transaction("Load", rank.on_phase, CheckpointError)
+    phase = Transaction("Load", context.on_phase, CheckpointError)
     with phase(CHECKING_PHASE):
-        prepared = select_model(request.model, rank.variables)
+        prepared = select_model(request.model, context.variables)
         groups = [
             group for owned in prepared.live_optimizers for group in owned.recipe.param_group_names
         ]

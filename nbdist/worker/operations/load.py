@@ -69,23 +69,23 @@ class ModelBackup:
     steps: int
 
 
-def load(request: LoadRequest, rank: RankContext) -> RankLoadReport:
+def load(request: LoadRequest, context: RankContext) -> RankLoadReport:
     """Load a checkpoint, or leave the state unchanged; a collective.
 
     Raises:
         CheckpointError: the checkpoint does not match, or a phase failed; raised on all ranks.
     """
-    return _CheckpointLoad(request, rank).run()
+    return _CheckpointLoad(request, context).run()
 
 
 class _CheckpointLoad:
     """Load of one checkpoint."""
 
-    def __init__(self, request: LoadRequest, rank: RankContext) -> None:
+    def __init__(self, request: LoadRequest, context: RankContext) -> None:
         self._id, self._weights_only = request.id, request.weights_only
-        self._on_phase = rank.on_phase
+        self._on_phase = context.on_phase
         self._location = parse_location(request.path)
-        self._download_folder = rank.folder / f"load-{request.id}"
+        self._download_folder = context.folder / f"load-{request.id}"
         self._download: CheckpointDownload | None = None
         """Download of a checkpoint at a URL: at first only of its manifest and headers."""
         self._models: list[tuple[ModelState, PreparedModel]] = []
@@ -93,7 +93,7 @@ class _CheckpointLoad:
         self._positions: list[tuple[Any, LoaderPosition]] = []
         """Prepared loaders and their saved positions."""
         self._rng: rng_state.RngState | None = None
-        self._phase = Transaction("Load", rank.on_phase, CheckpointError)
+        self._phase = Transaction("Load", context.on_phase, CheckpointError)
         self.report = RankLoadReport(seconds=self._phase.seconds)
 
     def run(self) -> RankLoadReport:
@@ -108,6 +108,7 @@ class _CheckpointLoad:
 
     def _run(self) -> RankLoadReport:
         generators = rng_state.get_rng_state()
+        # What may fail on one rank and what is a collective (under FSDP1) are separate phases.
         with self._phase(CHECKING_PHASE):
             trained = self._open()
         with self._phase(CHECKING_PHASE):

@@ -49,7 +49,7 @@ def write_variables(
     return messages.PayloadFileReply(status="ok", path=str(path))
 
 
-def pull_model(request: PullModelRequest, rank: RankContext) -> RankPullReport:
+def pull_model(request: PullModelRequest, context: RankContext) -> RankPullReport:
     """Write the state dict of a prepared model or of one of its modules; a collective.
 
     Each rank writes its own shard of each tensor, from the fp32 master weights if the engine
@@ -59,9 +59,9 @@ def pull_model(request: PullModelRequest, rank: RankContext) -> RankPullReport:
         CheckpointError: the pull failed; raised on all ranks.
     """
     name = request.name
-    phase = Transaction(f"Pull of {name}", rank.on_phase, CheckpointError)
+    phase = Transaction(f"Pull of {name}", context.on_phase, CheckpointError)
     with phase(CHECKING_PHASE):
-        reference = find_model(rank.variables.get(name))
+        reference = find_model(context.variables.get(name))
         if reference is None:
             raise CheckpointError(
                 f"{name} is a prepared model on some ranks but not on others. Prepare it on all"
@@ -94,7 +94,7 @@ def pull_model(request: PullModelRequest, rank: RankContext) -> RankPullReport:
                 )
                 for key, offset in offsets.items()
             ]
-            progress = ByteProgress(rank.on_phase, f"pulling {name}", total_bytes(share))
+            progress = ByteProgress(context.on_phase, f"pulling {name}", total_bytes(share))
             parallel_writer.write_shards(files, regions, share, on_progress=progress)
     except BaseException:
         if path is not None:

@@ -36,7 +36,7 @@ STALE_REASON = (
 )
 
 
-def rebuild_models(request: RebuildRequest, rank: RankContext) -> RankRebuildReport:
+def rebuild_models(request: RebuildRequest, context: RankContext) -> RankRebuildReport:
     """Rebuild the engines, after the process groups if requested; a collective.
 
     Raises:
@@ -47,16 +47,16 @@ def rebuild_models(request: RebuildRequest, rank: RankContext) -> RankRebuildRep
     on_gpu = accelerators.current_config().hardware.kind == "cuda"
     old_groups: list[Any] = []
     if request.groups:
-        rank.on_phase("recreating the process group")
-        if rank.barrier is not None:
-            rank.barrier.reset()
+        context.on_phase("recreating the process group")
+        if context.barrier is not None:
+            context.barrier.reset()
         old_groups = process_group.recreate_default_group(request.era, on_gpu=on_gpu)
     else:
         process_group.verify_group(on_gpu=on_gpu)
     try:
         in_pieces = [_is_in_pieces(prepared) for prepared in prepared_models.all_models()]
         if request.groups or any(in_pieces):
-            report.bound = _rebuild_engines(rank)
+            report.bound = _rebuild_engines(context)
         else:
             for prepared in prepared_models.all_models():
                 fsdp.reset_iteration_state(prepared.model)
@@ -64,7 +64,7 @@ def rebuild_models(request: RebuildRequest, rank: RankContext) -> RankRebuildRep
                 prepared.interrupted_pass = ""
     finally:
         report.stale = [
-            name for name, value in rank.variables.items() if is_bound_to(value, old_groups)
+            name for name, value in context.variables.items() if is_bound_to(value, old_groups)
         ]
         process_group.destroy_groups(old_groups)
     report.seconds = time.monotonic() - began
@@ -79,7 +79,7 @@ def _is_in_pieces(prepared: PreparedModel) -> bool:
     return any(cut == "backward" or (cut and deepspeed) for cut, deepspeed in together)
 
 
-def _rebuild_engines(rank: RankContext) -> list[str]:
+def _rebuild_engines(context: RankContext) -> list[str]:
     """Rebuild the engines; return the variables that were rebound."""
     model_cleanup.release_unused_models()
     trained = prepared_models.all_models()
@@ -100,7 +100,7 @@ def _rebuild_engines(rank: RankContext) -> list[str]:
     if not trained:
         return []
     options = accelerators.current_config().options
-    return EngineSwitch(options, rank, reason=STALE_REASON).run().bound
+    return EngineSwitch(options, context, reason=STALE_REASON).run().bound
 
 
 def is_bound_to(value: object, groups: list[Any]) -> bool:

@@ -102,19 +102,19 @@ class _LoaderState:
 # -- on the old ranks
 
 
-def save_for_resize(request: ResizeSaveRequest, rank: RankContext) -> RankSwitchReport:
+def save_for_resize(request: ResizeSaveRequest, context: RankContext) -> RankSwitchReport:
     """Write everything to the first folder with enough free space; changes nothing; a collective.
 
     Raises:
         SwitchError: a phase failed; raised on all ranks, and the state is unchanged.
     """
-    return _ResizeSave(request, rank).run()
+    return _ResizeSave(request, context).run()
 
 
 class _ResizeSave:
-    def __init__(self, request: ResizeSaveRequest, rank: RankContext) -> None:
-        self._request, self._context = request, rank
-        self._phase = Transaction("Switch", rank.on_phase, SwitchError)
+    def __init__(self, request: ResizeSaveRequest, context: RankContext) -> None:
+        self._request, self._context = request, context
+        self._phase = Transaction("Switch", context.on_phase, SwitchError)
         self.report = RankSwitchReport(seconds=self._phase.seconds)
         self._shards: dict[str, Shard] = {}
 
@@ -404,21 +404,21 @@ def _choose_folder(folders: Sequence[str], own_bytes: int, blocks: dict[str, int
 # -- on the new ranks
 
 
-def load_after_resize(request: ResizeLoadRequest, rank: RankContext) -> RankSwitchReport:
+def load_after_resize(request: ResizeLoadRequest, context: RankContext) -> RankSwitchReport:
     """Restore what the old ranks wrote.
 
     Raises:
         SwitchError: a phase failed on this rank; the new ranks are then unusable.
     """
-    return _ResizeLoad(request, rank).run()
+    return _ResizeLoad(request, context).run()
 
 
 class _ResizeLoad:
-    def __init__(self, request: ResizeLoadRequest, rank: RankContext) -> None:
-        self._phase = Transaction("Switch", rank.on_phase, SwitchError, coordinated=False)
+    def __init__(self, request: ResizeLoadRequest, context: RankContext) -> None:
+        self._phase = Transaction("Switch", context.on_phase, SwitchError, coordinated=False)
         self.report = RankSwitchReport(seconds=self._phase.seconds)
-        self._folder, self._variables = Path(request.folder), rank.variables
-        self._context = rank
+        self._folder, self._variables = Path(request.folder), context.variables
+        self._context = context
         self._old_world_size = request.world_size
         self._rank, self._world_size = collectives.rank(), collectives.group_size()
         self._built: list[Accelerator] = []

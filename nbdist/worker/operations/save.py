@@ -86,9 +86,9 @@ class StateSnapshot:
     """State that is not saved because the manifest cannot represent it."""
 
 
-def save(request: SaveRequest, rank: RankContext) -> RankSaveReport:
+def save(request: SaveRequest, context: RankContext) -> RankSaveReport:
     """Copy the training state and start to write a checkpoint; a collective."""
-    return RankSaveReport(id=rank.begin_save(request))
+    return RankSaveReport(id=context.begin_save(request))
 
 
 class CheckpointSaver:

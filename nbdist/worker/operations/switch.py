@@ -61,14 +61,14 @@ class DetachedModel:
     """This rank's shards, in host memory."""
 
 
-def switch(request: SwitchRequest, rank: RankContext) -> RankSwitchReport:
+def switch(request: SwitchRequest, context: RankContext) -> RankSwitchReport:
     """Rebuild the prepared models under another engine; a collective.
 
     Raises:
         SwitchError: a phase failed; raised on all ranks with the phase, ranks and reasons.
     """
     options = Options.from_json(request.options)
-    change = EngineSwitch(options, rank, reset_optimizer=request.reset_optimizer)
+    change = EngineSwitch(options, context, reset_optimizer=request.reset_optimizer)
     return change.run()
 
 
@@ -77,7 +77,7 @@ class EngineSwitch:
 
     Args:
         new_options: validated new options.
-        rank: this rank.
+        context: this rank.
         reset_optimizer: drop the state of the optimizers.
         reason: error message of the replaced objects; default: that the engine was switched.
     """
@@ -85,20 +85,20 @@ class EngineSwitch:
     def __init__(
         self,
         new_options: Options,
-        rank: RankContext,
+        context: RankContext,
         *,
         reset_optimizer: bool = False,
         reason: str = "",
     ) -> None:
         self._old_options = accelerators.current_config().options
         self._new_options = new_options
-        self._rank, self._reset = rank, reset_optimizer
+        self._context, self._reset = context, reset_optimizer
         self._reason = reason or stale_reason(self._old_options, new_options)
         self._replaced = rebind.ReplacementMap()
         self._detached: list[DetachedModel] = []
         self._made: list[object] = []
         """References to prepared objects until the user's variables are rebound."""
-        self._phase = Transaction("Switch", rank.on_phase, SwitchError)
+        self._phase = Transaction("Switch", context.on_phase, SwitchError)
         self.report = RankSwitchReport(seconds=self._phase.seconds)
 
     def run(self) -> RankSwitchReport:
@@ -121,7 +121,7 @@ class EngineSwitch:
             )
             hardware = accelerators.current_config().hardware
             ops = self._new_options.strategy.required_ops(self._new_options, hardware)
-            deepspeed_builds.build_missing_ops(ops, progress=self._rank.on_phase)
+            deepspeed_builds.build_missing_ops(ops, progress=self._context.on_phase)
         with self._phase("keeping"):
             for number, prepared in enumerate(prepared_models.all_models()):
                 self._detached.append(self._detach(number, prepared))
@@ -202,7 +202,7 @@ class EngineSwitch:
                 for detached, prepared in zip(self._detached, trained, strict=True)
             )
         with self._phase("binding"):
-            variables = self._rank.variables
+            variables = self._context.variables
             self.report.bound = self._replaced.rebind_variables(variables)
             for value in list(variables.values()):
                 # Schedulers that were not passed to prepare(). isinstance() would access the
