@@ -39,10 +39,8 @@ class CheckpointSummary:
 
     name: str
     step: int
-    """Optimizer steps taken."""
     size_bytes: int
     backend: str
-    """Backend that wrote it; any backend can load it."""
     created: datetime
     path: Path | Url
 

@@ -49,7 +49,12 @@ EXIT_TIMEOUT_S = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(CheckpointSummary):
-    """A complete checkpoint on disk or at a URL."""
+    """A complete checkpoint on disk or at a URL.
+
+    Attributes:
+        step: optimizer steps taken.
+        backend: backend that wrote it; any backend can load it.
+    """
 
     seconds: float | None = None
     """Time that this session took to write it; None if another session wrote it."""
