@@ -357,7 +357,8 @@ class NamespaceReader:
         path = self._folder / f"block-{self._digests[number]}"
         content = torch.empty(path.stat().st_size, dtype=torch.uint8)
         with path.open("rb") as file:
-            file.readinto(content.numpy().data)
+            if file.readinto(content.numpy().data) != content.numel():
+                raise SwitchError(f"{path} is truncated")
         return content
 
 
