@@ -29,9 +29,9 @@ from nbdist.cluster.protocol import MAX_UNREAD_BATCHES
 from nbdist.cluster.rank_distribution import RankDistribution
 from nbdist.cluster.remote import ClusterLauncherProvider
 from nbdist.hardware import discovery
-from nbdist.session.progress import StatusLine
 from nbdist.panel.controller import PanelData
 from nbdist.session import planner, push_pull, status
+from nbdist.session.progress import StatusLine
 from tests.conftest import eventually
 from tests.doubles import unlike_nodes
 from tests.two_nodes import Here, Hosts
